@@ -1,0 +1,44 @@
+"""Diagnostics for gradient scaling in distributed PyTorch training.
+
+    import gradcheck_dist
+    gradcheck_dist.attach()          # in the trainer, before the model is wrapped
+    ...
+    $ gradcheck diagnose runs/...    # later, anywhere
+
+Names load on first use, so `import gradcheck_dist` costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.engine import diagnose
+    from gradcheck_dist.errors import GradcheckError
+    from gradcheck_dist.probes import attach, mark_loss
+    from gradcheck_dist.trace.run import read_run
+
+__version__ = "0.1.0"
+
+__all__ = ["GradcheckError", "__version__", "attach", "diagnose", "mark_loss", "read_run"]
+
+_HOMES = {
+    "GradcheckError": "gradcheck_dist.errors",
+    "attach": "gradcheck_dist.probes",
+    "diagnose": "gradcheck_dist.diagnosis.engine",
+    "mark_loss": "gradcheck_dist.probes",
+    "read_run": "gradcheck_dist.trace.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradcheck_dist' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,81 @@
+"""Mesh axes and their degrees. Pure arithmetic: imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from gradcheck_dist.errors import GradcheckError
+
+AXIS_NAMES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+"""In the field's order (torchtitan's ParallelDims). `ep` borrows its ranks from dp_shard * cp."""
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes that multiply to the world size, outermost (slowest varying rank) first."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Degrees of the six mesh axes; each is at least 1.
+
+    Raises:
+        GradcheckError: a degree is not a positive integer, or ep does not divide dp_shard * cp.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXIS_NAMES:
+            degree = getattr(self, name)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise GradcheckError(
+                    f"degree of axis {name} is {degree!r}; legal values are integers from 1 up. "
+                    f"Set {name}=1 to switch the axis off.",
+                    code="E101",
+                )
+        if (self.dp_shard * self.cp) % self.ep:
+            raise GradcheckError(
+                f"ep={self.ep} does not divide dp_shard*cp={self.dp_shard * self.cp}; expert parallelism borrows its "
+                f"ranks from these two axes. Legal values of ep here: {divisors(self.dp_shard * self.cp)}.",
+                code="E102",
+            )
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, name) for name in MESH_AXES)
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Number of ranks that see different samples: dp_replicate * dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise GradcheckError unless the degrees multiply to `world_size` (number of ranks)."""
+        if self.world_size != world_size:
+            product = " * ".join(f"{name}={getattr(self, name)}" for name in MESH_AXES)
+            raise GradcheckError(
+                f"the degrees {product} multiply to {self.world_size}, but the world size is {world_size}. "
+                f"Change a degree, or start {self.world_size} processes.",
+                code="E103",
+            )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a global rank on each mesh axis (ep left out: it is a view of dp_shard and cp)."""
+        position: dict[str, int] = {}
+        for name in reversed(MESH_AXES):
+            degree = getattr(self, name)
+            rank, position[name] = divmod(rank, degree)
+        return {name: position[name] for name in MESH_AXES}
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors of `number`, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

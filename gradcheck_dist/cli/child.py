@@ -1,0 +1,79 @@
+"""Running the user's command below us: its streams are inherited, signals go through, its exit code is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gradcheck_dist.errors import GradcheckError
+
+_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
+_OF_THE_TERMINAL = {"SIGINT", "SIGQUIT"}
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `command` to its end; its exit code, 128 + n when signal n ended it.
+
+    Raises:
+        GradcheckError: E714 the command cannot be started.
+    """
+    with _forwarded() as children:
+        try:
+            child = subprocess.Popen(list(command), env=dict(environment))
+        except OSError as error:
+            exit_code = 126 if isinstance(error, PermissionError) else 127
+            raise GradcheckError(
+                f"cannot start {command[0]!r}: {error.strerror or error}. Write the command as you would without "
+                "`gradcheck run --`.",
+                code="E714",
+                exit_code=exit_code,
+            ) from error
+        children.append(child)
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _forwarded() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """While open, signals sent to this process go to the child.
+
+    A terminal sends its Ctrl-C to the whole foreground group: there the child has it already.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    of_terminal = _in_foreground()
+
+    def forward(number: int, _frame: Any) -> None:
+        if of_terminal and signal.Signals(number).name in _OF_THE_TERMINAL:
+            return
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+
+    before = {}
+    for name in _SIGNALS:
+        number = getattr(signal, name, None)
+        # What was ignored for us (nohup) stays ignored, for us and for the child.
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, forward)
+    try:
+        yield children
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

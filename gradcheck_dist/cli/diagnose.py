@@ -1,0 +1,64 @@
+"""gradcheck diagnose RUN"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradcheck_dist.cli.output import Format, show
+from gradcheck_dist.cli.progress import Progress
+from gradcheck_dist.errors import GradcheckError
+
+Objective = Annotated[
+    str | None,
+    typer.Option(help="What a step's gradient is meant to be. Default: as recorded or inferred."),
+]
+Steps = Annotated[str | None, typer.Option(metavar="A:B", help="Judge the steps from A up to, not including, B.")]
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as `gradcheck scenario --keep` leaves it.")],
+    form: Annotated[Format, typer.Option("--format", help="How to write the report.")] = Format.text,
+    objective: Objective = None,
+    steps: Steps = None,
+) -> None:
+    """Judge a recorded run.
+
+    Shows every weight, the first operation that made it wrong, and its line. Needs no torch.
+    Exit codes: 0 clean, 1 findings, 2 could not judge.
+    """
+    from gradcheck_dist.diagnosis.engine import diagnose as judge
+    from gradcheck_dist.trace.run import read_run
+
+    chosen = parse_steps(steps)
+    with Progress(f"reading {run}") as progress:
+        recorded = read_run(run)
+        progress.update(f"judging {run}")
+        report = judge(recorded, objective=objective, steps=chosen)
+    show(report, form)
+    raise typer.Exit(report.exit_code)
+
+
+def parse_steps(text: str | None) -> range | None:
+    """The steps that "A:B" names; either end may be left out, and "A" alone is one step.
+
+    Raises:
+        GradcheckError: E712 it is none of these.
+    """
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    try:
+        low = int(first) if first or not colon else 0
+        high = (int(last) if last else sys.maxsize) if colon else low + 1
+    except ValueError:
+        low, high = 0, 0
+    if not 0 <= low < high:
+        raise GradcheckError(
+            f"--steps is {text!r}; legal values are A:B with 0 <= A < B, A: or :B, or one step A. Try --steps 0:1.",
+            code="E712",
+        )
+    return range(low, high)

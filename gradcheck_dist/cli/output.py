@@ -1,0 +1,96 @@
+"""Formats and files of results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradcheck_dist.errors import GradcheckError
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
+
+
+class Format(StrEnum):
+    """How a report is written: for people at a terminal, for scripts, as a pull request comment."""
+
+    text = "text"
+    json = "json"
+    md = "md"
+
+
+class FileFormat(StrEnum):
+    """Formats of a report in a file."""
+
+    json = "json"
+    md = "md"
+
+
+def render(report: Report | ScenarioReport, form: Format | FileFormat) -> str:
+    """A report as JSON or Markdown."""
+    from gradcheck_dist.diagnosis.finding import ScenarioReport
+
+    if form == Format.json:
+        from gradcheck_dist.reports import json_report
+
+        return json_report.encode(report).decode()
+    from gradcheck_dist.reports import markdown
+
+    return markdown.render_scenario(report) if isinstance(report, ScenarioReport) else markdown.render(report)
+
+
+def show(report: Report | ScenarioReport, form: Format | FileFormat) -> None:
+    """Write a report to stdout."""
+    from gradcheck_dist.diagnosis.finding import ScenarioReport
+
+    # A path or name that the terminal's encoding lacks must not cost the whole report.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if form != Format.text:
+        sys.stdout.write(render(report, form))
+    else:
+        from gradcheck_dist.reports import terminal
+
+        if isinstance(report, ScenarioReport):
+            terminal.write_scenario(report, sys.stdout)
+        else:
+            terminal.write_report(report, sys.stdout)
+    sys.stdout.flush()
+
+
+def check_writable(path: Path) -> None:
+    """Raise GradcheckError (E711) unless a file can be written at `path`: asked before the work, not after it."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {folder} that you may write to"
+        raise GradcheckError(f"cannot write {path}: {reason}. Name a file in a folder that exists.", code="E711")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        GradcheckError: E711 it cannot be written.
+    """
+    import tempfile
+
+    partial: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+        partial = Path(name)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        partial.chmod(0o666 & ~mask)
+        partial.replace(path)
+    except OSError as error:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+        raise GradcheckError(
+            f"cannot write {path}: {error.strerror or error}. Name a file in a folder that you may write to.",
+            code="E711",
+        ) from error

@@ -1,0 +1,109 @@
+"""gradcheck run -- CMD..."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
+from gradcheck_dist.cli import child
+from gradcheck_dist.cli.diagnose import Objective, parse_steps
+from gradcheck_dist.cli.output import FileFormat, Format, check_writable, render, show, write_file
+from gradcheck_dist.errors import GradcheckError
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.finding import Report
+
+SETTINGS = {"allow_interspersed_args": False}
+"""What follows the first word that is no option of ours belongs to the user's command."""
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command, as you run it now.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/<time>-<pid>.")] = None,
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Record the optimizer steps A to B-1.")] = "0:3",
+    every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And every N-th step after them.")] = None,
+    objective: Objective = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report too: .md as Markdown, else JSON.")
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="text: on stderr. json, md: on stdout, at the end.")] = Format.text,
+) -> None:
+    """Record and judge anybody's trainer, without changing it.
+
+    Put `gradcheck run --` before the command that you have: torchrun, accelerate launch, python train.py. Its output,
+    signals and exit code pass through. The verdict follows on stderr.
+
+    Exit codes: the command's own; with --strict, where that is 0: 1 findings, 2 could not judge.
+    """
+    chosen = parse_steps(steps) or range(3)
+    if objective is not None:
+        from gradcheck_dist.ledger.expected import check_objective
+
+        check_objective(objective)
+    if report is not None:
+        check_writable(report)
+    folder = _make_folder(out, command)
+    _say(f"recording into {folder}")
+    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective)
+    code = child.run(command, {**os.environ, VARIABLE: boot.encode()})
+    sys.stdout.flush()
+    judged = _judge(folder, command)
+    if judged is None:
+        raise typer.Exit(code or (2 if strict else 0))
+    if report is not None:
+        write_file(report, render(judged, FileFormat.md if report.suffix == ".md" else FileFormat.json))
+    _show(judged, form, folder)
+    raise typer.Exit(code or (judged.exit_code if strict else 0))
+
+
+def _make_folder(out: Path | None, command: list[str]) -> Path:
+    from gradcheck_dist.trace.run import create_run_dir
+
+    folder = (out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    existed = folder.is_dir() and any(folder.iterdir())
+    create_run_dir(folder, {"command": command})
+    if not existed:
+        folder.chmod(0o700)
+    return folder
+
+
+def _judge(folder: Path, command: list[str]) -> Report | None:
+    """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
+    from gradcheck_dist.cli.progress import Progress
+    from gradcheck_dist.diagnosis.engine import diagnose
+    from gradcheck_dist.trace.run import read_run, trace_files
+
+    if not trace_files(folder):
+        _say(
+            "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
+            f"watch. Is gradcheck-dist installed in the environment that {command[0]!r} uses? `gradcheck doctor` "
+            "tells what works here."
+        )
+        return None
+    try:
+        with Progress(f"judging {folder}"):
+            return diagnose(read_run(folder))
+    except GradcheckError as error:
+        _say(f"could not judge. error {error.code}: {error}")
+        return None
+
+
+def _show(judged: Report, form: Format, folder: Path) -> None:
+    if form != Format.text:
+        show(judged, form)
+    else:
+        from gradcheck_dist.reports import terminal
+
+        terminal.write_report(judged, sys.stderr)
+    _say(f"again, or elsewhere: gradcheck diagnose {folder}")
+
+
+def _say(message: str) -> None:
+    print(f"gradcheck: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""From ledgers to findings. Numpy only, no torch."""

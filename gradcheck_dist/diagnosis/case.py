@@ -1,0 +1,163 @@
+"""A case: all wrong cells that share one culprit, with their shape and their names. What a rule judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.factors import Name, exact_fraction, name_number
+from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
+from gradcheck_dist.diagnosis.patterns import Pattern
+from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
+
+
+@dataclass
+class Case:
+    """Everything known about one suspected fault. `names` are names of the pattern's factor, `base_names` of the base
+    of a geometric pattern, simplest first."""
+
+    context: StepContext
+    culprit: Culprit
+    held: list[Held]
+    cells: list[tuple[Held, Cell]]
+    patterns: list[Pattern]
+    configured_at: str | None = None
+    names: list[Name] = field(default_factory=list)
+    base_names: list[Name] = field(default_factory=list)
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.patterns[0]
+
+    @property
+    def event(self) -> Event | None:
+        return self.culprit.event
+
+    @property
+    def reduce(self) -> Reduce | None:
+        return self.event if isinstance(self.event, Reduce) else None
+
+
+def name_case(case: Case) -> None:
+    """Find names for the pattern's numbers; those of the culprit's own numbers are preferred."""
+    quantities, near = dict(case.context.quantities), set[str]()
+    event = case.event
+    if isinstance(event, Reduce):
+        size = len(event.group) * (len(event.replicate_group) or 1)
+        name = case.context.group_name(size)
+        quantities.setdefault(name, float(size))
+        near |= {name, *(axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1)}
+    elif isinstance(event, ScaleGrads):
+        name = "microbatches" if event.divisor == case.context.num_microbatches else "divisor"
+        quantities[name] = event.divisor
+        near.add(name)
+    elif isinstance(event, Clip):
+        quantities["clip_coefficient"] = event.coefficient
+    pattern = case.pattern
+    tolerance = max(2 * pattern.tolerance, 1e-6)
+    case.names = name_number(abs(pattern.factor), quantities, tolerance, near=frozenset(near))
+    if pattern.base is not None:
+        case.base_names = name_number(pattern.base, quantities, tolerance, near=frozenset(near))
+    # A name made of the culprit's own numbers comes first: others only coincide in value.
+    own = [name for name in case.names if near and all(part in near for part, _ in name.powers)]
+    case.names = own + [name for name in case.names if name not in own]
+
+
+def ambiguous(names: list[Name], near: bool) -> list[Name]:
+    """Names that fit as simply as the best and that nothing in the events separates from it."""
+    if near or len(names) < 2:
+        return []
+    return [name for name in names[1:] if name.cost <= names[0].cost + 1e-9]
+
+
+def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Factor:
+    """The factor as the report shows it."""
+    pattern = case.pattern
+    tolerance = pattern.tolerance
+    if pattern.kind in ("geometric", "repeated") and pattern.base is not None:
+        power = "(K-1-k)" if pattern.kind == "geometric" else "(repetitions)"
+        base = case.base_names[0].expression if case.base_names else f"{pattern.base:.6g}"
+        base = f"({base})" if "/" in base or "*" in base else base
+        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{_lead(case)} * "
+        expression = f"{lead}{base}^{power}"
+        if case.base_names and len(case.base_names[0].powers) == 1 and case.base_names[0].powers[0][1] == -1:
+            expression = f"{lead}{case.base_names[0].powers[0][0]}^-{power}"
+        candidates = [
+            Candidate(expression=f"{name.expression}^{power}", value=name.value, exact=exact_fraction(name.value, 1e-9))
+            for name in case.base_names
+        ]
+        return Factor(
+            observed=pattern.base,
+            exact=exact_fraction(pattern.base, 2 * tolerance),
+            expression=expression,
+            tolerance=tolerance,
+            candidates=candidates,
+        )
+    if pattern.kind == "objective":
+        formula = {"microbatch-mean": "num_tokens/(contributions * n_c)", "rank-token-mean": "num_tokens/(R * N_r)"}
+        expression = formula.get(pattern.objective or "", pattern.objective or "")
+        if abs(pattern.factor - 1) > 2 * tolerance:
+            expression = f"{_lead(case)} * {expression}"
+        ratios = sorted(cell.ratio for _, cell in case.cells)
+        return Factor(observed=ratios[len(ratios) // 2], expression=expression, tolerance=tolerance)
+    return Factor(
+        observed=pattern.factor,
+        exact=exact_fraction(pattern.factor, 2 * tolerance),
+        expression=case.names[0].expression if case.names else None,
+        tolerance=tolerance,
+        candidates=[
+            Candidate(expression=name.expression, value=name.value, exact=exact_fraction(name.value, 1e-9))
+            for name in case.names
+        ],
+    )
+
+
+def _lead(case: Case) -> str:
+    return case.names[0].expression if case.names else f"{case.pattern.factor:.6g}"
+
+
+def first_event(case: Case) -> FirstEvent | None:
+    """The culprit as the report shows it."""
+    culprit, event = case.culprit, case.culprit.event
+    if event is None:
+        return None
+    site = event.site
+    before = culprit.before
+    return FirstEvent(
+        rank=culprit.rank,
+        seq=event.seq,
+        kind=culprit.kind,
+        op=_operation(event),
+        group=list(getattr(event, "group", ()) or ()),
+        file=site.file if site else None,
+        line=site.line if site else None,
+        function=site.function if site else None,
+        accumulation_step=getattr(culprit.gradient or event, "accumulation_step", None),
+        microbatch=getattr(culprit.gradient or event, "microbatch", None),
+        stage=getattr(culprit.gradient or event, "stage", None),
+        nominal_factor=culprit.nominal if culprit.nominal == culprit.nominal else None,
+        observed_factor=culprit.factor,
+        configured_at=case.configured_at,
+        unrecorded=culprit.unrecorded,
+        before=None
+        if before is None
+        else {
+            "kind": str(before.__struct_config__.tag),
+            "seq": before.seq,
+            "file": before.site.file if before.site else None,
+            "line": before.site.line if before.site else None,
+        },
+    )
+
+
+def _operation(event: Event) -> str | None:
+    if isinstance(event, Reduce):
+        return event.op
+    if isinstance(event, Loss):
+        return f"{event.op}, reduction={event.reduction}"
+    if isinstance(event, ScaleGrads):
+        return f"div {event.divisor:g}"
+    return None

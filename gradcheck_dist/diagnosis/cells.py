@@ -1,0 +1,214 @@
+"""The ratio matrix: observed / expected for every contribution, parameter and rank that holds the parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.events import AmpUnscale, Clip, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.leaves import build_basis
+from gradcheck_dist.ledger.replay import Entry, Replay, replay
+from gradcheck_dist.ledger.solve import EPSILON, solve
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+
+MAX_STDERR = 0.05
+"""Relative standard error above which a weight is not known well enough to be judged."""
+
+SIGMAS = 6.0
+TOO_FEW = "too few of its elements are sampled on this rank"
+
+
+@dataclass
+class Cell:
+    """One contribution's weight in one parameter's gradient on one rank. `ratio` is observed / expected.
+
+    `root_ratio` is the weight at the loss / expected, `column` the index in the basis of the parameter's replay.
+    """
+
+    key: ContributionKey
+    column: int
+    expected: Fraction
+    root_ratio: float
+    nominal: float
+    observed: float
+    ratio: float
+    tolerance: float
+
+    @property
+    def right(self) -> bool:
+        return abs(self.ratio - 1.0) <= self.tolerance
+
+
+@dataclass
+class Held:
+    """One parameter on one rank that holds it: its cells, or the reason why there are none.
+
+    `observed`, `stderr` and `nominal` are transfers from the columns of the basis to the gradient that the optimizer
+    read, freed of clipping; None where they could not be measured.
+    """
+
+    param: ParamKey
+    rank: int
+    replay: Replay
+    observed: np.ndarray | None = None
+    stderr: np.ndarray | None = None
+    nominal: np.ndarray | None = None
+    partial: bool = False
+    cells: list[Cell] = field(default_factory=list)
+    num_unknown: int = 0
+    reason: str = ""
+
+    @property
+    def digits(self) -> tuple[object, ...]:
+        """The cells, rounded: equal for parameters that came out the same."""
+        return tuple((cell.key, cell.column, round(cell.ratio, 3)) for cell in self.cells)
+
+    @property
+    def events(self) -> tuple[int, ...]:
+        """The events that concerned the parameter: equal for parameters with one gradient path."""
+        return tuple(entry.seq for entry in self.replay.history(self.rank) if entry.event is not None)
+
+    @property
+    def num_scalings(self) -> int:
+        """Events that multiply by a constant of their own."""
+        scaling = (Reduce, ScaleGrads, AmpUnscale, Clip)
+        return sum(isinstance(entry.event, scaling) for entry in self.replay.history(self.rank))
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for parameters that went the same way and came out the same."""
+        return (self.param[0], self.rank, self.events, self.digits)
+
+
+def measure(data: StepData, contributions: Contributions) -> list[Held]:
+    """Replay every parameter that an optimizer owns, on every rank that holds it."""
+    held: list[Held] = []
+    for key, tracks in sorted(data.tracks.items()):
+        basis = build_basis(tracks, contributions)
+        if not len(basis):
+            continue
+        played = replay(data, tracks, basis)
+        of_param = [_transfer(key, track, played) for _, track in sorted(tracks.items()) if _optimized(data, track)]
+        _pool_shards(of_param, tracks, played)
+        held += of_param
+    return held
+
+
+def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay) -> None:
+    """Shards too small to be solved alone are solved together: one set of weights for the whole parameter, which the
+    residual confirms or refutes."""
+    small = [held for held in of_param if held.reason == TOO_FEW]
+    if not small:
+        return
+    whole = np.full(played.basis.values.shape[1], np.nan)
+    for held in of_param:
+        last = tracks[held.rank].points[-1].values.data
+        final = played.final(held.rank)
+        whole = np.where(np.isnan(whole), last / (final.clip if final is not None else 1.0), whole)
+    rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
+    nominal = small[0].nominal if small[0].nominal is not None else np.zeros(len(played.basis))
+    solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
+    if solution is None or not solution.fits:
+        return
+    for held in small:
+        held.observed, held.stderr, held.reason = solution.coefficients, np.nan_to_num(solution.stderr), ""
+
+
+def _optimized(data: StepData, track: Track) -> bool:
+    """Whether an optimizer of this rank owns the parameter. Before any optimizer step all are taken to be owned."""
+    steps = [event for event in data.events[track.rank] if isinstance(event, OptimizerStep)]
+    return not steps or any(track.param.id in data.params_of(track.rank, event.params) for event in steps)
+
+
+def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
+    held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
+    final = played.final(track.rank)
+    if final is None or not final.sampled:
+        if not any(isinstance(entry.event, OptimizerStep) for entry in played.entries.get(track.rank, ())):
+            held.reason = "the step ended before the optimizer read it"
+            return held
+        zeros = np.zeros(len(played.basis))  # .grad was None when the optimizer came
+        held.observed, held.stderr = zeros, zeros
+        held.nominal = final.nominal / final.clip if final is not None else zeros
+    elif final.observed is None or final.stderr is None:
+        held.reason = _why_unsolved(final, played)
+        held.nominal = final.nominal / final.clip
+    else:
+        held.observed, held.stderr = final.observed / final.clip, final.stderr / final.clip
+        held.nominal = final.nominal / final.clip
+    return held
+
+
+def _why_unsolved(final: Entry, played: Replay) -> str:
+    if played.incomplete:
+        missing = ", ".join(map(str, sorted(played.incomplete)))
+        return f"a reduction needed rank(s) {missing}, whose trace is missing"
+    if final.solution is not None and not final.solution.fits:
+        return (
+            f"its gradient is no combination of the recorded contributions (residual {final.solution.residual:.1e}): "
+            "something that no probe saw added to it"
+        )
+    return TOO_FEW
+
+
+def judge(measured: list[Held], contributions: Contributions, expected: dict[ContributionKey, Fraction]) -> list[Held]:
+    """The same parameters with their cells: what was measured, over what is expected."""
+    return [_with_cells(held, contributions, expected) for held in measured]
+
+
+def _with_cells(held: Held, contributions: Contributions, expected: dict[ContributionKey, Fraction]) -> Held:
+    result = replace(held, cells=[], num_unknown=0)
+    if held.observed is None or held.stderr is None or held.nominal is None:
+        return result
+    for key, groups in _columns(held.replay.basis.keys, held.partial):
+        weight, contribution = expected.get(key), contributions.by_key.get(key)
+        if weight is None or contribution is None or contribution.weight is None:
+            continue
+        root = contribution.weight
+        loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "float32", 2.0**-23)
+        for group in groups:
+            seen = float(held.observed[group].sum()) * root
+            error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / float(weight)
+            if np.isnan(seen) or error > MAX_STDERR:
+                result.num_unknown += 1
+                continue
+            result.cells.append(
+                Cell(
+                    key=key,
+                    column=group[0],
+                    expected=weight,
+                    root_ratio=root / float(weight),
+                    nominal=float(held.nominal[group].sum()) * root,
+                    observed=seen,
+                    ratio=seen / float(weight),
+                    tolerance=tolerance(held.replay.epsilon, loss_epsilon, held.num_scalings, error),
+                )
+            )
+    if not result.cells:
+        result.reason = "its sampled gradient is zero or too small to be told from rounding"
+    return result
+
+
+def _columns(keys: list[ContributionKey], partial: bool) -> list[tuple[ContributionKey, list[list[int]]]]:
+    """The columns of each contribution: judged one by one, or, where the gradient itself is declared a partial sum,
+    together (each rank then holds its own summand)."""
+    of_key: dict[ContributionKey, list[int]] = {}
+    for index, key in enumerate(keys):
+        of_key.setdefault(key, []).append(index)
+    if partial:
+        return [(key, [columns]) for key, columns in of_key.items()]
+    return [(key, [[column] for column in columns]) for key, columns in of_key.items()]
+
+
+def tolerance(epsilon: float, loss_epsilon: float, num_scalings: int, stderr: float) -> float:
+    """Relative tolerance of one ratio.
+
+    What is rounded element by element has mean zero: it widens the standard error of the solve, of which SIGMAS are
+    allowed. What is rounded once for all elements is a systematic error of up to half a spacing each: the loss's upstream
+    gradient in the loss's dtype, the constant of every scaling event (an average, a clip coefficient) and one constant
+    more in the gradient's dtype.
+    """
+    return 0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon + SIGMAS * stderr

@@ -1,0 +1,109 @@
+"""What is known about a step besides its gradients: degrees, counts, who is where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gradcheck_dist.axes import AXIS_NAMES
+from gradcheck_dist.events import Backward, Event, PipelineStep, Reduce
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.trace.run import Run
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that may stand in an explanation: its name, its value, what it counts."""
+
+    name: str
+    value: float
+
+
+@dataclass
+class StepContext:
+    """Degrees and counts of one step; `quantities` maps the names used in explanations to their values."""
+
+    step: int
+    world_size: int
+    axes: dict[str, int]
+    axes_from: str
+    objective: str
+    objective_from: str
+    num_accumulation: int
+    num_microbatches: int
+    contributions: Contributions
+    num_stages: int = 1
+    quantities: dict[str, float] = field(default_factory=dict)
+
+    def group_name(self, size: int) -> str:
+        """How a reduce group of this size is called: the axes it spans when exactly one set of them fits."""
+        dp = {name: self.axes[name] for name in ("dp_replicate", "dp_shard", "cp") if self.axes.get(name, 1) > 1}
+        for name, degree in dp.items():
+            if degree == size:
+                return name
+        product = 1
+        for degree in dp.values():
+            product *= degree
+        if product == size and dp:
+            return " * ".join(dp) if len(dp) == 1 else f"({' * '.join(dp)})"
+        return "world_size" if size == self.world_size else "group_size"
+
+
+def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int], str]:
+    """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran."""
+    for trace in run.ranks.values():
+        if trace.header.axes:
+            return {name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared"
+    axes = dict.fromkeys(AXIS_NAMES, 1)
+    seen: list[str] = []
+    for of_rank in events.values():
+        for event in of_rank:
+            if isinstance(event, Reduce) and event.impl == "ddp":
+                axes["dp_replicate"] = max(axes["dp_replicate"], len(event.group))
+                seen.append("DDP groups")
+            elif isinstance(event, Reduce) and event.impl in ("fsdp", "hsdp", "replicate"):
+                axes["dp_shard"] = max(axes["dp_shard"], len(event.group))
+                axes["dp_replicate"] = max(axes["dp_replicate"], len(event.replicate_group) or 1)
+                seen.append("FSDP groups")
+            elif isinstance(event, PipelineStep):
+                axes["pp"] = max(axes["pp"], len(event.group))
+                seen.append("pipelines")
+    if not seen:
+        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s)"
+    return axes, "inferred from " + " and ".join(sorted(set(seen)))
+
+
+def step_context(
+    run: Run,
+    step: int,
+    events: dict[int, list[Event]],
+    contributions: Contributions,
+    objective: str,
+    objective_from: str,
+) -> StepContext:
+    """Gather the numbers that an explanation may use."""
+    axes, axes_from = infer_axes(run, events)
+    backwards = [event for of_rank in events.values() for event in of_rank if isinstance(event, Backward)]
+    num_accumulation = 1 + max((event.accumulation_step for event in backwards), default=0)
+    num_microbatches = 1 + max((event.microbatch for event in backwards), default=0)
+    pipelines = [event for of_rank in events.values() for event in of_rank if isinstance(event, PipelineStep)]
+    context = StepContext(
+        step=step,
+        world_size=run.world_size,
+        axes=axes,
+        axes_from=axes_from,
+        objective=objective,
+        objective_from=objective_from,
+        num_accumulation=num_accumulation,
+        num_microbatches=num_microbatches,
+        contributions=contributions,
+        num_stages=max((event.num_stages for event in pipelines), default=1),
+    )
+    quantities: dict[str, float] = {name: float(degree) for name, degree in axes.items()}
+    quantities["accumulation_steps"] = float(num_accumulation)
+    quantities["microbatches"] = float(num_microbatches)
+    if contributions.num_tokens:
+        quantities["num_tokens"] = float(contributions.num_tokens)
+    if run.world_size not in {int(value) for name, value in quantities.items() if name in AXIS_NAMES}:
+        quantities["world_size"] = float(run.world_size)
+    context.quantities = quantities
+    return context

@@ -1,0 +1,292 @@
+"""Diagnosis: from a run folder's traces to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from gradcheck_dist import __version__
+from gradcheck_dist.diagnosis import summary
+from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
+from gradcheck_dist.diagnosis.cells import Cell, Held, judge, measure
+from gradcheck_dist.diagnosis.context import StepContext, step_context
+from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, find, good_values, repeats
+from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
+from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
+from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect
+from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective, expected_weights
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, step_data, steps_of
+from gradcheck_dist.trace.run import Run
+
+
+@dataclass
+class StepVerdict:
+    """What one step showed."""
+
+    context: StepContext
+    data: StepData
+    contributions: Contributions
+    held: list[Held] = field(default_factory=list)
+    units: dict[ParamKey, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+
+
+def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
+    """Judge a recorded run.
+
+    Args:
+        run: as read by trace.run.read_run.
+        objective: what a step's gradient is meant to be; None takes what the run declared, else global-token-mean.
+        steps: optimizer steps to judge; None takes all that were recorded.
+
+    Raises:
+        GradcheckError: E401 unknown objective, E402 none of the steps was recorded.
+    """
+    chosen, chosen_from = _objective(run, objective)
+    recorded = steps_of(run)
+    wanted = recorded if steps is None else [step for step in recorded if step in set(steps)]
+    if recorded and not wanted:
+        raise GradcheckError(
+            f"none of the steps asked for was recorded; recorded are {_ranges(recorded)}. Name some of these.",
+            code="E402",
+        )
+    verdicts = [judge_step(run, step, chosen, chosen_from) for step in wanted]
+    return _report(run, verdicts, chosen, chosen_from)
+
+
+def _objective(run: Run, given: str | None) -> tuple[str, str]:
+    if given is not None:
+        return check_objective(given), "given"
+    for trace in run.ranks.values():
+        if trace.header.objective:
+            return check_objective(trace.header.objective), "declared"
+    return DEFAULT_OBJECTIVE, "assumed: none was declared"
+
+
+def judge_step(run: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
+    """Judge one optimizer step."""
+    data = step_data(run, step)
+    contributions = collect(data.events)
+    context = step_context(run, step, data.events, contributions, objective, objective_from)
+    verdict = StepVerdict(context, data, contributions)
+    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
+    verdict.reasons += _why_not(run, data, contributions, len(tokens))
+    expected = expected_weights(objective, tokens)
+    if run.missing_ranks and contributions.num_coordinates < _coordinates_declared(context):
+        # The tokens of the missing ranks are unknown, and with them every expected weight.
+        return verdict
+    measured = measure(data, contributions)
+    verdict.held = judge(measured, contributions, expected)
+    verdict.units = summary.unit_of(verdict.held)
+    verdict.findings = [_finding(case, verdict.units) for case in _all_cases(verdict, measured, expected, tokens)]
+    verdict.weights = summary.weights(step, verdict.held, verdict.units, contributions, expected)
+    return verdict
+
+
+def _all_cases(
+    verdict: StepVerdict,
+    measured: list[Held],
+    expected: dict[ContributionKey, Fraction],
+    tokens: dict[ContributionKey, int],
+) -> list[Case]:
+    """What the losses did wrong, and what happened to the gradients afterwards.
+
+    Whatever follows a loss treats all tokens of a contribution alike. So weights that are off between contributions
+    from the very start are the losses' doing; the rest is judged against what these losses were out for.
+    """
+    if all(cell.right for held in verdict.held for cell in held.cells):
+        return []
+    aim = own_objective(verdict.contributions, expected, tokens)
+    if aim is None:
+        return _cases(verdict, verdict.held)
+    loudest = max(aim, key=lambda key: abs(float(aim[key] / expected[key]) - 1))
+    culprit = blame_loss(verdict.contributions.by_key[loudest], float(aim[loudest] / expected[loudest]))
+    judged = judge(measured, verdict.contributions, aim)
+    cells = [
+        (held, replace(cell, ratio=float(aim[cell.key] / expected[cell.key])))
+        for held in verdict.held
+        for cell in held.cells
+    ]
+    return [_case(verdict, culprit, cells), *_cases(verdict, judged)]
+
+
+def _coordinates_declared(context: StepContext) -> int:
+    axes = context.axes
+    return axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
+
+
+def _why_not(run: Run, data: StepData, contributions: Contributions, num_counted: int) -> list[str]:
+    """Reasons for which this step cannot be judged, or not wholly."""
+    reasons = []
+    if run.missing_ranks:
+        missing = ", ".join(map(str, run.missing_ranks))
+        reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
+    if not data.complete:
+        reasons.append(f"step {data.step} did not reach the optimizer on every rank")
+    if not contributions.by_key:
+        reasons.append(
+            "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
+        )
+    elif num_counted < len(contributions.by_key):
+        reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
+    mixed = [c for c in contributions.by_key.values() if c.spread > 1e-3]
+    if mixed:
+        reasons.append(
+            "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
+            "give each loss its own term with mark_loss"
+        )
+    return reasons
+
+
+def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
+    """Group the wrong cells by culprit, and explain each group's matrix."""
+    good = good_values(judged)
+    culprits: dict[tuple[object, ...], Culprit] = {}
+    wrong: dict[tuple[object, ...], list[Held]] = {}
+    blamed: dict[tuple[int, int], tuple[object, ...]] = {}
+    cache: dict[tuple[object, ...], Culprit] = {}
+    for held in judged:
+        for cell in held.cells:
+            if cell.right:
+                continue
+            key = (held.signature, cell.key, cell.column)
+            culprit = cache.get(key)
+            if culprit is None:
+                culprit = cache[key] = find(verdict.data, verdict.contributions, held, cell, good)
+            identity = culprit.identity
+            blamed[id(held), cell.column] = identity
+            first = culprits.get(identity)
+            if first is None or _order(culprit) < _order(first):
+                culprits[identity] = culprit
+            if not wrong.setdefault(identity, []) or wrong[identity][-1] is not held:
+                wrong[identity].append(held)
+    # The right cells of the same parameters and ranks belong to the shape: 4 2 1 is not 4 2.
+    return [
+        _case(
+            verdict,
+            culprits[identity],
+            [
+                (held, cell)
+                for held in holders
+                for cell in held.cells
+                if cell.right or blamed.get((id(held), cell.column)) == identity
+            ],
+        )
+        for identity, holders in wrong.items()
+    ]
+
+
+def _order(culprit: Culprit) -> tuple[int, int, int]:
+    event = culprit.event
+    step = getattr(event, "accumulation_step", 0) or 0
+    return (step, culprit.rank, event.seq if event is not None else 0)
+
+
+def _case(verdict: StepVerdict, culprit: Culprit, cells: list[tuple[Held, Cell]]) -> Case:
+    case = Case(
+        context=verdict.context,
+        culprit=culprit,
+        held=list({id(held): held for held, _ in cells}.values()),
+        cells=cells,
+        patterns=_explain(verdict, culprit, cells),
+        configured_at=summary.configured_at(verdict.data, culprit),
+    )
+    name_case(case)
+    return case
+
+
+def _explain(verdict: StepVerdict, culprit: Culprit, cells: list[tuple[Held, Cell]]) -> list[Pattern]:
+    coordinate = verdict.contributions.coordinate
+    unique: dict[tuple[object, ...], Sample] = {}
+    for held, cell in cells:
+        key = (held.rank, cell.key, round(cell.ratio, 4))
+        found = unique.get(key)
+        if found is None or cell.tolerance < found.tolerance:
+            times = found.repeats if found is not None else repeats(held, cell, culprit)
+            holder = coordinate.get(held.rank, -1)
+            unique[key] = Sample(cell.key, held.rank, holder, cell.ratio, cell.tolerance, times)
+    return explain(list(unique.values()), verdict.context)
+
+
+def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
+    """Let the rules name a case; GS000 names what no other does."""
+    for rule in all_rules():
+        answer = rule.judge(case)
+        if answer is None:
+            continue
+        return Finding(
+            code=rule.CODE,
+            name=rule.NAME,
+            severity=answer.severity,
+            step=case.context.step,
+            factor=factor_of(case),
+            pattern=case.pattern.text,
+            units=sorted({units[held.param] for held in case.held}),
+            num_parameters=len({held.param for held in case.held}),
+            ranks=sorted({held.rank for held in case.held}),
+            first_event=first_event(case),
+            explanation=answer.explanation,
+            fix=answer.fix,
+            suggested_experiment=answer.suggested_experiment,
+            steps=[case.context.step],
+        )
+    raise AssertionError("GS000 answers every case")
+
+
+def _merge(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for what repeats step after step: same rule and same culprit line. The first step's stays."""
+    merged: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        event = finding.first_event
+        key = (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
+        if key in merged:
+            merged[key].steps += finding.steps
+        else:
+            merged[key] = finding
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(merged.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
+
+
+def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str) -> Report:
+    findings = _merge(finding for verdict in verdicts for finding in verdict.findings)
+    coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
+    reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
+    reasons += summary.gaps(run, verdicts[0].held if verdicts else [])
+    if not verdicts:
+        reasons.append("no backward pass was recorded: attach before the training loop, and let it reach a step")
+    judged = any(held.cells for verdict in verdicts for held in verdict.held)
+    state: Verdict = "findings" if findings else "clean" if judged and not reasons else "undetermined"
+    contexts = [verdict.context for verdict in verdicts]
+    failed = sorted({finding.code for finding in findings})
+    triggered = {rule.CODE for rule in all_rules() for context in contexts if judged and rule.triggered(context)}
+    report = Report(
+        tool=Tool(version=__version__),
+        run=summary.run_info(run, contexts, objective, objective_from),
+        verdict=state,
+        reasons=reasons,
+        findings=findings,
+        rules=RuleOutcomes(
+            failed=failed,
+            passed=sorted(triggered - set(failed)),
+            not_triggered=sorted({rule.CODE for rule in all_rules()} - triggered - set(failed)),
+        ),
+        coverage=coverage,
+        units=summary.unit_list(verdicts[0].units if verdicts else {}),
+        weights=[weight for verdict in verdicts for weight in verdict.weights],
+        overhead=summary.overhead(run),
+        metrics=summary.metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts]),
+        tolerance=max(
+            (cell.tolerance for verdict in verdicts for held in verdict.held for cell in held.cells), default=None
+        ),
+    )
+    report.next_step = summary.next_step(report)
+    return report
+
+
+def _ranges(steps: list[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if len(steps) > 3 else ", ".join(map(str, steps))

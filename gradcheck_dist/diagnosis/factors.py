@@ -1,0 +1,92 @@
+"""Naming a number: which product of degrees and counts is it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, product
+
+EXPONENTS = (-2, -1, 1, 2)
+MAX_DENOMINATOR = 4096
+
+
+@dataclass(frozen=True)
+class Name:
+    """One way to write a number as a product of powers of quantities. Lower `cost` is simpler."""
+
+    expression: str
+    value: float
+    powers: tuple[tuple[str, int], ...]
+    cost: float
+
+
+def exact_fraction(value: float, tolerance: float) -> str | None:
+    """The simplest rational within a relative tolerance, as "1/4" or "2"; None when there is no small one.
+
+    A rational counts only when its denominator is so small that hitting it by chance is unlikely.
+    """
+    if value == 0:
+        return "0"
+    tolerance = max(tolerance, 1e-9)
+    limit = int(min(MAX_DENOMINATOR, max(4.0, (0.01 / tolerance) ** 0.5)))
+    for denominator in range(1, limit + 1):
+        numerator = round(value * denominator)
+        if numerator and abs(numerator / denominator - value) <= tolerance * abs(value):
+            return str(Fraction(numerator, denominator))
+    return None
+
+
+def expression_of(powers: tuple[tuple[str, int], ...]) -> str:
+    """ "dp_replicate * tp / accumulation_steps^2" style text of a product of powers."""
+    over = [_power(name, exponent) for name, exponent in powers if exponent > 0]
+    under = [_power(name, -exponent) for name, exponent in powers if exponent < 0]
+    top = " * ".join(over) or "1"
+    if not under:
+        return top
+    return f"{top}/{under[0]}" if len(under) == 1 else f"{top}/({' * '.join(under)})"
+
+
+def _power(name: str, exponent: int) -> str:
+    return name if exponent == 1 else f"{name}^{exponent}"
+
+
+def name_number(
+    value: float,
+    quantities: Mapping[str, float],
+    tolerance: float,
+    *,
+    near: frozenset[str] = frozenset(),
+    max_factors: int = 3,
+) -> list[Name]:
+    """All products of powers of quantities that equal `value`, simplest first.
+
+    Args:
+        value: a positive number; quantities equal to 1 cannot explain anything and are left out.
+        tolerance: relative.
+        near: names that belong to the event in question; a name made of them is preferred.
+
+    Returns:
+        At most 8 names; [] when nothing fits. Names that differ only in which of two equal quantities they use are
+        all returned: the caller must say that they cannot be told apart.
+    """
+    if value <= 0:
+        return []
+    usable = {name: number for name, number in quantities.items() if number > 0 and abs(number - 1.0) > 1e-12}
+    if abs(value - 1.0) <= tolerance:
+        return [Name("1", 1.0, (), 0.0)]
+    found: list[Name] = []
+    for count in range(1, max_factors + 1):
+        for names in combinations(sorted(usable), count):
+            for exponents in product(EXPONENTS, repeat=count):
+                number = 1.0
+                for name, exponent in zip(names, exponents, strict=True):
+                    number *= usable[name] ** exponent
+                if abs(number / value - 1.0) <= tolerance:
+                    powers = tuple(zip(names, exponents, strict=True))
+                    far = sum(name not in near for name in names)
+                    cost = sum(abs(exponent) for exponent in exponents) + 0.5 * (count - 1) + 0.4 * far
+                    found.append(Name(expression_of(powers), number, powers, cost))
+        if found:
+            break
+    return sorted(found, key=lambda name: (name.cost, name.expression))[:8]

@@ -1,0 +1,235 @@
+"""The simplest shape that explains every cell of a ratio matrix within its tolerance.
+
+Hypotheses are tried in the order of their number of free parameters. A shape that none of them describes is "other":
+it is told in numbers and never renamed into something known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
+from gradcheck_dist.ledger.solve import EPSILON
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One cell as a hypothesis sees it. `holder_data_rank` is the data coordinate of the rank that holds it, `repeats`
+    how often events like the culprit acted on the contribution."""
+
+    key: ContributionKey
+    holder: int
+    holder_data_rank: int
+    ratio: float
+    tolerance: float
+    repeats: int = 0
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """`kind` is one of uniform, geometric, repeated, objective, own-rank-only, zeroed, other.
+
+    `factor` is the ratio's common factor; `base` of a geometric or repeated pattern is what each repetition multiplies;
+    `objective` names another objective that the weights follow (times factor).
+    """
+
+    kind: str
+    text: str
+    factor: float
+    base: float | None = None
+    objective: str | None = None
+    tolerance: float = 1e-3
+
+
+Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
+
+
+def explain(samples: list[Sample], context: StepContext) -> list[Pattern]:
+    """All shapes that fit, simplest first; at least one (`other` when nothing does)."""
+    fits = [pattern for hypothesis in HYPOTHESES if (pattern := hypothesis(samples, context)) is not None]
+    return fits or [_other(samples)]
+
+
+def tolerance_of(samples: Iterable[Sample]) -> float:
+    return max((sample.tolerance for sample in samples), default=1e-6)
+
+
+def _constant(values: np.ndarray, tolerances: np.ndarray) -> float | None:
+    """The common value of measurements with relative tolerances, None when they differ."""
+    middle = float(np.median(values))
+    if np.all(np.abs(values - middle) <= 2 * tolerances * np.maximum(np.abs(middle), np.abs(values))):
+        return middle
+    return None
+
+
+def _arrays(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([s.ratio for s in samples]), np.array([s.tolerance for s in samples])
+
+
+def _uniform(samples: list[Sample], context: StepContext) -> Pattern | None:
+    ratios, tolerances = _arrays(samples)
+    factor = _constant(ratios, tolerances)
+    if factor is None:
+        return None
+    return Pattern("uniform", f"every contribution x {factor:.6g}", factor, tolerance=tolerance_of(samples))
+
+
+def _geometric(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """ratio = factor * base^(K-1-k) in the accumulation step k."""
+    last = context.num_accumulation - 1
+    fit = _powers(samples, [last - sample.key[1] for sample in samples])
+    if fit is None:
+        return None
+    factor, base = fit
+    values = " ".join(f"{factor * base**exponent:.4g}" for exponent in range(last, -1, -1))
+    text = f"x {values} by accumulation step: {factor:.6g} * {base:.6g}^(K-1-k)"
+    return Pattern("geometric", text, factor, base=base, tolerance=tolerance_of(samples))
+
+
+def _repeated(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """ratio = factor * base^(n-1), n being how often events like the culprit acted on the contribution."""
+    fit = _powers(samples, [max(sample.repeats - 1, 0) for sample in samples])
+    if fit is None:
+        return None
+    factor, base = fit
+    slots = sorted({(s.key[1], s.key[2]): s.ratio for s in samples}.items())
+    values = " ".join(f"{ratio:.4g}" for _, ratio in slots[:16])
+    text = f"x {values} by accumulation step and microbatch: {factor:.6g} * {base:.6g}^(repetitions)"
+    return Pattern("repeated", text, factor, base=base, tolerance=tolerance_of(samples))
+
+
+def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float] | None:
+    """(factor, base) of ratio = factor * base^power, None when it does not fit or the base is 1."""
+    ratios, tolerances = _arrays(samples)
+    exponents = np.array(powers)
+    if len(set(powers)) < 2 or np.any(ratios <= 0):
+        return None
+    design = np.stack([np.ones(len(samples)), exponents], axis=1)
+    (intercept, slope), *_ = np.linalg.lstsq(design, np.log(ratios), rcond=None)
+    fitted = np.exp(design @ np.array([intercept, slope]))
+    base = float(np.exp(slope))
+    if np.any(np.abs(ratios / fitted - 1) > 2 * tolerances * (1 + exponents)):
+        return None
+    return None if abs(base - 1) <= tolerance_of(samples) else (float(np.exp(intercept)), base)
+
+
+def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """The weights of another objective, times a factor."""
+    tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
+    declared = expected_weights(context.objective, tokens)
+    best: Pattern | None = None
+    for name in OBJECTIVES:
+        if name in (context.objective, "sum"):
+            continue
+        other = expected_weights(name, tokens)
+        if any(sample.key not in other for sample in samples):
+            continue
+        predicted = np.array([float(other[sample.key] / declared[sample.key]) for sample in samples])
+        if np.ptp(predicted) <= 1e-9:
+            continue
+        ratios, tolerances = _arrays(samples)
+        factor = _constant(ratios / predicted, tolerances)
+        if factor is None:
+            continue
+        low, high = float(ratios.min()), float(ratios.max())
+        text = f"the weights of {name} instead of {context.objective}: x {low:.4g} to x {high:.4g}"
+        pattern = Pattern("objective", text, factor, objective=name, tolerance=tolerance_of(samples))
+        if best is None or abs(factor - 1) < abs(best.factor - 1) - 1e-6:
+            best = pattern
+    return best
+
+
+def _own_rank_only(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """A holder has only its own rank's contributions (of some accumulation steps); the others' weigh nothing."""
+    own = [s for s in samples if s.key[0] == s.holder_data_rank]
+    others = [s for s in samples if s.key[0] != s.holder_data_rank]
+    if not others or any(abs(s.ratio) > max(1e-3, s.tolerance) for s in others):
+        return None
+    if not own:
+        return Pattern("own-rank-only", "other ranks' contributions x 0", 0.0, tolerance=tolerance_of(samples))
+    ratios, tolerances = _arrays(own)
+    factor = _constant(ratios, tolerances)
+    if factor is None:
+        return None
+    text = f"other ranks' contributions x 0, own rank's x {factor:.6g}"
+    return Pattern("own-rank-only", text, factor, tolerance=tolerance_of(samples))
+
+
+def _zeroed(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """Some contributions weigh nothing, the rest are right or share one factor."""
+    gone = [s for s in samples if abs(s.ratio) <= max(1e-3, s.tolerance)]
+    rest = [s for s in samples if abs(s.ratio) > max(1e-3, s.tolerance)]
+    if not gone:
+        return None
+    if not rest:
+        return Pattern("zeroed", "every contribution x 0", 0.0, tolerance=tolerance_of(samples))
+    ratios, tolerances = _arrays(rest)
+    factor = _constant(ratios, tolerances)
+    if factor is None:
+        return None
+    steps = sorted({s.key[1] for s in gone} - {s.key[1] for s in rest})
+    which = f"accumulation step(s) {', '.join(map(str, steps))}" if steps else f"{len(gone)} of {len(samples)} weights"
+    return Pattern("zeroed", f"{which} x 0, the rest x {factor:.6g}", factor, tolerance=tolerance_of(samples))
+
+
+def _other(samples: list[Sample]) -> Pattern:
+    """A description in numbers, along the coordinates that the ratio depends on."""
+    ratios = np.array([sample.ratio for sample in samples])
+    factor = float(np.median(ratios))
+    coordinates = {
+        "data rank": [s.key[0] for s in samples],
+        "accumulation step": [s.key[1] for s in samples],
+        "microbatch": [s.key[2] for s in samples],
+        "holder rank": [s.holder for s in samples],
+    }
+    parts = []
+    for name, values in coordinates.items():
+        means = {value: float(np.median(ratios[np.array(values) == value])) for value in sorted(set(values))}
+        if len(means) > 1 and np.ptp(list(means.values())) > 2 * tolerance_of(samples) * abs(factor):
+            shown = ", ".join(f"{value}: {mean:.4g}" for value, mean in list(means.items())[:8])
+            parts.append(f"by {name} {{{shown}}}")
+    text = f"x {ratios.min():.4g} to x {ratios.max():.4g} (median {factor:.4g})" + (
+        "; " + "; ".join(parts) if parts else ""
+    )
+    return Pattern("other", text, factor, tolerance=tolerance_of(samples))
+
+
+HYPOTHESES: tuple[Hypothesis, ...] = (_uniform, _objective, _geometric, _repeated, _own_rank_only, _zeroed)
+
+
+def own_objective(
+    contributions: Contributions, expected: Mapping[ContributionKey, Fraction], tokens: Mapping[ContributionKey, int]
+) -> dict[ContributionKey, Fraction] | None:
+    """What the losses themselves were out for, when that is not (a multiple of) what is expected.
+
+    None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
+    that they are proportional to; failing that, the weights at the losses, scaled to the expected total.
+    """
+    roots = {key: contributions.by_key[key].weight for key in expected}
+    if any(not root for root in roots.values()):
+        return None
+    measured = np.array([roots[key] for key in expected], dtype=float)
+    dtypes = {c.loss.dtype for c in contributions.by_key.values() if c.loss is not None}
+    rounding = 4 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
+    if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
+        return None
+    for name in OBJECTIVES:
+        other = expected_weights(name, tokens)
+        if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
+            return other
+    scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
+        (roots[key] or 0.0) * tokens[key] for key in expected
+    )
+    return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+
+
+def _proportional(first: np.ndarray, second: np.ndarray, rounding: float) -> bool:
+    """Equal up to a factor, within the rounding of the losses' upstream gradients (relative)."""
+    quotient = first / second
+    return bool(np.ptp(quotient) <= rounding * float(np.abs(quotient).max()))

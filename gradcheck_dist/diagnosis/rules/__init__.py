@@ -1,0 +1,27 @@
+"""The rules: one file each, found by lying in this folder.
+
+A rule module has CODE, NAME, a docstring that is its page, `triggered(context)`: could it judge this step at all, and
+`judge(case)`: what it says of a case, or None. The first rule that answers names the case, in the order of codes;
+GS000 answers always.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def all_rules() -> tuple[ModuleType, ...]:
+    """Every rule module, in the order of codes, GS000 last."""
+    names = [found.name for found in pkgutil.iter_modules(__path__) if found.name.startswith("gs")]
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    return tuple(sorted(modules, key=lambda module: (module.CODE == "GS000", module.CODE)))
+
+
+def find_rule(code_or_name: str) -> ModuleType | None:
+    """The rule with this code or name, None when there is none."""
+    wanted = code_or_name.lower()
+    return next((rule for rule in all_rules() if wanted in (rule.CODE.lower(), rule.NAME)), None)

@@ -1,0 +1,61 @@
+"""Weights are off in a way that no rule knows.
+
+## What it does
+Reports every pattern of wrong weights that none of the named rules recognises: its ratio matrix in words and numbers,
+the event (or the gap between two recorded events) after which the weights could no longer come right, and every
+product of degrees and counts that equals the factor.
+
+## Why it matters
+The three ledgers do not depend on a list of known bugs. A weight that is not what the objective asks for is a finding
+whatever made it, and an unknown pattern is never renamed into a known one.
+
+## Example
+    for microbatch in batch:
+        loss(model(microbatch)).backward()
+    for p in model.parameters():
+        p.grad.mul_(0.5)            # found: x 0.5, between backward and optimizer.step, by nothing that was recorded
+    optimizer.step()
+
+## Fix
+Look at the source lines of the two events that enclose the change: whatever runs between them changes the gradient.
+If the scaling is meant, declare the objective that it serves (`--objective`), or move it into the loss.
+
+## References
+- How the ledgers are made: ARCHITECTURE.md, "The three ledgers".
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS000"
+NAME = "unexplained-scale"
+
+
+def triggered(context: StepContext) -> bool:
+    return True
+
+
+def judge(case: Case) -> Answer:
+    culprit = case.culprit
+    if culprit.unrecorded:
+        factor = f"x {culprit.factor:.6g}" if culprit.factor is not None else "a change"
+        end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
+        where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
+        fix = "Look at what your code does to .grad between these two lines."
+    elif culprit.absent:
+        where = "Everything recorded was right up to here; something that should have followed did not happen."
+        fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
+    else:
+        measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
+        documented = f"{culprit.nominal:.6g}" if culprit.nominal is not None else "unknown"
+        where = f"The {culprit.kind} event multiplied the weights by {measured} (documented: {documented})."
+        fix = "Compare the factor with what this line is meant to do; the candidates name what it equals."
+    return Answer(
+        explanation=f"The weights are off: {case.pattern.text}. {where}",
+        fix=fix,
+        suggested_experiment="Run again with another number of accumulation steps or ranks: a factor made of that "
+        "number changes with it.",
+    )

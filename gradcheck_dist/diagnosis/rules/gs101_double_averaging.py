@@ -1,0 +1,69 @@
+"""Gradients are averaged over ranks although the loss already carries the whole normalisation.
+
+## What it does
+Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, after a loss that was
+already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the size of the group.
+
+## Why it matters
+Adam divides a uniform factor away and clipping rescales it away, so the loss curve looks fine for weeks. But the clip
+threshold now cuts at R times the intended norm, weight decay and epsilon weigh R times more than intended, SGD takes
+steps R times too short, and a run on another number of ranks is another experiment.
+
+## Example
+    num_tokens = all_reduce(count_tokens(batch))          # tokens of all ranks
+    loss = F.cross_entropy(logits, labels, reduction="sum") / num_tokens
+    loss.backward()                                       # DDP averages: divides by R once more
+
+## Fix
+Either let the reduction sum,
+
+    ddp.register_comm_hook(None, sum_hook)                            # DDP
+    fsdp_module.set_gradient_divide_factor(1.0)                       # FSDP2; on gloo also
+    fsdp_module.set_force_sum_reduction_for_comms(True)
+
+or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
+
+    loss = F.cross_entropy(logits, labels, reduction="sum") * world_size / num_tokens
+
+## References
+- pytorch/torchtitan#2318, #2323, fixed by #2458; torchtune #2172, #2687.
+- torch/csrc/distributed/c10d/reducer.cpp; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.ledger.replay import nominal_factor
+
+CODE = "GS101"
+NAME = "double-averaging"
+
+
+def triggered(context: StepContext) -> bool:
+    return any(context.axes.get(axis, 1) > 1 for axis in ("dp_replicate", "dp_shard", "cp"))
+
+
+def judge(case: Case) -> Answer | None:
+    event, culprit = case.reduce, case.culprit
+    if event is None or culprit.absent or culprit.unrecorded or case.pattern.kind != "uniform":
+        return None
+    factor = nominal_factor(event)
+    if not factor < 1 or abs(case.pattern.factor / factor - 1) > max(1e-3, 2 * case.pattern.tolerance):
+        return None
+    size = len(event.group) * (len(event.replicate_group) or 1)
+    name = case.names[0].expression if case.names else f"{factor:.6g}"
+    wrapper = event.impl.upper()
+    sum_instead = (
+        "set_gradient_divide_factor(1.0) on every FSDP module (on gloo with set_force_sum_reduction_for_comms(True))"
+        if event.impl in ("fsdp", "hsdp", "replicate")
+        else "a communication hook that sums"
+        if event.impl == "ddp"
+        else "op=ReduceOp.SUM"
+    )
+    return Answer(
+        explanation=f"The loss already divides by the tokens of all ranks, and {wrapper} then averages over {size} "
+        f"ranks: the gradient is {name} of the objective's.",
+        fix=f"Use {sum_instead}, or multiply the loss by {size} (c = R/N) so that the average undoes it.",
+    )

@@ -1,0 +1,61 @@
+"""The accumulated gradient is summed over ranks again at every backward.
+
+## What it does
+Finds a data-parallel reduction that runs at each backward of an accumulation and sums: what was already reduced is
+multiplied by the number of ranks W once more each time, so accumulation step k of K weighs W^(K-1-k) instead of 1.
+
+## Why it matters
+Early microbatches dominate the step, geometrically: with 8 ranks and 4 accumulation steps the first weighs 512 times
+the last. An averaging reduction hides the same omission (averaging equal values changes nothing), so the fault
+appears the day someone replaces the average by a sum.
+
+## Example
+    ddp.register_comm_hook(None, sum_hook)
+    for microbatch in microbatches:                # no ddp.no_sync() on all but the last
+        (loss(ddp(microbatch)) / num_tokens).backward()
+
+## Fix
+Reduce once, at the last accumulation step:
+
+    for i, microbatch in enumerate(microbatches):
+        with contextlib.nullcontext() if i == len(microbatches) - 1 else ddp.no_sync():
+            (loss(ddp(microbatch)) / num_tokens).backward()
+
+The forward must be inside no_sync too: DDP decides there. FSDP2: set_requires_gradient_sync(is_last).
+
+## References
+- pytorch/torchtitan#2323 (discussion); torch.nn.parallel.DistributedDataParallel.no_sync.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS102"
+NAME = "repeated-reduction"
+
+
+def triggered(context: StepContext) -> bool:
+    return any(context.axes.get(axis, 1) > 1 for axis in ("dp_replicate", "dp_shard", "cp"))
+
+
+def judge(case: Case) -> Answer | None:
+    event = case.reduce
+    if event is None or case.culprit.absent or case.culprit.unrecorded:
+        return None
+    factor = case.culprit.factor
+    size = len(event.group)
+    if factor is None or abs(factor / size - 1) > max(1e-3, 2 * case.pattern.tolerance):
+        return None
+    if case.pattern.kind == "geometric":
+        shape = f"accumulation step k of {case.context.num_accumulation} weighs {size}^(K-1-k)"
+    else:
+        shape = case.pattern.text
+    return Answer(
+        explanation=f"The {event.impl.upper()} reduction sums over {size} ranks what an earlier one has already "
+        f"summed: {shape}.",
+        fix="Reduce only at the last accumulation step: run forward and backward of the others under no_sync() (DDP) "
+        "or with set_requires_gradient_sync(False) (FSDP2).",
+    )

@@ -1,0 +1,67 @@
+"""Each microbatch is divided by its own tokens: a mean of means instead of a mean over tokens.
+
+## What it does
+Finds a loss whose weight per token follows 1/n_c, n_c being the tokens of that microbatch, where the objective is the
+mean over all tokens of the step. Tokens of short microbatches weigh more than tokens of long ones, by
+N / (C n_c) with N tokens in C microbatches.
+
+## Why it matters
+The gradient now depends on how samples happened to be packed, on the number of ranks and on the number of accumulation
+steps; a run with the same tokens in another layout is another optimisation problem. The logged loss is often the right
+mean, so the curves agree while the training does not.
+
+## Example
+    for microbatch in microbatches:
+        loss = F.cross_entropy(logits, labels)            # mean over this microbatch's tokens
+        (loss / len(microbatches)).backward()
+
+## Fix
+Count the tokens of the whole step first, over all ranks, and divide the sum by them:
+
+    num_tokens = all_reduce(sum(count(labels) for labels in microbatches))
+    for microbatch in microbatches:
+        loss = F.cross_entropy(logits, labels, reduction="sum") / num_tokens    # times R where DDP/FSDP averages
+        loss.backward()
+
+If a mean over microbatches is what you want, declare it: `--objective microbatch-mean`.
+
+## References
+- huggingface/transformers up to 4.45.2; pytorch/torchtune#1875; pytorch/torchtitan#1842, #2206; OpenRLHF#1249.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS301"
+NAME = "mean-of-means"
+OBJECTIVE = "microbatch-mean"
+
+
+def triggered(context: StepContext) -> bool:
+    return len(context.contributions.by_key) > 1
+
+
+def judge(case: Case) -> Answer | None:
+    pattern = case.pattern
+    if case.culprit.kind != "loss" or case.culprit.unrecorded or pattern.kind != "objective":
+        return None
+    if pattern.objective != OBJECTIVE:
+        return None
+    return Answer(
+        explanation=f"The loss divides each microbatch by its own tokens. {spread(case)}",
+        fix="Divide the token-sum loss by the tokens of the whole step over all ranks (times R where the reduction "
+        "averages), or declare --objective microbatch-mean if this is meant.",
+    )
+
+
+def spread(case: Case) -> str:
+    """How far tokens are over- and under-weighted in this run."""
+    ratios = sorted(cell.ratio for _, cell in case.cells)
+    counts = sorted({c.num_tokens or 0 for c in case.context.contributions.by_key.values()})
+    return (
+        f"Tokens weigh x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should "
+        f"(median {ratios[len(ratios) // 2]:.4g}); contributions hold {counts[0]} to {counts[-1]} tokens."
+    )

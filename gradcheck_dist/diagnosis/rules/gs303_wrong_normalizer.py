@@ -1,0 +1,55 @@
+"""The loss is normalised by the wrong constant, and nothing later makes up for it.
+
+## What it does
+Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
+missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp).
+
+## Why it matters
+A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,
+and it changes whenever the number it is made of changes.
+
+## Example
+    loss = trainer.compute_loss(batch) / accumulation_steps    # compute_loss has divided by all tokens already
+
+## Fix
+Keep the whole normalisation on one line, next to the loss, and take out the other division; the factor's name says
+which number was used once too often or not at all.
+
+## References
+- huggingface/transformers#35808, #39648; huggingface/accelerate#3533; pytorch/torchtitan#2972; deepspeed#7839.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case, ambiguous
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS303"
+NAME = "wrong-normalizer"
+
+
+def triggered(context: StepContext) -> bool:
+    return bool(context.contributions.by_key)
+
+
+def judge(case: Case) -> Answer | None:
+    if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+        return None
+    factor = case.pattern.factor
+    name = f" = {case.names[0].expression}" if case.names else ""
+    others = ambiguous(case.names, near=False)
+    experiment = None
+    if others:
+        listed = ", ".join(other.expression for other in others)
+        experiment = (
+            f"{case.names[0].expression} and {listed} are equal in this run: run again with another number of "
+            f"accumulation steps ({case.context.num_accumulation + 1}) to tell them apart."
+        )
+    return Answer(
+        explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
+        f"{case.context.objective} asks for, and no later event makes up for it.",
+        fix="Correct the normalisation where the loss is computed: the factor's name says which number is used once "
+        "too often or is missing.",
+        suggested_experiment=experiment,
+    )

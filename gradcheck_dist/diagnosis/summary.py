@@ -1,0 +1,243 @@
+"""The parts of a report that only gather: weights by unit, coverage, metrics, who ran what."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from fractions import Fraction
+from statistics import median
+
+from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.finding import (
+    ContributionKey as ReportKey,
+)
+from gradcheck_dist.diagnosis.finding import (
+    Coverage,
+    MissingProbe,
+    Overhead,
+    Report,
+    RunInfo,
+    Unidentifiable,
+    UnitInfo,
+    Weight,
+)
+from gradcheck_dist.events import Clip, Metric, ProbeError, ProbeStatus, Reduce, StepEnd
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.trace.run import Run
+
+
+def unit_of(held: list[Held]) -> dict[ParamKey, str]:
+    """Parameters that came out alike on all ranks share a unit, named by what its parameters have in common."""
+    ratios: dict[ParamKey, set[float]] = defaultdict(set)
+    for one in held:
+        ratios[one.param] |= {round(cell.ratio, 3) for cell in one.cells}
+    groups: dict[tuple[int, frozenset[float]], list[ParamKey]] = defaultdict(list)
+    for param, values in ratios.items():
+        groups[param[0], frozenset(values)].append(param)
+    of_stage = Counter(stage for stage, _ in groups)
+    names: dict[ParamKey, str] = {}
+    taken: set[str] = set()
+    for (stage, _), params in groups.items():
+        name = "all parameters" if of_stage[stage] == 1 else _unit_name([param[1] for param in params])
+        if len(of_stage) > 1:
+            name = f"stage {stage}" if of_stage[stage] == 1 else f"stage {stage}: {name}"
+        base, count = name, 2
+        while name in taken:
+            name, count = f"{base} ({count})", count + 1
+        taken.add(name)
+        names.update(dict.fromkeys(params, name))
+    return names
+
+
+def _unit_name(params: list[str]) -> str:
+    if len(params) == 1:
+        return params[0]
+    split = [name.split(".") for name in params]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common) + ".*" if common else f"{params[0]} and {len(params) - 1} more"
+
+
+def unit_list(units: dict[ParamKey, str]) -> list[UnitInfo]:
+    members: dict[str, list[str]] = defaultdict(list)
+    for param, unit in units.items():
+        members[unit].append(param[1])
+    return [UnitInfo(unit=unit, parameters=sorted(set(names))) for unit, names in sorted(members.items())]
+
+
+def weights(
+    step: int,
+    held: list[Held],
+    names: dict[ParamKey, str],
+    contributions: Contributions,
+    expected: dict[ContributionKey, Fraction],
+) -> list[Weight]:
+    """One row for each unit, holder and contribution: the median over the unit's parameters."""
+    rows: dict[tuple[str, int, ContributionKey], list[tuple[float, float, float, float]]] = defaultdict(list)
+    for one in held:
+        for cell in one.cells:
+            rows[names[one.param], one.rank, cell.key].append((cell.nominal, cell.observed, cell.ratio, cell.tolerance))
+    result = []
+    for (unit, rank, key), values in sorted(rows.items()):
+        nominal = median(value[0] for value in values)
+        result.append(
+            Weight(
+                step=step,
+                unit=unit,
+                holder_rank=rank,
+                contribution=ReportKey(data_rank=key[0], accumulation_step=key[1], microbatch=key[2]),
+                num_tokens=contributions.by_key[key].num_tokens,
+                expected=float(expected[key]),
+                expected_exact=str(expected[key]),
+                nominal=nominal if nominal == nominal else None,
+                observed=median(value[1] for value in values),
+                ratio=median(value[2] for value in values),
+                stderr=min(value[3] for value in values) * float(expected[key]),
+            )
+        )
+    return result
+
+
+def configured_at(data: StepData, culprit: Culprit) -> str | None:
+    """The other line that matters, "file:line": where the wrapper that reduced was made, where a loss went backward."""
+    event = culprit.event
+    if culprit.gradient is not None and culprit.gradient.site is not None:
+        return f"{culprit.gradient.site.file}:{culprit.gradient.site.line}"
+    if not isinstance(event, Reduce) or event.wrapper is None:
+        return None
+    wrapper = data.wrappers.get(culprit.rank, {}).get(event.wrapper)
+    return f"{wrapper.site.file}:{wrapper.site.line}" if wrapper is not None and wrapper.site else None
+
+
+def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
+    """What was seen of which parameter in the steps judged, and which probes could not hook."""
+    all_params = {
+        (-1 if param.stage is None else param.stage, param.name)
+        for trace in run.ranks.values()
+        for param in trace.params.values()
+        if param.requires_grad
+    }
+    observed: set[ParamKey] = set()
+    reasons: dict[ParamKey, str] = {}
+    for held in (one for step in steps for one in step):
+        if held.cells:
+            observed.add(held.param)
+        elif held.reason:
+            reasons.setdefault(held.param, held.reason)
+    for param in all_params - observed:
+        reasons.setdefault(param, "no gradient of it was seen")
+    statuses = [event for trace in run.ranks.values() for event in trace.events if isinstance(event, ProbeStatus)]
+    inactive = {(event.probe, event.reason) for event in statuses if not event.active}
+    active = {event.probe for event in statuses if event.active} - {probe for probe, _ in inactive}
+    problems = list(run.problems)
+    for rank, trace in run.ranks.items():
+        errors = [event for event in trace.events if isinstance(event, ProbeError)]
+        problems += [f"rank {rank}: probe {error.probe} failed: {error.message}" for error in errors[:3]]
+    return Coverage(
+        parameters_total=len(all_params),
+        parameters_observed=len(observed),
+        unidentifiable=[
+            Unidentifiable(parameter=_full_name(param), reason=reason)
+            for param, reason in sorted(reasons.items())
+            if param not in observed
+        ],
+        probes_active=sorted(active),
+        probes_missing=[MissingProbe(probe=probe, reason=reason) for probe, reason in sorted(inactive)],
+        problems=problems,
+    )
+
+
+def _full_name(param: ParamKey) -> str:
+    return param[1] if param[0] < 0 else f"stage {param[0]}: {param[1]}"
+
+
+def gaps(run: Run, held: list[Held]) -> list[str]:
+    """Why a clean-looking matrix is not enough: parameters whose gradient nothing explains."""
+    unexplained = sorted({_full_name(one.param) for one in held if "no combination" in one.reason})
+    if not unexplained:
+        return []
+    shown = ", ".join(unexplained[:3]) + (f" and {len(unexplained) - 3} more" if len(unexplained) > 3 else "")
+    return [f"the gradient of {shown} is no combination of the recorded contributions"]
+
+
+def run_info(run: Run, contexts: list[StepContext], objective: str, objective_from: str) -> RunInfo:
+    header = next(iter(run.ranks.values())).header
+    dtypes = sorted({param.dtype for trace in run.ranks.values() for param in trace.params.values()})
+    context = contexts[0] if contexts else None
+    manifest = run.manifest
+    return RunInfo(
+        id=str(manifest.get("id") or run.path.resolve().name),
+        command=list(manifest.get("command") or header.command),
+        world_size=run.world_size,
+        torch_version=header.torch_version,
+        device_type=header.device_type,
+        axes=context.axes if context else dict(header.axes or {}),
+        axes_from=context.axes_from if context else "declared",
+        objective=objective,
+        objective_from=objective_from,
+        steps=[context.step for context in contexts],
+        dtype=", ".join(dtypes),
+        scenario=manifest.get("scenario"),
+        variant=manifest.get("variant"),
+    )
+
+
+def overhead(run: Run) -> Overhead:
+    ends = [event for trace in run.ranks.values() for event in trace.events if isinstance(event, StepEnd)]
+    if not ends:
+        return Overhead()
+    probe = sum(event.probe_s for event in ends) / len(ends)
+    duration = sum(event.duration_s for event in ends)
+    return Overhead(
+        probe_s_per_step=probe,
+        share_of_step=probe * len(ends) / duration if duration else None,
+        trace_bytes_per_step=sum(trace.num_bytes for trace in run.ranks.values()) / len(ends),
+    )
+
+
+def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[float]]:
+    """Series by step: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it)."""
+    series: dict[str, list[float]] = defaultdict(list)
+    clips = {
+        event.step: event.total_norm
+        for trace in run.ranks.values()
+        for event in trace.events
+        if isinstance(event, Clip) and not event.partial
+    }
+    for step, contributions in steps:
+        total = contributions.num_tokens
+        if total:
+            series["num_tokens"].append(float(total))
+            sums = [
+                (c.value * (c.num_tokens or 0) if c.loss is not None and c.loss.reduction == "mean" else c.value)
+                for c in contributions.by_key.values()
+                if c.value is not None
+            ]
+            if len(sums) == len(contributions.by_key):
+                series["loss"].append(sum(sums) / total)
+        if step in clips:
+            series["grad_norm"].append(clips[step])
+    for trace in run.ranks.values():
+        for event in trace.events:
+            if isinstance(event, Metric):
+                series[event.name].append(event.value)
+    return dict(series)
+
+
+def next_step(report: Report) -> str:
+    """What to do now, in one sentence."""
+    if report.findings:
+        first = report.findings[0]
+        return first.fix
+    if report.verdict == "clean":
+        return "Nothing to mend."
+    if any("missing" in reason for reason in report.reasons):
+        return "Bring the missing trace files into the run folder, or record again."
+    if any("mark_loss" in reason for reason in report.reasons):
+        return "Add mark_loss where the loss is computed and record again."
+    return "Record a whole optimizer step and judge again."

@@ -1,0 +1,163 @@
+"""Contributions: which loss evaluations a step is made of, on how many tokens, with which weight at the loss."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from gradcheck_dist.events import Event, Loss, LossGradient, PipelineStep, Reduce
+
+ContributionKey = tuple[int, int, int]
+"""(data coordinate, accumulation step, microbatch)"""
+
+_DATA_PARALLEL = {"ddp", "fsdp", "hsdp", "replicate"}
+
+
+@dataclass
+class Contribution:
+    """One loss evaluation on one set of tokens.
+
+    `weight` is the weight of one token's loss in the backward root; None when no loss was seen. `spread` is the
+    relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all).
+    """
+
+    key: ContributionKey
+    ranks: tuple[int, ...]
+    num_tokens: int | None
+    weight: float | None
+    spread: float = 0.0
+    label_hash: int | None = None
+    loss: Loss | None = None
+    gradient: LossGradient | None = None
+    loss_rank: int | None = None
+    value: float | None = None
+
+
+@dataclass
+class Contributions:
+    """All contributions of a step, and how ranks map to data coordinates."""
+
+    by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
+    coordinate: dict[int, int] = field(default_factory=dict)
+    duplicates: list[tuple[int, int]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """N, the valid tokens of the step; None when some contribution's count is unknown."""
+        counts = [contribution.num_tokens for contribution in self.by_key.values()]
+        return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
+
+    @property
+    def num_coordinates(self) -> int:
+        return len(set(self.coordinate.values()))
+
+    def tokens_of_coordinate(self, data_rank: int) -> int:
+        return sum(c.num_tokens or 0 for key, c in self.by_key.items() if key[0] == data_rank)
+
+
+LossesOfRank = dict[tuple[int, int], list[tuple[LossGradient, Loss | None]]]
+
+
+def losses_of_rank(events: list[Event]) -> LossesOfRank:
+    """The losses whose gradient arrived, by (accumulation step, microbatch). Evaluations without backward drop out."""
+    losses = {event.loss_id: event for event in events if isinstance(event, Loss)}
+    found: LossesOfRank = defaultdict(list)
+    for event in events:
+        if isinstance(event, LossGradient):
+            found[event.accumulation_step, event.microbatch].append((event, losses.get(event.loss_id)))
+    return dict(found)
+
+
+def collect(events: dict[int, list[Event]]) -> Contributions:
+    """Contributions of one step from the events of all ranks.
+
+    A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
+    last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
+    one data-parallel reduction: then they were fed the same batch, which is a fault and kept in `duplicates`.
+    """
+    losses = {rank: losses_of_rank(of_rank) for rank, of_rank in events.items()}
+    owner = _loss_owners(events, losses)
+    peers = _data_parallel_groups(events)
+    result = Contributions()
+    signatures: dict[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]] = {
+        rank: tuple(
+            (slot, tuple(loss.label_hash if loss else None for _, loss in pairs))
+            for slot, pairs in sorted(of_rank.items())
+        )
+        for rank, of_rank in losses.items()
+    }
+    representative: dict[int, int] = {}
+    for rank in sorted(events):
+        own = owner.get(rank, rank)
+        representative[rank] = own
+        signature = signatures.get(own, ())
+        hashes = [value for _, values in signature for value in values]
+        if not hashes or None in hashes:
+            continue
+        for other in sorted(set(representative.values()) - {own}):
+            if other < own and signatures.get(other) == signature:
+                if any(own in group and other in group for group in peers):
+                    result.duplicates.append((other, own))
+                else:
+                    representative[rank] = other
+                break
+    numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
+    result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
+    result.duplicates = sorted(set(result.duplicates))
+    for own, data_rank in numbered.items():
+        ranks = tuple(rank for rank, of in representative.items() if of == own)
+        for slot, pairs in losses.get(own, {}).items():
+            key = (data_rank, *slot)
+            result.by_key[key] = _contribution(key, ranks, own, pairs)
+    return result
+
+
+def _contribution(
+    key: ContributionKey, ranks: tuple[int, ...], owner: int, pairs: list[tuple[LossGradient, Loss | None]]
+) -> Contribution:
+    gradient, loss = max(pairs, key=lambda pair: pair[0].num_tokens or 0)
+    counts = [entry.num_tokens for entry, _ in pairs]
+    num_tokens = None if None in counts else sum(count or 0 for count in counts)
+    weights = [value for entry, _ in pairs for value in (entry.weight, entry.weight_min, entry.weight_max) if value]
+    low, high = (min(weights), max(weights)) if weights else (0.0, 0.0)
+    values = [pair_loss.value for _, pair_loss in pairs if pair_loss is not None and pair_loss.value is not None]
+    return Contribution(
+        key=key,
+        ranks=ranks,
+        num_tokens=num_tokens,
+        weight=gradient.weight,
+        spread=(high - low) / abs(high) if high else 0.0,
+        label_hash=loss.label_hash if loss else None,
+        loss=loss,
+        gradient=gradient,
+        loss_rank=owner,
+        value=sum(values) if values else None,
+    )
+
+
+def _loss_owners(events: dict[int, list[Event]], losses: dict[int, LossesOfRank]) -> dict[int, int]:
+    """For each rank of a pipeline the rank of the same pipeline that evaluates the loss."""
+    owner: dict[int, int] = {}
+    for rank, of_rank in events.items():
+        if losses.get(rank):
+            owner[rank] = rank
+            continue
+        for event in of_rank:
+            if isinstance(event, PipelineStep):
+                owners = [peer for peer in event.group if losses.get(peer)]
+                if owners:
+                    owner[rank] = owners[0]
+                break
+    return owner
+
+
+def _data_parallel_groups(events: dict[int, list[Event]]) -> set[frozenset[int]]:
+    groups: set[frozenset[int]] = set()
+    for of_rank in events.values():
+        for event in of_rank:
+            if isinstance(event, Reduce) and event.impl in _DATA_PARALLEL:
+                groups.add(frozenset(event.group))
+                if event.replicate_group:
+                    groups.add(frozenset(event.replicate_group))
+    return groups

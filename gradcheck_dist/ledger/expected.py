@@ -1,0 +1,71 @@
+"""The expected ledger: what each contribution's weight per token should be, as exact rationals.
+
+With n_c tokens in contribution c, N = sum of all n_c, C contributions, D data coordinates and N_d tokens on
+coordinate d:
+
+    global-token-mean   1 / N
+    microbatch-mean     1 / (C n_c)
+    rank-token-mean     1 / (D N_d)
+    sum                 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+from gradcheck_dist.errors import unknown_value
+from gradcheck_dist.ledger.contributions import ContributionKey
+
+Tokens = Mapping[ContributionKey, int]
+Weights = dict[ContributionKey, Fraction]
+
+
+def _global_token_mean(tokens: Tokens) -> Weights:
+    total = sum(tokens.values())
+    return {key: Fraction(1, total) for key in tokens}
+
+
+def _microbatch_mean(tokens: Tokens) -> Weights:
+    return {key: Fraction(1, len(tokens) * count) for key, count in tokens.items()}
+
+
+def _rank_token_mean(tokens: Tokens) -> Weights:
+    of_rank: dict[int, int] = {}
+    for (data_rank, _, _), count in tokens.items():
+        of_rank[data_rank] = of_rank.get(data_rank, 0) + count
+    return {key: Fraction(1, len(of_rank) * of_rank[key[0]]) for key in tokens}
+
+
+def _sum(tokens: Tokens) -> Weights:
+    return dict.fromkeys(tokens, Fraction(1))
+
+
+OBJECTIVES: dict[str, Callable[[Tokens], Weights]] = {
+    "global-token-mean": _global_token_mean,
+    "microbatch-mean": _microbatch_mean,
+    "rank-token-mean": _rank_token_mean,
+    "sum": _sum,
+}
+DEFAULT_OBJECTIVE = "global-token-mean"
+
+
+def check_objective(name: str) -> str:
+    """The name itself.
+
+    Raises:
+        GradcheckError: E401 no such objective.
+    """
+    if name not in OBJECTIVES:
+        raise unknown_value("objective", name, OBJECTIVES, code="E401", hint="Name what one step's loss should be.")
+    return name
+
+
+def expected_weights(objective: str, tokens: Tokens) -> Weights:
+    """Weights per token; contributions without any valid token get none (they cannot matter).
+
+    Args:
+        tokens: number of valid tokens of each contribution.
+    """
+    counted = {key: count for key, count in tokens.items() if count > 0}
+    return OBJECTIVES[check_objective(objective)](counted) if counted else {}

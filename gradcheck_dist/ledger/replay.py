@@ -1,0 +1,326 @@
+"""Replays the events of a step for one parameter: the nominal ledger, and beside it the observed one.
+
+Every gradient buffer is at any time a linear combination of columns: sampled earlier states of buffers, and leaves that
+arrived since. An event changes the coefficients by its documented semantics (nominal). At each sample the
+coefficients are also measured by least squares, and the buffer becomes a single column again, whose observed weights
+over contributions are composed from those of its columns. So each solve is small, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradcheck_dist.events import (
+    AmpUnscale,
+    Backward,
+    Clip,
+    Event,
+    OptimizerStep,
+    Reduce,
+    ScaleGrads,
+    ZeroGrad,
+)
+from gradcheck_dist.ledger.leaves import Basis
+from gradcheck_dist.ledger.solve import EPSILON, Solution, solve
+from gradcheck_dist.ledger.tracks import Point, StepData, Track
+
+_SHARDED = {"fsdp", "hsdp", "replicate"}
+LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
+
+
+@dataclass
+class Column:
+    """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient."""
+
+    data: np.ndarray
+    weights: np.ndarray | None
+    stderr: np.ndarray
+    nominal: float
+
+
+@dataclass
+class Entry:
+    """The state of a buffer on a rank after something happened to it. Vectors run over the columns of the basis.
+
+    `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
+    `clip` is the product of the recorded clip coefficients so far.
+    """
+
+    rank: int
+    seq: int
+    order: int
+    event: Event | None
+    buffer: str
+    nominal: np.ndarray
+    observed: np.ndarray | None = None
+    stderr: np.ndarray | None = None
+    clip: float = 1.0
+    sources: tuple[int, ...] = ()
+    solution: Solution | None = None
+    sampled: bool = False
+
+
+@dataclass
+class Buffer:
+    nominal: np.ndarray
+    columns: list[Column] = field(default_factory=list)
+    clip: float = 1.0
+
+    def scale(self, factor: float) -> None:
+        self.nominal = self.nominal * factor
+        for column in self.columns:
+            column.nominal *= factor
+
+    def clear(self) -> None:
+        self.nominal = np.zeros_like(self.nominal)
+        self.columns = []
+        self.clip = 1.0
+
+    def add(self, other: Buffer, factor: float) -> None:
+        self.nominal = self.nominal + factor * other.nominal
+        self.columns += [
+            Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns
+        ]
+
+
+@dataclass
+class Replay:
+    """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not."""
+
+    basis: Basis
+    epsilon: float
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+
+    def history(self, rank: int) -> list[Entry]:
+        """What happened on a rank up to and with the last optimizer step."""
+        entries = self.entries.get(rank, [])
+        steps = [index for index, entry in enumerate(entries) if isinstance(entry.event, OptimizerStep)]
+        return entries[: steps[-1] + 1] if steps else entries
+
+    def final(self, rank: int) -> Entry | None:
+        """The state that the optimizer read; the last state when the step never got there."""
+        entries = [entry for entry in self.history(rank) if entry.buffer == "grad"]
+        if len(entries) > 1 and isinstance(entries[-1].event, OptimizerStep):
+            before = entries[-2]
+            if before.sampled and before.seq == entries[-1].seq:
+                return before
+        return entries[-1] if entries else None
+
+
+Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
+
+
+def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
+    """Run all ranks' operations in an order in which every reduction finds its members ready."""
+    epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
+    result = Replay(basis, epsilon)
+    machines = {rank: _Machine(data, track, basis, result) for rank, track in tracks.items()}
+    while True:
+        waiting = {rank: machine.run() for rank, machine in machines.items()}
+        ready = {rank: event for rank, event in waiting.items() if event is not None}
+        if not ready:
+            return result
+        rounds = [_members(rank, ready) for rank in ready]
+        whole = [members for members in rounds if members <= set(ready)]
+        # Nobody is complete: a rank died, or its trace is missing. Go on with those that are there.
+        chosen = max(whole, key=len) if whole else max(rounds, key=lambda members: len(members & set(ready)))
+        result.incomplete |= {-1 - member for member in chosen if member < 0}
+        _reduce({rank: machines[rank] for rank in chosen & set(ready)}, ready)
+
+
+def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
+    """All ranks of one reduction: its group, and under HSDP the groups of all replicas of all its members.
+
+    A rank that waits for another reduction, or for none, is a member that is not ready; -1 - rank stands for it.
+    """
+    members: set[int] = set()
+    todo = [(rank, ready[rank])]
+    while todo:
+        current, wanted = todo.pop()
+        event = ready.get(current)
+        if current in members or -1 - current in members:
+            continue
+        if event is None or event.impl != wanted.impl or event.all_reduced != wanted.all_reduced:
+            members.add(-1 - current)
+            continue
+        members.add(current)
+        todo += [(peer, event) for peer in event.group]
+        if event.all_reduced:
+            todo += [(peer, event) for peer in event.replicate_group]
+    return members
+
+
+def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
+    events = {rank: ready[rank] for rank in machines}
+    inputs = {rank: machines[rank].take_input(event) for rank, event in events.items()}
+    for rank, event in events.items():
+        replicas = event.replicate_group if event.all_reduced and event.replicate_group else (rank,)
+        sources: set[int] = set()
+        for replica in replicas:
+            if replica in events:
+                sources |= set(events[replica].group)
+        sources = (sources or set(event.group)) & set(inputs)
+        machines[rank].receive(event, [inputs[source] for source in sorted(sources)], tuple(sorted(sources)))
+
+
+def nominal_factor(event: Reduce) -> float:
+    """What each input is multiplied by, by the documented semantics of the reduction; NaN when not known."""
+    if event.op not in ("sum", "avg", "premul_sum"):
+        return float("nan")
+    factor = (event.premul or 1.0) / ((event.pre_divide or 1.0) * (event.post_divide or 1.0))
+    if event.op == "avg":
+        factor /= len(event.group)
+    if event.replicate_op == "avg" and event.replicate_group:
+        factor /= len(event.replicate_group)
+    return factor
+
+
+class _Machine:
+    """The buffers of one parameter on one rank, driven through the operations that concern it."""
+
+    def __init__(self, data: StepData, track: Track, basis: Basis, result: Replay) -> None:
+        self.track, self.basis, self.result = track, basis, result
+        self.ops = self._operations(data)
+        reduces = [op for _, _, op in self.ops if isinstance(op, Reduce)]
+        sharded = any(event.impl in _SHARDED for event in reduces)
+        self.buffers = {name: Buffer(np.zeros(len(basis))) for name in ("grad", "unsharded", "partial")}
+        self.leaf_buffer = "unsharded" if sharded else "grad"
+        self.entries = result.entries.setdefault(track.rank, [])
+        self.position = 0
+
+    def _operations(self, data: StepData) -> list[Op]:
+        rank, track = self.track.rank, self.track
+        ops: list[Op] = [(seq, LEAF_ORDER, self.basis.of[(rank, *slot)]) for slot, (seq, _) in track.leaves.items()]
+        ops += [(point.seq, BEFORE_ORDER if point.role == 1 else AFTER_ORDER, point) for point in track.points]
+        for event in data.events[rank]:
+            params = getattr(event, "params", None)
+            if params is None or isinstance(event, Backward):
+                continue
+            if track.param.id in data.params_of(rank, params):
+                ops.append((event.seq, EVENT_ORDER, event))
+        return sorted(ops, key=lambda op: op[:2])
+
+    def run(self) -> Reduce | None:
+        """Go on until the end (None) or until a reduction needs other ranks."""
+        while self.position < len(self.ops):
+            seq, order, op = self.ops[self.position]
+            if isinstance(op, Reduce):
+                return op
+            self.position += 1
+            if isinstance(op, Point):
+                self._sampled(op, order)
+            elif isinstance(op, Event):
+                self._apply(op)
+            else:
+                self._leaf(seq, int(op))  # type: ignore[call-overload]
+        return None
+
+    def _leaf(self, seq: int, column: int) -> None:
+        buffer = self.buffers[self.leaf_buffer]
+        unit = np.zeros(len(self.basis))
+        unit[column] = 1.0
+        buffer.nominal = buffer.nominal + unit
+        buffer.columns.append(Column(self.basis.values[column], unit, np.zeros(len(self.basis)), 1.0))
+        self._note(seq, LEAF_ORDER, None, self.leaf_buffer)
+
+    def _apply(self, event: Event) -> None:
+        buffer = self.buffers["grad"]
+        if isinstance(event, ScaleGrads):
+            buffer.scale(1.0 / event.divisor)
+        elif isinstance(event, AmpUnscale):
+            buffer.scale(1.0 / event.scale)
+        elif isinstance(event, Clip):
+            buffer.scale(event.coefficient)
+            buffer.clip *= event.coefficient
+        elif isinstance(event, ZeroGrad):
+            buffer.clear()
+        self._note(event.seq, EVENT_ORDER, event, "grad")
+
+    def take_input(self, event: Reduce) -> Buffer:
+        """What this rank brings into a reduction."""
+        name = "unsharded" if event.impl in _SHARDED else "grad"
+        buffer = self.buffers[name]
+        taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip)
+        if name == "unsharded":
+            buffer.clear()
+        return taken
+
+    def receive(self, event: Reduce, inputs: list[Buffer], sources: tuple[int, ...]) -> None:
+        """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result."""
+        sharded = event.impl in _SHARDED
+        partial = sharded and not event.all_reduced and bool(event.replicate_group)
+        target = self.buffers["partial" if partial else "grad"]
+        if not sharded:
+            target.clear()
+        factor = nominal_factor(event)
+        for source in inputs:
+            target.add(source, factor)
+        if sharded and not partial:
+            target.add(self.buffers["partial"], 1.0)
+            self.buffers["partial"].clear()
+        self.position += 1
+        self._note(event.seq, EVENT_ORDER, event, "partial" if partial else "grad", sources)
+
+    def _note(self, seq: int, order: int, event: Event | None, name: str, sources: tuple[int, ...] = ()) -> Entry:
+        buffer = self.buffers[name]
+        entry = Entry(
+            self.track.rank, seq, order, event, name, buffer.nominal.copy(), clip=buffer.clip, sources=sources
+        )
+        self.entries.append(entry)
+        return entry
+
+    def _sampled(self, point: Point, order: int) -> None:
+        """Measure the buffer: which coefficients of its columns does the sample show?"""
+        event = next((op for _, _, op in self.ops if isinstance(op, Event) and op.seq == point.seq), None)
+        before_sharded_reduce = order == BEFORE_ORDER and isinstance(event, Reduce) and event.impl in _SHARDED
+        name = "unsharded" if before_sharded_reduce else "grad"
+        buffer = self.buffers[name]
+        entry = self._note(point.seq, order, None, name)
+        entry.sampled = True
+        weights, stderr, solution = self._measure(point, buffer)
+        entry.observed, entry.stderr, entry.solution = weights, stderr, solution
+        zeros = np.zeros(len(self.basis))
+        buffer.columns = [Column(point.values.data, weights, stderr if stderr is not None else zeros, 1.0)]
+
+    def _measure(self, point: Point, buffer: Buffer) -> tuple[np.ndarray | None, np.ndarray | None, Solution | None]:
+        chain = self._solve(point, buffer.columns)
+        if chain is not None and chain[2].fits:
+            return chain
+        everything = [
+            Column(values, unit, np.zeros(len(self.basis)), 1.0)
+            for values, unit in zip(self.basis.values, np.eye(len(self.basis)), strict=True)
+        ]
+        direct = self._solve(point, everything)
+        if direct is not None and direct[2].fits:
+            return direct
+        solution = chain[2] if chain is not None else direct[2] if direct is not None else None
+        return None, None, solution
+
+    def _solve(self, point: Point, columns: list[Column]) -> tuple[np.ndarray, np.ndarray, Solution] | None:
+        usable = [column for column in columns if column.weights is not None]
+        if len(usable) < len(columns):
+            return None
+        rows = ~np.isnan(point.values.data)
+        for column in usable:
+            rows &= ~np.isnan(column.data)
+        if not rows.any():
+            return None
+        matrix = np.stack([column.data[rows] for column in usable], axis=1) if usable else np.empty((rows.sum(), 0))
+        nominal = np.array([column.nominal for column in usable])
+        solution = solve(matrix, point.values.data[rows], self.result.epsilon, nominal)
+        if solution is None:
+            return None
+        weights, variance = np.zeros(len(self.basis)), np.zeros(len(self.basis))
+        for index, column in enumerate(usable):
+            coefficient, error = solution.coefficients[index], solution.stderr[index]
+            assert column.weights is not None
+            holds = column.weights != 0
+            if np.isnan(coefficient):
+                weights[holds] = np.nan
+                continue
+            weights = weights + coefficient * column.weights
+            variance = variance + (error * column.weights) ** 2 + (coefficient * column.stderr) ** 2
+        return weights, np.sqrt(variance), solution

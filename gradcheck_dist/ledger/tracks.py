@@ -1,0 +1,129 @@
+"""From traces to tracks: for each parameter and rank, the leaves that arrived and the points where it was sampled."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradcheck_dist.events import LEAF, Backward, Event, OptimizerStep, Param, Samples, Wrapper
+from gradcheck_dist.trace.reader import RankTrace, decode_values
+from gradcheck_dist.trace.run import Run
+
+ParamKey = tuple[int, str]
+"""(pipeline stage, -1 without one; fully qualified name): one parameter of the model, on whichever ranks it lies."""
+
+Slot = tuple[int, int]
+"""(accumulation step, microbatch)"""
+
+
+@dataclass
+class Values:
+    """Sampled gradient values in the parameter's global sample space, shape (num_positions,); NaN where not held."""
+
+    data: np.ndarray
+    partial: bool = False
+
+
+@dataclass
+class Point:
+    """A sample of the gradient buffer before or after an event."""
+
+    seq: int
+    role: int
+    values: Values
+
+
+@dataclass
+class Track:
+    """One parameter on one rank during one step."""
+
+    param: Param
+    rank: int
+    dtype: str = "float32"
+    leaves: dict[Slot, tuple[int, Values]] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+
+
+@dataclass
+class StepData:
+    """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`."""
+
+    step: int
+    events: dict[int, list[Event]]
+    param_sets: dict[int, dict[int, tuple[int, ...]]]
+    tracks: dict[ParamKey, dict[int, Track]]
+    complete: bool
+    wrappers: dict[int, dict[int, Wrapper]] = field(default_factory=dict)
+
+    def params_of(self, rank: int, param_set: int) -> tuple[int, ...]:
+        return self.param_sets[rank].get(param_set, ())
+
+
+def param_key(param: Param) -> ParamKey:
+    return (-1 if param.stage is None else param.stage, param.name)
+
+
+def steps_of(run: Run) -> list[int]:
+    """Steps in which at least one backward was recorded, ascending."""
+    return sorted({e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, Backward)})
+
+
+def step_data(run: Run, step: int) -> StepData:
+    """Everything that the ranks recorded of one step."""
+    events = {
+        rank: sorted((e for e in trace.events if e.step == step), key=lambda e: e.seq)
+        for rank, trace in run.ranks.items()
+    }
+    tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
+    for rank, trace in run.ranks.items():
+        for track in _tracks(trace, step, events[rank]):
+            tracks[param_key(track.param)][rank] = track
+    complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
+    sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
+    wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
+    return StepData(step, events, sets, dict(tracks), complete, wrappers)
+
+
+def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:
+    tracks = {id: Track(param, trace.rank) for id, param in trace.params.items() if param.requires_grad}
+    slot_of = {e.seq: (e.accumulation_step, e.microbatch) for e in events if isinstance(e, Backward)}
+    for samples in trace.samples:
+        if samples.step != step:
+            continue
+        for (seq, role, param_id, _), values in _rows(trace, samples):
+            track = tracks.get(param_id)
+            if track is None:
+                continue
+            track.dtype = samples.dtype
+            if role != LEAF:
+                track.points.append(Point(seq, role, values))
+            elif seq in slot_of:
+                slot = slot_of[seq]
+                if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
+                    values = Values(track.leaves[slot][1].data + values.data, values.partial)
+                track.leaves[slot] = (seq, values)
+    for track in tracks.values():
+        track.points.sort(key=lambda point: (point.seq, point.role))
+        yield track
+
+
+def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, int, int], Values]]:
+    rows = np.frombuffer(samples.rows, dtype="<i4").reshape(-1, 4)
+    data = decode_values(samples.dtype, samples.values)
+    start = 0
+    for seq, role, param_id, plan_id in rows.tolist():
+        plan = trace.plans.get(plan_id)
+        param = trace.params.get(param_id)
+        if plan is None or param is None:
+            return  # the tables are damaged: the lengths of this and all later rows are unknown
+        held = data[start : start + plan.num_values]
+        start += plan.num_values
+        if plan.positions is None:
+            full = held
+        else:
+            full = np.full(param.num_positions, np.nan)
+            full[np.frombuffer(plan.positions, dtype="<i4")] = held
+        yield (seq, role, param_id, plan_id), Values(full, plan.partial)

@@ -1,0 +1,151 @@
+"""Backward passes and the leaves: each contribution's own gradient as it arrives at a parameter.
+
+A tensor hook on the leaf that returns None leaves the gradient bit for bit as it was. Sources of the semantics:
+torch.autograd.graph, torch.nn.modules.module.register_module_forward_pre_hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcheck_dist.events import BEFORE
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.registry import ParamInfo
+
+ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called with every new root module; other probes use it to find their wrappers inside."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original))
+    patches.replace(torch.autograd, "grad", lambda original: _watch(recorder, original))
+    discovery = Discovery(recorder)
+    recorder.discovery = discovery
+    discovery.start()
+    patches.on_restore(discovery.stop)
+    patches.on_restore(discovery.remove_hooks)
+
+
+def _watch(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        current = open_pass(recorder)
+        if current is None:
+            return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            close_pass(recorder, current)
+
+    backward.__wrapped__ = original  # type: ignore[attr-defined]
+    backward.__doc__ = original.__doc__
+    return backward
+
+
+@guarded("autograd")
+def open_pass(recorder: Recorder) -> Any:
+    return recorder.begin_backward()
+
+
+@guarded("autograd")
+def close_pass(recorder: Recorder, current: Any) -> None:
+    for listener in CLOSE_LISTENERS:
+        listener(recorder, current)
+    recorder.end_backward(current)
+
+
+CLOSE_LISTENERS: list[Callable[[Recorder, Any], None]] = []
+"""Called at the end of a pass, before it is closed: reductions that ran inside it are completed here."""
+
+
+class Discovery:
+    """Finds parameters and hooks their leaves.
+
+    A global forward pre-hook names the parameters below every module that is called and not known yet. It costs a
+    microsecond a module call, so it is taken off when every parameter of a stepping optimizer is hooked.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._handle: Any = None
+        self._hooks: list[Any] = []
+        self._hooked: set[int] = set()
+
+    def start(self) -> None:
+        if self._handle is None:
+            self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
+
+    def has_hooked(self, param: Tensor) -> bool:
+        return id(param) in self._hooked
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_call(self, module: nn.Module, _args: Any) -> None:
+        if id(module) not in self._recorder.registry.known_modules and not torch.compiler.is_compiling():
+            add_root(self._recorder, module, None)
+
+    def hook(self, info: ParamInfo, leaf: Tensor) -> None:
+        """Watch `leaf`, the tensor through which autograd delivers the gradient of a parameter, once."""
+        if id(leaf) in self._hooked or not leaf.requires_grad:
+            return
+        self._hooked.update((id(leaf), id(info.param)))
+        recorder = self._recorder
+
+        def on_gradient(grad: Tensor) -> None:
+            if recorder.recording and recorder.current is not None:
+                arrived(recorder, info, grad)
+
+        self._hooks.append(leaf.register_hook(on_gradient))
+
+    def hook_accumulated(self, info: ParamInfo) -> None:
+        """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
+        recorder = self._recorder
+
+        def on_accumulated(param: Tensor) -> None:
+            current = recorder.current
+            if current is not None and info.wrapper in current.armed:
+                before_reduce(recorder, current.armed[info.wrapper], info)
+
+        self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
+
+
+@guarded("autograd")
+def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> None:
+    current = recorder.current
+    if current is not None and info.wrapper in recorder.armed and info.wrapper not in current.armed:
+        current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
+    recorder.leaf(info, grad)
+
+
+@guarded("autograd")
+def before_reduce(recorder: Recorder, seq: int, info: ParamInfo) -> None:
+    if recorder.current is not None and info.wrapper is not None:
+        recorder.current.accumulated.add(info.wrapper)
+    recorder.sample_grads(seq, BEFORE, [info])
+
+
+@guarded("autograd")
+def add_root(recorder: Recorder, root: nn.Module, stage: int | None) -> None:
+    """Name and hook everything below a root module."""
+    discovery: Discovery = recorder.discovery
+    new = list(recorder.registry.add_root(root, stage))
+    for listener in ROOT_LISTENERS:
+        listener(recorder, root)
+    for info in new:
+        discovery.hook(info, info.param)
+        if info.managed_by == "ddp":
+            discovery.hook_accumulated(info)

@@ -1,0 +1,124 @@
+"""Losses: on how many tokens, and with what weight per token they enter backward.
+
+`F.cross_entropy` and `F.nll_loss` are replaced (nn.CrossEntropyLoss and a later `from ... import` are caught too). A
+tensor hook on the result sees the gradient that arrives there: for reduction "mean" over n valid labels that gradient
+divided by n is one token's weight, for "sum" it is the weight itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.sites import caller_site
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    for name in ("cross_entropy", "nll_loss"):
+        make = functools.partial(_watch, recorder, name)
+        patches.replace(torch.nn.functional, name, make)
+
+
+def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if recorder.in_loss or recorder.suspended or torch.compiler.is_compiling():
+            return original(input, target, *args, **kwargs)
+        recorder.in_loss = True
+        try:
+            output = original(input, target, *args, **kwargs)
+        finally:
+            recorder.in_loss = False
+        # Positional order of both: weight, size_average, ignore_index, reduce, reduction.
+        ignore_index = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+        reduction = kwargs.get("reduction", args[4] if len(args) > 4 else "mean")
+        evaluated(recorder, output, target, op, ignore_index, reduction)
+        return output
+
+    return loss
+
+
+def label_hash(target: Tensor) -> int:
+    """A checksum of the labels: ranks that evaluate the same labels are one data coordinate."""
+    local = getattr(target, "_local_tensor", target)
+    return zlib.crc32(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@guarded("loss")
+def evaluated(
+    recorder: Recorder, output: Tensor, target: Tensor, op: str, ignore_index: int, reduction: str
+) -> None:
+    if output.requires_grad:
+        recorder.ensure_step()
+    if not recorder.recording:
+        return
+    valid = target != ignore_index if not target.is_floating_point() else None
+    num_tokens = int(valid.sum()) if valid is not None else target.shape[0]
+    record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target)
+
+
+def record_loss(
+    recorder: Recorder,
+    output: Tensor,
+    num_tokens: int,
+    *,
+    reduction: str,
+    op: str,
+    term: str = "main",
+    labels: Tensor | None = None,
+) -> None:
+    """Record a loss tensor and, when a gradient will come, watch for it."""
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=caller_site(),
+        loss_id=loss_id,
+        term=term,
+        op=op,
+        reduction=reduction,
+        num_tokens=num_tokens,
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+        value=float(output.detach()) if output.dim() == 0 else None,
+        requires_grad=output.requires_grad,
+        dtype=str(output.dtype).removeprefix("torch."),
+    )
+    if output.requires_grad:
+        output.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id, num_tokens, reduction))
+
+
+@guarded("loss")
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens: int, reduction: str) -> None:
+    if not recorder.recording or recorder.current is None:
+        return
+    local = getattr(grad, "_local_tensor", grad).detach()
+    low = high = None
+    if local.numel() == 1:
+        weight = float(local)
+        if reduction == "mean":
+            weight /= max(num_tokens, 1)
+    else:
+        used = local[local != 0].double()
+        weight = float(used.mean()) if used.numel() else 0.0
+        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
+    recorder.emit(
+        LossGradient,
+        site=recorder.current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=recorder.current.microbatch,
+        weight=weight,
+        weight_min=low,
+        weight_max=high,
+        num_tokens=num_tokens,
+        stage=recorder.current.stage,
+    )

@@ -1,0 +1,193 @@
+"""What the optimizer reads, zero_grad, and gradient clipping."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradcheck_dist.events import BEFORE, Clip, OptimizerStep, ZeroGrad
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.sites import caller_site
+
+HYPERPARAMETERS: tuple[str, ...] = ("weight_decay", "eps", "momentum")
+CLIP_EPSILON = 1e-6
+"""torch/nn/utils/clip_grad.py: coefficient = max_norm / (total_norm + 1e-6), clamped to 1."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # With a closure the gradients are computed inside step: they are read after it.
+        if not _closure(args, kwargs):
+            stepping(recorder, optimizer)
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _closure(args, kwargs):
+            stepping(recorder, optimizer)
+        stepped(recorder, optimizer)
+
+    patches.on_restore(register_optimizer_step_pre_hook(before).remove)
+    patches.on_restore(register_optimizer_step_post_hook(after).remove)
+    patches.replace(Optimizer, "zero_grad", lambda original: _watch_zero(recorder, original))
+    patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
+    # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; the module that defines them keeps
+    # its private names, through which clip_grad_norm_ calls itself.
+    for name, watch in (("clip_grad_norm_", _watch_clip), ("clip_grads_with_norm_", _watch_clip_with_norm)):
+        original = getattr(torch.nn.utils, name)
+        replaced = watch(recorder, original)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            if getattr(module, name, None) is original:
+                patches.replace(module, name, functools.partial(_take, replaced))
+
+
+def _take(replaced: Callable[..., Any], _found: Callable[..., Any]) -> Callable[..., Any]:
+    return replaced
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+
+
+def params_of(recorder: Recorder, params: Iterable[Tensor]) -> list[ParamInfo]:
+    registry = recorder.registry
+    return [registry.find(param) or registry.add_unnamed(param) for param in params]
+
+
+@guarded("optimizer")
+def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
+    if not recorder.recording:
+        return
+    infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]))
+    seq = recorder.next_seq()
+    recorder.sample_grads(seq, BEFORE, infos)
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    recorder.emit(
+        OptimizerStep,
+        seq=seq,
+        site=caller_site(),
+        optimizer=type(optimizer).__name__,
+        params=recorder.registry.param_set(infos),
+        lr=float(first["lr"]) if "lr" in first else None,
+        hyperparameters=_hyperparameters(first),
+        grads_missing=sum(info.param.grad is None for info in infos),
+    )
+    discovery = recorder.discovery
+    if all(discovery.has_hooked(info.param) for info in infos if info.param.requires_grad):
+        discovery.stop()
+    else:
+        discovery.start()
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, float]:
+    found: dict[str, float] = {name: float(group[name]) for name in HYPERPARAMETERS if name in group}
+    if "betas" in group:
+        found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
+    return found
+
+
+@guarded("optimizer")
+def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
+    recorder.end_step()
+
+
+def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if recorder.recording and not recorder.suspended:
+            zeroing(recorder, self, set_to_none)
+        original(self, set_to_none)
+
+    return zero_grad
+
+
+@guarded("zero_grad")
+def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
+    if isinstance(owner, Optimizer):
+        params: Iterable[Tensor] = (param for group in owner.param_groups for param in group["params"])
+    else:
+        params = owner.parameters()
+    found = (recorder.registry.find(param) for param in params)
+    infos = [info for info in found if info is not None]
+    if infos:
+        recorder.emit(
+            ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none
+        )
+
+
+def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def clip_grad_norm_(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not recorder.recording:
+            return original(parameters, max_norm, norm_type, *args, **kwargs)
+        params, given = _readable(parameters)
+        opened = before_clip(recorder, params)
+        total_norm = original(given, max_norm, norm_type, *args, **kwargs)
+        if opened is not None:
+            after_clip(recorder, *opened, max_norm, norm_type, total_norm)
+        return total_norm
+
+    return clip_grad_norm_
+
+
+def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if not recorder.recording:
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+        params, given = _readable(parameters)
+        opened = before_clip(recorder, params)
+        original(given, max_norm, total_norm, *args, **kwargs)
+        if opened is not None:
+            after_clip(recorder, *opened, max_norm, 2.0, total_norm)
+        return None
+
+    return clip_grads_with_norm_
+
+
+def _readable(parameters: Any) -> tuple[list[Any], Any]:
+    """(all items, what to pass on): a generator is read once and stands as a generator again for torch."""
+    if isinstance(parameters, Tensor):
+        return [parameters], parameters
+    if iter(parameters) is not parameters:
+        return list(parameters), parameters
+    items = list(parameters)
+    return items, (item for item in items)
+
+
+@guarded("clip")
+def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo]]:
+    infos = params_of(recorder, params)
+    seq = recorder.next_seq()
+    recorder.sample_grads(seq, BEFORE, infos)
+    return seq, infos
+
+
+@guarded("clip")
+def after_clip(
+    recorder: Recorder, seq: int, infos: list[ParamInfo], max_norm: float, norm_type: float, total_norm: Any
+) -> None:
+    local = getattr(total_norm, "_local_tensor", total_norm)
+    partial = any(placement.is_partial() for placement in getattr(total_norm, "placements", ()))
+    norm = float(local)
+    recorder.emit(
+        Clip,
+        seq=seq,
+        site=caller_site(),
+        params=recorder.registry.param_set(infos),
+        max_norm=float(max_norm),
+        norm_type=float(norm_type),
+        total_norm=norm,
+        coefficient=min(1.0, float(max_norm) / (norm + CLIP_EPSILON)),
+        partial=partial,
+    )

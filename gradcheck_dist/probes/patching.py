@@ -1,0 +1,91 @@
+"""Replacing attributes of torch, reversibly, and at the moment a module is imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+class Patches:
+    """A set of replaced attributes that can be taken back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._finders: list[_AfterImport] = []
+        self._removers: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Set owner.name to make(original).
+
+        Raises:
+            AttributeError: there is no such attribute (this torch differs from the ones tried).
+        """
+        original = getattr(owner, name)
+        patched = make(original)
+        setattr(owner, name, patched)
+        self._undo.append((owner, name, original, patched))
+
+    def on_restore(self, remove: Callable[[], None]) -> None:
+        self._removers.append(remove)
+
+    def when_imported(self, module: str, apply: Callable[[ModuleType], None]) -> None:
+        """Call apply(module) now if it is imported, else right after its import."""
+        if module in sys.modules:
+            apply(sys.modules[module])
+            return
+        finder = _AfterImport(module, apply)
+        self._finders.append(finder)
+        sys.meta_path.insert(0, finder)
+
+    def restore(self) -> None:
+        """Take everything back; an attribute that somebody else replaced in the meantime is left alone."""
+        for finder in self._finders:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+        for owner, name, original, patched in reversed(self._undo):
+            if getattr(owner, name, None) is patched:
+                setattr(owner, name, original)
+        for remove in self._removers:
+            remove()
+        self._finders, self._undo, self._removers = [], [], []
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module by the finders behind it and runs a callback after its code has run."""
+
+    def __init__(self, module: str, apply: Callable[[ModuleType], None]) -> None:
+        self._module, self._apply, self._busy = module, apply, False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._module or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._apply)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any, apply: Callable[[ModuleType], None]) -> None:
+        self._inner, self._apply = inner, apply
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._apply(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,161 @@
+"""Who is who: parameters, their names, their sampled positions, and the wrappers around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcheck_dist.events import AnyRecord, Param, ParamSet, Plan, Site, Wrapper
+from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
+
+_WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class ParamInfo:
+    """A parameter as the probes know it. `plans` caches, per layout, the plan id and the local indices."""
+
+    __slots__ = ("id", "managed_by", "name", "param", "plans", "positions", "shape", "stage", "wrapper")
+
+    def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
+        self.id = id
+        self.name = name
+        self.param = param
+        self.stage = stage
+        self.shape = tuple(param.shape)
+        self.positions = sample_positions(name, param.numel(), sample_size)
+        self.plans: dict[Any, tuple[int, Tensor]] = {}
+        self.managed_by: str | None = None
+        self.wrapper: int | None = None
+
+
+def clean_name(name: str) -> str:
+    """A fully qualified name without the components that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+
+
+class Registry:
+    """Tables of parameters, plans, parameter sets and wrappers; every new row goes out through `write`."""
+
+    def __init__(self, write: Callable[[AnyRecord], None], sample_size: int) -> None:
+        self._write = write
+        self._sample_size = sample_size
+        self._by_param: dict[int, ParamInfo] = {}
+        self._names: set[tuple[int | None, str]] = set()
+        self._sets: dict[tuple[int, ...], int] = {}
+        self._num_plans = 0
+        self._wrappers: dict[int, int] = {}
+        self._kept_alive: list[object] = []
+        self.known_modules: dict[int, nn.Module] = {}
+        self.wrapper_sites: dict[int, Site | None] = {}
+
+    def find(self, param: Tensor) -> ParamInfo | None:
+        return self._by_param.get(id(param))
+
+    def infos(self) -> list[ParamInfo]:
+        return list(self._by_param.values())
+
+    def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
+        """Name all parameters below a root module; yields those that are new."""
+        for module in root.modules():
+            self.known_modules[id(module)] = module
+        fallback = type(root).__name__
+        for name, param in root.named_parameters():
+            if id(param) not in self._by_param:
+                yield self._add(clean_name(name), param, stage, fallback)
+
+    def add_unnamed(self, param: Tensor) -> ParamInfo:
+        """A parameter that an optimizer holds and no forward has shown yet."""
+        return self._add(f"unnamed.{len(self._by_param)}", param, None, "unnamed")
+
+    def _add(self, name: str, param: Tensor, stage: int | None, fallback: str) -> ParamInfo:
+        while (stage, name) in self._names:
+            name = f"{fallback}.{name}"
+        self._names.add((stage, name))
+        info = ParamInfo(len(self._by_param), name, param, stage, self._sample_size)
+        self._by_param[id(param)] = info
+        self._write(
+            Param(
+                id=info.id,
+                name=name,
+                shape=info.shape,
+                dtype=str(param.dtype).removeprefix("torch."),
+                num_positions=len(info.positions),
+                stage=stage,
+                placements=str(getattr(param, "placements", "")),
+                requires_grad=param.requires_grad,
+            )
+        )
+        return info
+
+    def param_set(self, infos: list[ParamInfo]) -> int:
+        """The id of a set of parameters, writing it on first use."""
+        key = tuple(info.id for info in infos)
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = len(self._sets)
+            self._write(ParamSet(id=found, params=key))
+        return found
+
+    def wrapper(self, owner: object, impl: str, name: str, group: tuple[int, ...], **groups: tuple[int, ...]) -> int:
+        """The id of a data-parallel wrapper, writing it on first use."""
+        found = self._wrappers.get(id(owner))
+        if found is None:
+            found = self._wrappers[id(owner)] = len(self._wrappers)
+            self._kept_alive.append(owner)
+            site = self.wrapper_sites.get(id(owner))
+            self._write(Wrapper(id=found, impl=impl, name=name, group=group, site=site, **groups))
+        return found
+
+    def plan(self, info: ParamInfo, tensor: Tensor) -> tuple[int, Tensor, Tensor] | None:
+        """How to sample `tensor`, the gradient of a parameter: (plan id, local tensor, flat local indices).
+
+        None when the tensor's layout in the parameter is not known (its size is neither the parameter's nor a
+        DTensor's).
+        """
+        local = getattr(tensor, "_local_tensor", None)
+        if local is None:
+            key: Any = tensor.device
+            found = info.plans.get(key)
+            if found is None:
+                if tensor.numel() != info.param.numel():
+                    return None
+                found = info.plans[key] = self._new_plan(info, None, info.positions, tensor.device, False)
+            return found[0], tensor, found[1]
+        key = (tensor.placements, id(tensor.device_mesh))  # type: ignore[attr-defined]
+        found = info.plans.get(key)
+        if found is None:
+            if tuple(tensor.shape) != info.shape:
+                return None
+            found = info.plans[key] = self._dtensor_plan(info, tensor, local.device)
+        return found[0], local, found[1]
+
+    def local_plan(self, info: ParamInfo, local: Tensor, like: Any) -> tuple[int, Tensor, Tensor] | None:
+        """How to sample a local tensor that lies as the DTensor `like` does (whose local part it stands for)."""
+        if tuple(like.shape) != info.shape or local.shape != like._local_tensor.shape:
+            return None
+        key = ("local", like.placements, id(like.device_mesh))
+        found = info.plans.get(key)
+        if found is None:
+            found = info.plans[key] = self._dtensor_plan(info, like, local.device)
+        return found[0], local, found[1]
+
+    def _dtensor_plan(self, info: ParamInfo, tensor: Any, device: torch.device) -> tuple[int, Tensor]:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        which, local = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
+        partial = any(placement.is_partial() for placement in tensor.placements)
+        chosen = None if len(which) == len(info.positions) else which
+        return self._new_plan(info, chosen, local, device, partial)
+
+    def _new_plan(
+        self, info: ParamInfo, which: Any, local: Any, device: torch.device, partial: bool
+    ) -> tuple[int, Tensor]:
+        plan_id = self._num_plans
+        self._num_plans += 1
+        positions = None if which is None else which.astype("<i4").tobytes()
+        self._write(Plan(id=plan_id, param=info.id, num_values=len(local), positions=positions, partial=partial))
+        return plan_id, torch.as_tensor(local, dtype=torch.int64).to(device)

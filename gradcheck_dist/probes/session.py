@@ -1,0 +1,227 @@
+"""Putting the probes in place and taking them away."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
+from gradcheck_dist.probes.loss import record_loss
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.trace.run import join_run_dir, trace_files
+from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
+
+PROBES = ("autograd", "loss", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
+DEFAULT_SAMPLE_SIZE = 96
+RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
+
+_session: Session | None = None
+
+
+class Session:
+    """An attached recording. A context manager: leaving it detaches."""
+
+    def __init__(self, run_dir: Path, recorder: Recorder, patches: Patches) -> None:
+        self.run_dir = run_dir
+        self.recorder = recorder
+        self._patches = patches
+        self._open = True
+
+    def detach(self) -> None:
+        """Take all probes away and close the trace. May be called more than once."""
+        global _session
+        if not self._open:
+            return
+        self._open = False
+        self._patches.restore()
+        self.recorder.flush_samples()
+        self.recorder.emit(RunEnd, reason="detached")
+        self.recorder.writer.close()
+        atexit.unregister(self.detach)
+        if _session is self:
+            _session = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def attach(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    objective: str | None = None,
+    axes: Axes | Mapping[str, int] | None = None,
+    steps: Container[int] | None = None,
+    sample_size: int = DEFAULT_SAMPLE_SIZE,
+    only: Sequence[str] = PROBES,
+    restart: int = 0,
+    deferred: bool = False,
+) -> Session:
+    """Record this process's training from here on. Call it before the model is wrapped for the fullest picture.
+
+    Args:
+        run_dir: folder of the run, shared by all ranks; default $GRADCHECK_RUN_DIR, else runs/<time>-<pid>.
+        objective: what one step's gradient is meant to be, e.g. "global-token-mean"; None infers it when judging.
+        axes: mesh degrees; None infers them when judging.
+        steps: which optimizer steps to record (0-based); None records all. Behind the last one of a range the probes
+            take themselves away.
+        sample_size: sampled elements a parameter.
+        only: names of the probes to put in place.
+        restart: how often this rank was restarted; each restart writes a file of its own.
+        deferred: open the trace with the first loss or backward pass, when the rank is known for certain. What
+            prevents it is then told on stderr and not raised.
+
+    Raises:
+        GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301).
+    """
+    global _session
+    if _session is not None:
+        if run_dir is None or Path(run_dir) == _session.run_dir:
+            return _session
+        raise GradcheckError(
+            f"already recording into {_session.run_dir}, asked to record into {run_dir}. Call detach() on the first "
+            "session before attaching again.",
+            code="E301",
+        )
+    given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
+    folder = Path(given) if given else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+    def locate() -> tuple[Path, Header]:
+        rank, world_size = _rank_and_world_size()
+        _join(folder, rank, world_size, restart)
+        return trace_path(folder, rank, restart), Header(
+            schema_version=SCHEMA_VERSION,
+            tool_version=_version(),
+            rank=rank,
+            world_size=world_size,
+            pid=os.getpid(),
+            started_unix_s=time.time(),
+            torch_version=str(torch.__version__),
+            device_type="cuda" if torch.cuda.is_available() else "cpu",
+            command=tuple(sys.argv),
+            objective=objective,
+            axes=(axes.as_dict() if isinstance(axes, Axes) else dict(axes)) if axes is not None else None,
+            sample_size=sample_size,
+        )
+
+    writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)
+    recorder = Recorder(writer, steps=steps, sample_size=sample_size)
+    patches = Patches()
+    for name in only:
+        install(name, recorder, patches)
+    writer.flush()
+    _session = Session(folder, recorder, patches)
+    atexit.register(_session.detach)
+    recorder.finished = _session.detach
+    return _session
+
+
+def _open_trace(locate: Callable[[], tuple[Path, Header]]) -> TraceWriter:
+    path, header = locate()
+    try:
+        return TraceWriter(path, header)
+    except OSError as error:
+        raise GradcheckError(
+            f"cannot write a trace into {path.parent}: {error.strerror or error}. Name a folder that you may write to.",
+            code="E512",
+        ) from error
+
+
+def _tell(error: Exception) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"gradcheck: not recording: {error}\n")
+
+
+def install(name: str, recorder: Recorder, patches: Patches) -> None:
+    """Put one probe in place; one that cannot hook says so in the trace and leaves the others alone."""
+    try:
+        import_module(f"gradcheck_dist.probes.{name}").install(recorder, patches)
+    except Exception as error:
+        recorder.status(name, False, f"{type(error).__name__}: {error} (torch {torch.__version__})")
+    else:
+        recorder.status(name, True)
+
+
+def mark_loss(loss: Tensor, num_tokens: int, *, term: str = "main", labels: Tensor | None = None) -> Tensor:
+    """Declare a loss that no wrapper sees: the sum of token losses over `num_tokens` tokens, before it is divided.
+
+    Returns the loss unchanged. Without an attached session it does nothing.
+    """
+    if _session is not None:
+        _mark(_session.recorder, loss, num_tokens, term, labels)
+    return loss
+
+
+@guarded("mark_loss")
+def _mark(recorder: Recorder, loss: Tensor, num_tokens: int, term: str, labels: Tensor | None) -> None:
+    if loss.requires_grad:
+        recorder.ensure_step()
+    if recorder.recording:
+        record_loss(recorder, loss, int(num_tokens), reduction="sum", op="mark_loss", term=term, labels=labels)
+
+
+def availability() -> dict[str, str]:
+    """For each probe "ok", or why it cannot hook into this torch. Tried on a writer that writes nowhere."""
+    found: dict[str, str] = {}
+    for module in ("torch.distributed.pipelining", "torch.distributed.fsdp"):
+        try:
+            import_module(module)
+        except ImportError as error:
+            found[module] = str(error)
+    writer = TraceWriter(Path(os.devnull), Header(schema_version=SCHEMA_VERSION, tool_version="", rank=0,
+                         world_size=1, pid=os.getpid(), started_unix_s=0.0), background=False)  # fmt: skip
+    for name in PROBES:
+        recorder, patches = Recorder(writer, steps=None, sample_size=1), Patches()
+        try:
+            import_module("gradcheck_dist.probes.autograd").install(recorder, patches)
+            if name != "autograd":
+                import_module(f"gradcheck_dist.probes.{name}").install(recorder, patches)
+            found[name] = "ok"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        finally:
+            patches.restore()
+    writer.close()
+    return found
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _join(folder: Path, rank: int, world_size: int, restart: int) -> None:
+    """Whoever finds no manifest in the run folder makes it. A rank never overwrites its own earlier trace."""
+    earlier = trace_files(folder).get(rank)
+    if earlier is not None and (not restart or trace_path(folder, rank, restart).exists()):
+        raise GradcheckError(
+            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. "
+            "Name another folder, or remove this one first.",
+            code="E511",
+        )
+    join_run_dir(folder, {"world_size": world_size, "command": sys.argv})
+
+
+def _version() -> str:
+    from gradcheck_dist import __version__
+
+    return __version__

@@ -1,0 +1,238 @@
+"""What every format says, said once: verdict, why, next, the culprit, the weight tables, the coverage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent, Report, ScenarioReport, VariantReport
+from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
+from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
+from gradcheck_dist.reports.weights import WeightTable, weight_tables
+
+VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where it happened: one line to find it, what is known about the event, and the source around it."""
+
+    line: str
+    facts: tuple[str, ...]
+    excerpt: Excerpt | None
+
+
+@dataclass(frozen=True)
+class FindingText:
+    """One finding in words."""
+
+    title: str
+    factor: str
+    where: str
+    explanation: str
+    fix: str
+    facts: tuple[str, ...]
+    culprit: Culprit | None
+
+
+@dataclass(frozen=True)
+class Document:
+    """One report in words, ready for any renderer."""
+
+    title: str
+    verdict: str
+    headline: str
+    why: str
+    next: str
+    findings: tuple[FindingText, ...]
+    tables: tuple[WeightTable, ...]
+    tables_left_out: int
+    coverage: tuple[str, ...]
+
+
+def build(report: Report) -> Document:
+    """The words and tables of a report."""
+    tables, left_out = weight_tables(report)
+    findings = tuple(_finding(finding) for finding in report.findings)
+    return Document(
+        title=_title(report),
+        verdict=report.verdict,
+        headline=_headline(report, findings),
+        why=_why(report),
+        next=_next(report),
+        findings=findings,
+        tables=tuple(tables),
+        tables_left_out=left_out,
+        coverage=tuple(_coverage(report)),
+    )
+
+
+def scenario_summary(report: ScenarioReport) -> tuple[str, list[str]]:
+    """One sentence about a scenario's result and a line a variant."""
+    right = sum(variant.as_expected for variant in report.variants)
+    sentence = (
+        f"{printable(report.scenario)}: {right} of {plural(len(report.variants), 'variant')} as the scenario says"
+    )
+    return sentence, [variant_line(variant) for variant in report.variants]
+
+
+def variant_line(variant: VariantReport) -> str:
+    """A variant, what was found in it and whether its file says so."""
+    if variant.report is None:
+        found = "could not be judged"
+    elif variant.report.findings:
+        found = "found " + "; ".join(_sentence(finding) for finding in variant.report.findings[:3])
+    else:
+        found = {"clean": "clean", "undetermined": "could not be judged"}.get(variant.report.verdict, "findings")
+    agreement = "as expected" if variant.as_expected else f"NOT AS EXPECTED: {prose(variant.mismatch)}"
+    return f"{printable(variant.variant)}: {found} ({agreement})"
+
+
+def _title(report: Report) -> str:
+    run = report.run
+    name = " ".join(printable(part) for part in (run.scenario, run.variant) if part) or printable(run.id)
+    axes = " ".join(f"{printable(axis)}={degree}" for axis, degree in run.axes.items() if degree > 1)
+    facts = [plural(run.world_size, "rank"), axes, printable(run.dtype), f"objective {printable(run.objective)}"]
+    return f"{name} ({', '.join(fact for fact in facts if fact)})"
+
+
+def _headline(report: Report, findings: tuple[FindingText, ...]) -> str:
+    word = VERDICT_WORDS[report.verdict]
+    if findings:
+        more = f" (and {plural(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
+        return f"{word} {findings[0].title}: {findings[0].factor}{more}"
+    if report.verdict == "clean":
+        return f"{word}: every token weighs what the objective {printable(report.run.objective)} says"
+    return f"{word}: {prose(report.reasons[0]) if report.reasons else 'see the coverage below'}"
+
+
+def _why(report: Report) -> str:
+    if report.findings:
+        return prose(report.findings[0].explanation)
+    if report.verdict != "clean":
+        return prose(" ".join(report.reasons) or "The trace does not hold what a judgement needs.")
+    ratios = [weight.ratio for weight in report.weights if weight.ratio is not None]
+    worst = max((abs(ratio - 1) for ratio in ratios), default=None)
+    coverage = report.coverage
+    text = (
+        f"{plural(len(ratios), 'observed weight')} in {coverage.parameters_observed} of "
+        f"{plural(coverage.parameters_total, 'parameter')} agree with the expected ones"
+    )
+    return text + (f"; the largest relative difference is {number(worst, 2)}." if worst is not None else ".")
+
+
+def _next(report: Report) -> str:
+    if report.findings:
+        finding = report.findings[0]
+        if _rivals(finding) and finding.suggested_experiment:
+            return prose(f"{finding.fix} First tell the explanations apart: {finding.suggested_experiment}")
+        return prose(finding.fix)
+    if report.next_step:
+        return prose(report.next_step)
+    if report.verdict == "clean":
+        return "Nothing to mend. Record again after a change of mesh, accumulation or loss."
+    return "Read the problems under coverage, then record the run again."
+
+
+def _finding(finding: Finding) -> FindingText:
+    facts = [prose(finding.consequence)] if finding.consequence else []
+    others = _rivals(finding)
+    if others:
+        facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))
+    if finding.suggested_experiment:
+        facts.append("to tell apart: " + prose(finding.suggested_experiment))
+    steps = finding.steps or [finding.step]
+    where = (
+        f"{plural(finding.num_parameters, 'parameter')} ({some(finding.units)}) on ranks {spans(finding.ranks)}, "
+        f"step {spans(steps)}"
+    )
+    return FindingText(
+        title=f"{printable(finding.code)} {printable(finding.name)}",
+        factor=_factor(finding),
+        where=where,
+        explanation=prose(finding.explanation),
+        fix=prose(finding.fix),
+        facts=tuple(facts),
+        culprit=culprit(finding.first_event) if finding.first_event else None,
+    )
+
+
+def _rivals(finding: Finding) -> list[Candidate]:
+    """Explanations that fit as well as the one that names the finding."""
+    return [other for other in finding.factor.candidates if other.expression != finding.factor.expression]
+
+
+def _candidate(candidate: Candidate) -> str:
+    evidence = f" ({prose(candidate.evidence, 200)})" if candidate.evidence else ""
+    return f"{printable(candidate.expression)} = {number(candidate.value)}{evidence}"
+
+
+def _factor(finding: Finding) -> str:
+    factor = finding.factor
+    expression = printable(factor.expression) if factor.expression else None
+    pattern = f" ({prose(finding.pattern, 300)})" if finding.pattern else ""
+    if factor.observed is None:
+        return f"observed / expected = {expression or 'unknown'}{pattern}"
+    name = f" = {expression}" if expression else ""
+    return f"observed / expected = {number(factor.observed)}{name}{pattern}"
+
+
+def _sentence(finding: Finding) -> str:
+    factor = finding.factor
+    name = factor.expression or number(factor.observed)
+    return f"{printable(finding.code)} {printable(finding.name)}, factor {printable(name)}"
+
+
+def culprit(event: FirstEvent) -> Culprit:
+    """The culprit event in words, with its source where it may be shown."""
+    place = f"{short_path(event.file)}:{event.line}" if event.file else "no source line was recorded"
+    group = f" over group [{spans(event.group)}]" if event.group else ""
+    operation = f" {printable(event.op)}" if event.op else ""
+    where = [f"rank {event.rank}"]
+    where += [f"accumulation step {event.accumulation_step}"] if event.accumulation_step is not None else []
+    where += [f"microbatch {event.microbatch}"] if event.microbatch is not None else []
+    where += [f"stage {event.stage}"] if event.stage is not None else []
+    facts = ["first on " + ", ".join(where)]
+    if event.nominal_factor is not None or event.observed_factor is not None:
+        facts.append(
+            f"multiplies by {number(event.nominal_factor)} as documented, {number(event.observed_factor)} as measured"
+        )
+    if event.configured_at:
+        file, colon, line = event.configured_at.rpartition(":")
+        facts.append(f"configured at {short_path(file)}{colon}{printable(line)}")
+    if event.unrecorded:
+        behind = printable(str((event.before or {}).get("kind", "the next recorded event")))
+        facts.append(f"nothing that was recorded did it: it happened after this event and before {behind}")
+    line = f"{place}  {printable(event.kind)}{operation}{group}"
+    return Culprit(line, tuple(facts), excerpt(event.file, event.line))
+
+
+def _coverage(report: Report) -> list[str]:
+    coverage, lines = report.coverage, []
+    lines.append(f"{coverage.parameters_observed} of {plural(coverage.parameters_total, 'parameter')} observed")
+    if coverage.unidentifiable:
+        names = [f"{entry.parameter} ({entry.reason})" for entry in coverage.unidentifiable]
+        lines.append(f"unidentifiable: {some(names, 3, 160)}")
+    if coverage.probes_active:
+        lines.append(f"probes: {some(coverage.probes_active, 20)}")
+    if coverage.probes_missing:
+        missing = [f"{entry.probe} ({entry.reason})" for entry in coverage.probes_missing]
+        lines.append(f"probes that could not hook: {some(missing, 5, 160)}")
+    lines += [f"problem: {prose(problem, 300)}" for problem in coverage.problems[:10]]
+    if len(coverage.problems) > 10:
+        lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")
+    rules = report.rules
+    outcomes = {"failed": rules.failed, "passed": rules.passed, "not triggered": rules.not_triggered}
+    told = [f"{word} {some(codes, 12)}" for word, codes in outcomes.items() if codes]
+    if told:
+        lines.append("rules: " + "; ".join(told))
+    overhead = report.overhead
+    if overhead.share_of_step is not None:
+        size = f", {overhead.trace_bytes_per_step / 1000:.0f} kB of trace" if overhead.trace_bytes_per_step else ""
+        lines.append(f"probes took {overhead.share_of_step:.1%} of a step{size}")
+    for what, value, source in (
+        ("axes", " ".join(f"{axis}={degree}" for axis, degree in report.run.axes.items()), report.run.axes_from),
+        ("objective", report.run.objective, report.run.objective_from),
+    ):
+        if source != "declared":
+            lines.append(f"{what} {printable(value)}: {prose(source, 200)}")
+    return lines

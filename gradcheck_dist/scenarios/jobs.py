@@ -1,0 +1,97 @@
+"""From a scenario and the command line to one training configuration a variant, before any process starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.scenarios.formula import Formula
+from gradcheck_dist.scenarios.schema import Scenario, Variant
+from gradcheck_dist.trace.run import trace_files
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.documents import read_documents
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line sets; None leaves the scenario's own value."""
+
+    nproc: int | None = None
+    accum: int | None = None
+    microbatches: int | None = None
+    seed: int | None = None
+    steps: int | None = None
+    dtype: str | None = None
+    data: str | None = None
+
+
+def check(scenario: Scenario, overrides: Overrides, keep: Path | None) -> dict[str, TrainConfig]:
+    """The training job of each variant, after everything that can be known to fail has been looked at.
+
+    Raises:
+        GradcheckError: as `configurations`; the data cannot be used; or `keep` holds recorded data (E511).
+    """
+    configs = configurations(scenario, overrides)
+    if overrides.data is not None:
+        read_documents(overrides.data)
+    taken = [name for name in configs if keep is not None and trace_files(keep / name)]
+    if taken:
+        raise GradcheckError(
+            f"{keep} already holds recorded runs ({', '.join(taken)}), and nothing recorded is ever overwritten. "
+            "Name another folder, or remove this one first.",
+            code="E511",
+        )
+    return configs
+
+
+def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainConfig]:
+    """The training job of each variant.
+
+    Raises:
+        GradcheckError: the sizes do not fit the scenario's mesh (E604) or leave a variant without its bug (E605), or
+            the trainer refuses a value.
+    """
+    configs = {variant.name: _configuration(scenario, variant, overrides) for variant in scenario.variants}
+    for variant in scenario.variants:
+        if variant.expect is not None and not _shows(variant.expect.ratio, configs[variant.name]):
+            config = configs[variant.name]
+            raise GradcheckError(
+                f"with nproc={config.axes.world_size}, accum={config.accum}, microbatches={config.microbatches} "
+                f"variant {variant.name} of scenario {scenario.name} cannot show its bug: {variant.expect.ratio.text} "
+                "is 1 everywhere. Choose larger sizes.",
+                code="E605",
+            )
+    return configs
+
+
+def _shows(ratio: Formula, config: TrainConfig) -> bool:
+    """Whether some weight is off for these sizes, however many tokens there are."""
+    fixed = {"R": config.axes.data_parallel_degree, "K": config.accum, "M": config.microbatches}
+    counts = {"N": 1009, "N_r": 101, "n_c": 11, "m": 0, "r": 0}
+    return any(ratio.evaluate({**fixed, **counts, "k": k}) != 1 for k in range(config.accum))
+
+
+def _configuration(scenario: Scenario, variant: Variant, overrides: Overrides) -> TrainConfig:
+    sizes = {size: getattr(overrides, size) for size in scenario.defaults if getattr(overrides, size) is not None}
+    values: dict[str, Any] = {**scenario.defaults, **sizes}
+    values["axes"] = _degrees(scenario, values.pop("nproc"))
+    values |= {name: value for name in ("dtype", "data") if (value := getattr(overrides, name)) is not None}
+    return TrainConfig.from_dict({**scenario.config, **variant.config, **values, "faults": list(variant.faults)})
+
+
+def _degrees(scenario: Scenario, nproc: int) -> dict[str, int]:
+    fixed = {axis: degree for axis, degree in scenario.mesh.items() if isinstance(degree, int)}
+    growing = next(axis for axis, degree in scenario.mesh.items() if degree == "nproc")
+    taken, least = math.prod(fixed.values()), scenario.defaults["nproc"]
+    if nproc < least or nproc % taken:
+        counts = " * ".join(f"{axis}={degree}" for axis, degree in [*fixed.items(), (growing, "the rest")])
+        raise GradcheckError(
+            f"--nproc is {nproc}; scenario {scenario.name} lays its ranks out as {counts}. Legal values: "
+            f"{least}, {least + taken}, {least + 2 * taken} and so on. Try --nproc "
+            f"{max(least, taken * math.ceil(nproc / taken))}.",
+            code="E604",
+        )
+    return {**fixed, growing: nproc // taken}

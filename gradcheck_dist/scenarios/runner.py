@@ -1,0 +1,158 @@
+"""Running a scenario: every variant on real ranks, judged from its trace alone, then compared with the file."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradcheck_dist.diagnosis.finding import Report, ScenarioReport, Tool, VariantReport
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.text import plural
+from gradcheck_dist.scenarios.expect import mismatch, published
+from gradcheck_dist.scenarios.jobs import Overrides, check
+from gradcheck_dist.scenarios.schema import Scenario, Variant
+from gradcheck_dist.trace.run import Run, create_run_dir, read_run
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.launch import launch
+
+WORKER = "gradcheck_dist.scenarios.worker:run_rank"
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a scenario. `error` is set when a variant could not run; the report then ends with that variant.
+
+    `run_dir` is the folder with one run folder a variant, None when it was temporary and is gone.
+    """
+
+    report: ScenarioReport
+    error: GradcheckError | None
+    run_dir: Path | None
+
+    @property
+    def exit_code(self) -> int:
+        """0 exactly as the file says, 1 not, 2 could not run."""
+        return self.error.exit_code if self.error else int(not self.report.as_expected)
+
+
+def run_scenario(
+    scenario: Scenario,
+    overrides: Overrides | None = None,
+    *,
+    keep: Path | None = None,
+    command: tuple[str, ...] = (),
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """Run all variants one after the other.
+
+    Args:
+        keep: folder that gets one run folder a variant; None uses a temporary one, left only when something failed.
+        command: what the user typed, for the manifest.
+        on_progress: told what is being done.
+
+    Raises:
+        GradcheckError: before any process starts: what `jobs.check` finds.
+    """
+    configs = check(scenario, overrides or Overrides(), keep)
+    folder = keep or Path(tempfile.mkdtemp(prefix="gradcheck-"))
+    variants: list[VariantReport] = []
+    error: GradcheckError | None = None
+    failed = False
+    try:
+        for variant in scenario.variants:
+            run_dir = folder / variant.name
+            config = configs[variant.name]
+            label = f"{scenario.name} {variant.name} ({len(variants) + 1} of {len(scenario.variants)})"
+            on_progress(f"{label}: training on {plural(config.axes.world_size, 'rank')}")
+            try:
+                _record(scenario, variant, config, run_dir, command)
+            except GradcheckError as problem:
+                error = _aborted(variant, run_dir, problem)
+                variants.append(_unjudged(variant, run_dir, problem))
+                break
+            on_progress(f"{label}: judging")
+            variants.append(_judge(variant, config, run_dir))
+        failed = error is not None or not all(variant.as_expected for variant in variants)
+    finally:
+        if keep is None and not failed:
+            shutil.rmtree(folder, ignore_errors=True)
+    kept = folder if failed or keep else None
+    if kept is None:
+        for judged in variants:
+            judged.run_dir = None
+    return Result(_report(scenario, variants, failed), error, kept)
+
+
+def _record(scenario: Scenario, variant: Variant, config: TrainConfig, run_dir: Path, command: tuple[str, ...]) -> None:
+    world_size = config.axes.world_size
+    manifest = {
+        "scenario": scenario.name,
+        "variant": variant.name,
+        "command": list(command),
+        "world_size": world_size,
+        "axes": config.axes.as_dict(),
+        "objective": scenario.objective,
+        "config": config.to_dict(),
+    }
+    create_run_dir(run_dir, manifest)
+    launch(
+        WORKER, (str(run_dir), config, scenario.objective), world_size, timeout_s=TIMEOUT_S, log_dir=run_dir / "logs"
+    )
+
+
+def _judge(variant: Variant, config: TrainConfig, run_dir: Path) -> VariantReport:
+    report = judge(read_run(run_dir))
+    difference = mismatch(variant.expect, report, config)
+    return VariantReport(
+        variant=variant.name,
+        expected_finding=published(variant.expect),
+        report=report,
+        as_expected=not difference,
+        mismatch=difference,
+        run_dir=str(run_dir),
+    )
+
+
+def judge(run: Run) -> Report:
+    """The engine's judgement of a run."""
+    from gradcheck_dist.diagnosis.engine import diagnose
+
+    return diagnose(run)
+
+
+def _unjudged(variant: Variant, run_dir: Path, problem: GradcheckError) -> VariantReport:
+    return VariantReport(
+        variant=variant.name,
+        expected_finding=published(variant.expect),
+        report=None,
+        as_expected=False,
+        mismatch=str(problem),
+        run_dir=str(run_dir),
+    )
+
+
+def _aborted(variant: Variant, run_dir: Path, problem: GradcheckError) -> GradcheckError:
+    """The problem, and what is left of the run."""
+    try:
+        run = read_run(run_dir)
+        lengths = ", ".join(f"rank {rank}: {len(trace.events)} events" for rank, trace in run.ranks.items())
+        left = f"The trace up to there is kept in {run_dir} ({lengths}): gradcheck diagnose {run_dir}"
+    except GradcheckError:
+        left = f"Nothing had been recorded yet; the logs are kept in {run_dir / 'logs'}."
+    return GradcheckError(f"variant {variant.name} stopped: {problem}\n{left}", code=problem.code, exit_code=2)
+
+
+def _report(scenario: Scenario, variants: list[VariantReport], failed: bool) -> ScenarioReport:
+    from gradcheck_dist import __version__
+
+    return ScenarioReport(
+        tool=Tool(version=__version__),
+        scenario=scenario.name,
+        title=scenario.title,
+        as_expected=not failed,
+        variants=variants,
+    )

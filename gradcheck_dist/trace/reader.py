@@ -1,0 +1,165 @@
+"""The reading end: one rank's trace file, whole or as far as it goes, and the live tail of a growing one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import (
+    SCHEMA_VERSION,
+    AnyRecord,
+    Event,
+    Header,
+    Param,
+    ParamSet,
+    Plan,
+    Samples,
+    Wrapper,
+)
+from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
+
+_DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
+_RAW_DECODER = msgspec.msgpack.Decoder()
+
+
+@dataclass
+class RankTrace:
+    """What one rank recorded. `damage` names every stretch of the file that could not be read."""
+
+    path: Path
+    header: Header
+    params: dict[int, Param] = field(default_factory=dict)
+    param_sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    wrappers: dict[int, Wrapper] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    samples: list[Samples] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    num_bytes: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.header.rank
+
+    def add(self, records: list[AnyRecord]) -> None:
+        for record in records:
+            if isinstance(record, Event):
+                self.events.append(record)
+            elif isinstance(record, Samples):
+                self.samples.append(record)
+            elif isinstance(record, Param):
+                self.params[record.id] = record
+            elif isinstance(record, ParamSet):
+                self.param_sets[record.id] = record.params
+            elif isinstance(record, Plan):
+                self.plans[record.id] = record
+            elif isinstance(record, Wrapper):
+                self.wrappers[record.id] = record
+
+
+def decode_values(dtype: str, values: bytes) -> np.ndarray:
+    """Sample bytes as float64, shape (num_values,). bfloat16 is the upper half of a float32."""
+    if dtype == "bfloat16":
+        widened = np.frombuffer(values, dtype="<u2").astype(np.uint32) << 16
+        return widened.view(np.float32).astype(np.float64)
+    return np.frombuffer(values, dtype=np.dtype(dtype).newbyteorder("<")).astype(np.float64)
+
+
+class TraceTail:
+    """Reads a trace as it grows: each `poll()` adds what was written since the last one to `trace`.
+
+    A frame that is not whole yet is waited for; damage in the middle is skipped and named. `trace` is None until the
+    header has arrived.
+
+    Raises:
+        GradcheckError: the file is no trace (E501), or of another schema version (E502).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.trace: RankTrace | None = None
+        self._offset = 0
+
+    def poll(self, *, final: bool = False) -> int:
+        """Read on; returns the number of new records. `final`: what is incomplete now counts as damage."""
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        start = 0
+        if self._offset == 0:
+            if data[: len(MAGIC)] != MAGIC[: len(data)] or (final and len(data) < len(MAGIC)):
+                raise GradcheckError(
+                    f"{self.path} is not a gradcheck trace: it begins with {data[:8]!r}, not {MAGIC!r}. "
+                    "Name a run folder written by `gradcheck run` or `gradcheck scenario --keep`.",
+                    code="E501",
+                )
+            if len(data) < len(MAGIC):
+                return 0
+            start = len(MAGIC)
+        base, count, consumed = self._offset, 0, start
+        for piece, behind in iter_frames(data, start):
+            if isinstance(piece, Damage):
+                if behind == len(data) and not final:
+                    break
+                self._note_damage(Damage(base + piece.offset, piece.num_bytes, piece.reason))
+            else:
+                count += self._take(piece, base + consumed)
+            consumed = behind
+        self._offset = base + consumed
+        if self.trace is not None:
+            self.trace.num_bytes = self._offset
+        return count
+
+    def _note_damage(self, damage: Damage) -> None:
+        if self.trace is None:
+            raise GradcheckError(
+                f"{self.path}: the header cannot be read ({damage}). Without it nothing in this file can be judged; "
+                "leave the file out or record the run again.",
+                code="E503",
+            )
+        self.trace.damage.append(damage)
+
+    def _take(self, payload: memoryview, offset: int) -> int:
+        if self.trace is None:
+            self.trace = RankTrace(self.path, _read_header(self.path, payload))
+        try:
+            records = _DECODER.decode(payload)
+        except msgspec.MsgspecError as error:
+            self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
+            return 0
+        self.trace.add(records)
+        return len(records)
+
+
+def _read_header(path: Path, payload: memoryview) -> Header:
+    first = _RAW_DECODER.decode(payload)
+    header = first[0] if isinstance(first, list) and first else None
+    version = header.get("schema_version") if isinstance(header, dict) else None
+    if version != SCHEMA_VERSION:
+        raise GradcheckError(
+            f"{path} has trace schema version {version!r}; this gradcheck reads version {SCHEMA_VERSION}. "
+            "Judge it with the gradcheck that recorded it, or record the run again.",
+            code="E502",
+        )
+    return msgspec.convert(header, Header)
+
+
+def read_trace(path: str | os.PathLike[str]) -> RankTrace:
+    """Read one rank's trace file as far as it goes.
+
+    Raises:
+        GradcheckError: E501 no trace, E502 other schema version, E503 the header itself is damaged or missing.
+    """
+    tail = TraceTail(path)
+    tail.poll(final=True)
+    if tail.trace is None:
+        raise GradcheckError(
+            f"{path} holds no header: the rank died before it wrote anything. Leave the file out or record again.",
+            code="E503",
+        )
+    return tail.trace

@@ -1,0 +1,147 @@
+"""A run folder: one trace a rank and a manifest. Reading, writing, naming what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import SCHEMA_VERSION
+from gradcheck_dist.trace.reader import RankTrace, read_trace
+
+MANIFEST = "manifest.json"
+_TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
+
+
+@dataclass
+class Run:
+    """All that is left of a run. `problems` names in words what is missing or damaged."""
+
+    path: Path
+    manifest: dict[str, Any]
+    ranks: dict[int, RankTrace] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        sizes = [trace.header.world_size for trace in self.ranks.values()]
+        return max([*sizes, int(self.manifest.get("world_size") or 0)], default=0)
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
+
+
+def create_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path:
+    """Make a private run folder (0700) with its manifest.
+
+    Raises:
+        GradcheckError: E511 the folder holds a run already, E512 it cannot be made or written.
+    """
+    run_dir = Path(path)
+    if trace_files(run_dir):
+        raise GradcheckError(
+            f"{run_dir} already holds a run, and nothing recorded is ever overwritten. "
+            "Name another folder, or remove this one first.",
+            code="E511",
+        )
+    (run_dir / MANIFEST).unlink(missing_ok=True)
+    return join_run_dir(run_dir, manifest)
+
+
+def join_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path:
+    """Like create_run_dir for a rank that may find the folder made by another: the first one's manifest stays.
+
+    Raises:
+        GradcheckError: E512 the folder cannot be made or written.
+    """
+    run_dir = Path(path)
+    try:
+        if not run_dir.is_dir():
+            run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            run_dir.chmod(0o700)
+        content = {"schema_version": SCHEMA_VERSION, **manifest}
+        with open(run_dir / MANIFEST, "x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise GradcheckError(
+            f"cannot write the run folder {run_dir}: {error.strerror or error}. Name a folder that you may write to "
+            "and that has space left.",
+            code="E512",
+        ) from error
+    return run_dir
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """The trace file of each rank; of several restarts the last."""
+    found: dict[int, tuple[int, Path]] = {}
+    for entry in run_dir.iterdir() if run_dir.is_dir() else ():
+        match = _TRACE_NAME.fullmatch(entry.name)
+        if match:
+            rank, restart = int(match[1]), int(match[2] or 0)
+            if rank not in found or restart > found[rank][0]:
+                found[rank] = (restart, entry)
+    return {rank: path for rank, (_, path) in sorted(found.items())}
+
+
+def read_manifest(run_dir: Path) -> dict[str, Any]:
+    """The manifest, {} when there is none.
+
+    Raises:
+        GradcheckError: E502 another schema version.
+    """
+    try:
+        manifest = json.loads((run_dir / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(manifest, dict):
+        return {}
+    version = manifest.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise GradcheckError(
+            f"{run_dir / MANIFEST} has schema version {version!r}; this gradcheck reads version {SCHEMA_VERSION}. "
+            "Judge it with the gradcheck that recorded it, or record the run again.",
+            code="E502",
+        )
+    return manifest
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run folder as far as it goes: a missing or damaged rank is named in `problems`, the rest is read.
+
+    Raises:
+        GradcheckError: E504 no such folder, E505 a folder without any trace, E502 another schema version.
+    """
+    run_dir = Path(path)
+    if not run_dir.is_dir():
+        raise GradcheckError(
+            f"there is no run folder {run_dir}. Name a folder written by `gradcheck run --out` or "
+            "`gradcheck scenario --keep`.",
+            code="E504",
+        )
+    run = Run(run_dir, read_manifest(run_dir))
+    for rank, file in trace_files(run_dir).items():
+        try:
+            trace = read_trace(file)
+        except GradcheckError as error:
+            if error.code == "E502":
+                raise
+            run.problems.append(str(error))
+            continue
+        run.ranks[rank] = trace
+        run.problems += [f"{file.name}: {damage}" for damage in trace.damage]
+    if not run.ranks:
+        variants = sorted(entry.name for entry in run_dir.iterdir() if entry.is_dir() and trace_files(entry))
+        hint = f"It holds the runs {', '.join(variants)}: name one of them. " if variants else ""
+        found = " ".join(run.problems) or "No rank-*.trace file lies there."
+        raise GradcheckError(f"{run_dir} holds no readable trace. {found} {hint}".rstrip(), code="E505")
+    for rank in run.missing_ranks:
+        if not any(f"rank-{rank:05d}" in problem for problem in run.problems):
+            run.problems.append(f"rank {rank}: its trace file is missing")
+    return run

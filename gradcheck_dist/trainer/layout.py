@@ -1,0 +1,246 @@
+"""Which layouts run, and why the others are refused. Imports no torch.
+
+Facts about torch in these messages were measured on torch 2.13 with gloo.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from gradcheck_dist.axes import divisors
+from gradcheck_dist.errors import GradcheckError
+
+if TYPE_CHECKING:
+    from gradcheck_dist.trainer.config import TrainConfig
+
+SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+V_SCHEDULES = ("zbv", "dualpipev")
+"""A rank holds stage r and the stage opposite: 2 * pp - 1 - r."""
+SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbv", "dualpipev")
+"""Backward for inputs and for weights run apart, through torch.autograd.grad."""
+
+
+def stages_per_rank(config: TrainConfig) -> int:
+    """Pipeline stages that one rank holds."""
+    if config.axes.pp == 1:
+        return 1
+    return config.stages_per_rank or (1 if config.schedule in SINGLE_STAGE_SCHEDULES else 2)
+
+
+def stages_of_rank(config: TrainConfig, pipeline_rank: int) -> list[int]:
+    """Indices of the stages that a rank of the pipeline holds, first to last."""
+    if config.schedule in V_SCHEDULES and config.axes.pp > 1:
+        return [pipeline_rank, config.num_stages - 1 - pipeline_rank]
+    return list(range(pipeline_rank, config.num_stages, config.axes.pp))
+
+
+def is_sharded(config: TrainConfig) -> bool:
+    """Whether FSDP2 shards the model, alone or inside of replicas."""
+    return config.axes.dp_shard * config.axes.cp > 1
+
+
+def uses_fsdp(config: TrainConfig) -> bool:
+    """Whether FSDP2's machinery combines gradients: sharded, or replicated by the composable `replicate`."""
+    return is_sharded(config) or (config.axes.dp_replicate > 1 and config.replication == "composable")
+
+
+def uses_ddp(config: TrainConfig) -> bool:
+    """Whether DistributedDataParallel combines gradients."""
+    return config.axes.dp_replicate > 1 and not uses_fsdp(config)
+
+
+def check_layout(config: TrainConfig) -> None:
+    """Refuse what cannot run, or would run wrong.
+
+    Raises:
+        GradcheckError: with the value, the legal values and the next step.
+    """
+    _check_tensor_parallel(config)
+    _check_context_parallel(config)
+    _check_experts(config)
+    _check_pipeline(config)
+    if config.axes.pp > 1:
+        _check_pipeline_with_others(config)
+    if config.mixed_precision != "none" and config.dtype != "float32":
+        _refuse(
+            f"mixed_precision={config.mixed_precision} with dtype={config.dtype}: mixed precision keeps float32 "
+            "parameters. Set dtype=float32, or mixed_precision=none.",
+            "E213",
+        )
+    if config.reshard_after_forward != "default" and not uses_fsdp(config):
+        _refuse(
+            f"reshard_after_forward={config.reshard_after_forward} without FSDP2: nothing is sharded. Set dp_shard, "
+            "cp or replication=composable, or reshard_after_forward=default.",
+            "E213",
+        )
+
+
+def _refuse(message: str, code: str) -> NoReturn:
+    raise GradcheckError(message, code=code)
+
+
+def _check_tensor_parallel(config: TrainConfig) -> None:
+    tp = config.axes.tp
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(config, name) and tp == 1:
+            _refuse(f"{name}=true with tp=1: there is nothing to split over. Set {name}=false, or tp=2 and up.", "E214")
+    if tp == 1:
+        return
+    for name in ("n_kv_heads", "n_heads", "ffn_dim"):
+        if getattr(config, name) % tp:
+            _refuse(
+                f"tp={tp} does not divide {name}={getattr(config, name)}. Legal values of tp here: "
+                f"{divisors(getattr(config, name))}; or change {name}.",
+                "E214",
+            )
+    if config.loss_parallel and config.vocab_size % tp:
+        _refuse(
+            f"tp={tp} does not divide vocab_size={config.vocab_size}, as loss_parallel needs. Set vocab_size="
+            f"{-(-config.vocab_size // tp) * tp}.",
+            "E214",
+        )
+    if config.sequence_parallel and (config.seq_len // config.axes.cp) % tp:
+        _refuse(
+            f"tp={tp} does not divide the {config.seq_len // config.axes.cp} tokens of a sequence on one rank "
+            f"(seq_len={config.seq_len}, cp={config.axes.cp}), as sequence_parallel needs. Set seq_len to a multiple "
+            f"of {tp * config.axes.cp}.",
+            "E214",
+        )
+    if uses_ddp(config):
+        _refuse(
+            f"dp_replicate={config.axes.dp_replicate} with tp={tp} and replication=ddp: DistributedDataParallel does "
+            "not know tensors that are split over tp. Set replication=composable, or dp_shard=2 and up.",
+            "E214",
+        )
+    if config.dropout:
+        _refuse(
+            f"dropout={config.dropout} with tp={tp}: ranks of tp would have to draw the same masks. Set dropout=0.",
+            "E214",
+        )
+
+
+def _check_context_parallel(config: TrainConfig) -> None:
+    if config.seq_len % config.axes.cp:
+        _refuse(
+            f"cp={config.axes.cp} does not divide seq_len={config.seq_len}. Legal values of cp here: "
+            f"{divisors(config.seq_len)}; or set seq_len to a multiple of {config.axes.cp}.",
+            "E215",
+        )
+
+
+def _check_experts(config: TrainConfig) -> None:
+    axes = config.axes
+    if axes.ep > 1 and config.num_experts % axes.ep:
+        _refuse(
+            f"ep={axes.ep} does not divide num_experts={config.num_experts}. Legal values of ep here: "
+            f"{divisors(config.num_experts)}.",
+            "E216",
+        )
+    if axes.ep > 1 and config.num_experts == 0:
+        _refuse(
+            f"ep={axes.ep} with num_experts=0: a dense model has no experts to spread. Set ep=1, or num_experts to a "
+            f"multiple of {axes.ep}.",
+            "E216",
+        )
+    sharded = axes.dp_shard * axes.cp // axes.ep
+    if axes.ep > 1 and (config.ffn_dim % sharded or config.dim % sharded):
+        _refuse(
+            f"each expert is sharded over dp_shard*cp/ep={sharded} ranks along dim={config.dim} and ffn_dim="
+            f"{config.ffn_dim}, which that number must divide. Change one of them.",
+            "E216",
+        )
+    if config.num_experts and axes.tp > 1:
+        _refuse(
+            f"num_experts={config.num_experts} with tp={axes.tp}: this trainer does not split mixture-of-experts layers "
+            "over tp. Set tp=1 and use dp_shard, cp, ep or pp; or num_experts=0.",
+            "E216",
+        )
+
+
+def _check_pipeline(config: TrainConfig) -> None:
+    pp, stages = config.axes.pp, config.num_stages
+    if pp == 1:
+        if config.microbatches > 1:
+            _refuse(
+                f"microbatches={config.microbatches} without a pipeline (pp=1): only a pipeline schedule splits a "
+                f"batch into microbatches. Set microbatches=1 and accum={config.contributions}, or set pp.",
+                "E210",
+            )
+        if config.scale_grads:
+            _refuse(
+                "scale_grads=true without a pipeline (pp=1): there is no schedule to scale gradients. "
+                "Set scale_grads=false, or set pp.",
+                "E210",
+            )
+        return
+    per_rank = stages_per_rank(config)
+    legal = "1" if config.schedule in SINGLE_STAGE_SCHEDULES else "2" if config.schedule in V_SCHEDULES else "2 and up"
+    if (per_rank == 1) != (legal == "1") or (legal == "2" and per_rank != 2) or per_rank < 1:
+        _refuse(f"stages_per_rank={per_rank} with schedule={config.schedule}; legal values: {legal}.", "E210")
+    if stages > config.n_layers:
+        _refuse(
+            f"pp={pp} with {per_rank} stages a rank makes {stages} stages, which need at least one layer each, but "
+            f"n_layers={config.n_layers}. Legal values of pp here: 1 to {config.n_layers // per_rank}; or raise n_layers.",
+            "E209",
+        )
+    least = {"gpipe": 1, "loopedbfs": 1, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(config.schedule, pp)
+    step = pp if config.schedule in ("interleaved1f1b", "interleavedzerobubble") else 1
+    if config.microbatches < least or config.microbatches % step:
+        wanted = f"{least} and up" if step == 1 else f"multiples of {step}"
+        _refuse(
+            f"microbatches={config.microbatches} with pp={pp}: schedule {config.schedule} needs at least {least} and "
+            f"a multiple of {step}. Legal values: {wanted}; or set schedule=gpipe.",
+            "E210",
+        )
+
+
+def _check_pipeline_with_others(config: TrainConfig) -> None:
+    split = config.schedule in SPLIT_BACKWARD_SCHEDULES
+    if uses_ddp(config):
+        if config.schedule not in SINGLE_STAGE_SCHEDULES:
+            _refuse(
+                f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel does "
+                "not reduce every stage of schedules with several stages a rank (pytorch#144530). Legal schedules: "
+                f"{', '.join(SINGLE_STAGE_SCHEDULES)}; or set replication=composable.",
+                "E217",
+            )
+        if config.accum > 1 and config.gradient_reduction == "sum":
+            _refuse(
+                f"dp_replicate={config.axes.dp_replicate} with pp={config.axes.pp}, accum={config.accum} and "
+                "gradient_reduction=sum: the schedule has DistributedDataParallel reduce in every accumulation step, "
+                "and the sum of what was summed before counts it again. Set gradient_reduction=average, accum=1 or "
+                "replication=composable.",
+                "E217",
+            )
+    if split and uses_fsdp(config) and config.reshard_after_forward == "always":
+        _refuse(
+            f"reshard_after_forward=always with schedule={config.schedule}: FSDP2 frees weights that the schedule's "
+            "separate weight gradient still needs, and some gradients are wrong or missing without an error. Set "
+            "reshard_after_forward=never.",
+            "E217",
+        )
+    if split and config.activation_checkpointing != "none":
+        _refuse(
+            f"activation_checkpointing={config.activation_checkpointing} with schedule={config.schedule}: the schedule "
+            "walks the graph twice and would recompute it in between. Set activation_checkpointing=none, or another "
+            "schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs.",
+            "E217",
+        )
+    if config.tied_embeddings:
+        _refuse(
+            f"tied_embeddings=true with pp={config.axes.pp}: the first and the last stage would each hold a copy. "
+            "Set tied_embeddings=false, or pp=1.",
+            "E217",
+        )
+    if config.loss_parallel:
+        _refuse(
+            f"loss_parallel=true with pp={config.axes.pp}: this trainer's last stage hands on whole logits. Set "
+            "loss_parallel=false, or pp=1.",
+            "E217",
+        )
+    if config.mixed_precision != "none" and not uses_fsdp(config):
+        _refuse(
+            f"mixed_precision={config.mixed_precision} with pp={config.axes.pp}: stages must agree on the type of what "
+            "they hand on, which only FSDP2's policy fixes. Set dp_shard=2 and up, or mixed_precision=none.",
+            "E217",
+        )

@@ -1,0 +1,130 @@
+"""A Llama-style decoder. It knows nothing of ranks.
+
+Sources: RMSNorm, arXiv 1910.07467; rotary embedding, arXiv 2104.09864; SwiGLU, arXiv 2002.05202; grouped-query
+attention, arXiv 2305.13245; Llama, arXiv 2302.13971.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.trainer.config import TrainConfig
+
+_ROPE_BASE = 10000.0
+_NORM_EPS = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary embedding; [batch, seq, dim] to the same shape."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.n_heads
+        self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        query, key, value = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        query, key = rotate(query, rope), rotate(key, rope)
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.wo(heads.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; [batch, seq, dim] to the same shape."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w_up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w_down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer; [batch, seq, dim] to the same shape."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """The whole model, or what `keep_stage` left of it.
+
+    The first part takes token ids [batch, seq], the others hidden states [batch, seq, dim]; the last part gives
+    logits [batch, seq, vocab_size], the others hidden states. Names of parameters are the same in every split.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.n_heads
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=_NORM_EPS)
+        self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        rope = rope_table(x.shape[1], self.head_dim, x.device)
+        for layer in self.layers.values():
+            x = layer(x, rope)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def build_model(config: TrainConfig) -> Decoder:
+    """The whole model on the CPU in config.dtype; its weights depend on the seed and the sizes only."""
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                # 1/sqrt(fan in) keeps every layer's gradient well above rounding noise in a model this small.
+                is_embedding = model.embedding is not None and parameter is model.embedding.weight
+                std = 1.0 if is_embedding else parameter.shape[1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model.to(getattr(torch, config.dtype))
+
+
+def keep_stage(model: Decoder, stage: int, num_stages: int) -> None:
+    """Cut the model down to one of `num_stages` pipeline stages, in place; layers are dealt out evenly."""
+    count = len(model.layers)
+    first, end = stage * count // num_stages, (stage + 1) * count // num_stages
+    for name in list(model.layers):
+        if not first <= int(name) < end:
+            del model.layers[name]
+    if stage > 0:
+        model.embedding = None
+    if stage < num_stages - 1:
+        model.norm = model.head = None
+
+
+def rope_table(seq_len: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, float32 [seq_len, head_dim / 2] each."""
+    frequency = _ROPE_BASE ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs (i, i + head_dim / 2) of [batch, heads, seq, head_dim] by their position, in float32."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,131 @@
+"""What runs in launched processes before torch does: the agent's and each rank's first function, and a rank's notes.
+
+Imports no torch, so that the launching process can name these functions.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gradcheck_dist.errors import GradcheckError
+
+_FAREWELL_S = 0.5
+_TIMEOUT_MARK = "Timeout ("  # how faulthandler begins its dump, innermost frame first
+_LAUNCHER_FRAMES = re.compile(r"( line \d+ in run_rank\n)(?:  File .*\n)+")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The rank that the agent saw end badly first; exit_code is negative for a signal."""
+
+    rank: int
+    exit_code: int
+
+
+Outcome = dict[int, bytes] | RankFailure | str
+"""What an agent sends back: pickled results by rank, a failure, or why it could not start the ranks."""
+
+
+def log_path(folder: Path, rank: int, stream: str) -> Path:
+    """Where a rank's "stdout" or "stderr" goes."""
+    return folder / f"rank_{rank}.{stream}.log"
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    """Where a rank that raised leaves its note; removed before each launch."""
+    return folder / f"rank_{rank}.error.json"
+
+
+def read_errors(folder: Path, nproc: int) -> dict[int, dict[str, Any]]:
+    """The notes of the ranks that raised: type, message, code (of a GradcheckError) and time_s (seconds, Unix)."""
+    paths = {rank: error_path(folder, rank) for rank in range(nproc)}
+    return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+
+
+def read_log(folder: Path, rank: int) -> str:
+    """What the rank wrote to stderr; of a dumped stack only what is the target's own."""
+    path = log_path(folder, rank, "stderr")
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return _LAUNCHER_FRAMES.sub(r"\1", text).strip()
+
+
+def timed_out(folder: Path, rank: int) -> bool:
+    """Whether the rank ended because its time was up."""
+    return _TIMEOUT_MARK in read_log(folder, rank)
+
+
+def run_agent(sender: Connection, payload: bytes, nproc: int, timeout_s: float, folder: str) -> None:
+    """Run the elastic agent in this process and send its `Outcome` to the launching one."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log = os.open(Path(folder) / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from gradcheck_dist.trainer import elastic
+
+    sender.send(elastic.run(run_rank, (payload, folder, timeout_s), nproc, timeout_s, Path(folder)))
+
+
+def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
+    """Run the pickled (target, args, env) on this rank; returns the pickled result. Called by the elastic agent."""
+    faulthandler.enable()
+    # A rank that hangs cannot be asked to stop; this also writes down where it hung.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    # Ranks mostly wait in C++, where Python's handlers, and those inherited from the agent, are not heard.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        target, args, env = pickle.loads(payload)
+        os.environ.update(env)
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        module, function = target.split(":")
+        result = pickle.dumps(getattr(importlib.import_module(module), function)(*args))
+    except BaseException as error:
+        _leave_note(error, Path(folder))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def _leave_note(error: BaseException, folder: Path) -> None:
+    note = {
+        "time_s": time.time(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "code": error.code if isinstance(error, GradcheckError) else "",
+    }
+    path = error_path(folder, int(os.environ["RANK"]))
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(note))
+    partial.rename(path)
+    traceback.print_exc()
+    if os.environ["WORLD_SIZE"] != "1":
+        # A peer that was killed leaves no note. Staying a little lets the agent see that one first.
+        time.sleep(_FAREWELL_S)
+
+
+def _end_with_parent() -> None:
+    """The system takes the fork server for this process's parent, and would let it live on."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,325 @@
+"""One judged step for the screens: what each rank did when, and how a weight came to be, event by event."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.diagnosis.culprit import State, path
+from gradcheck_dist.diagnosis.engine import StepVerdict
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.summary import unit_of
+from gradcheck_dist.events import (
+    AmpUnscale,
+    Backward,
+    Clip,
+    Event,
+    Loss,
+    LossGradient,
+    OptimizerStep,
+    PipelineStep,
+    Reduce,
+    ScaleGrads,
+    ZeroGrad,
+)
+from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.tracks import ParamKey
+
+LETTERS: dict[type[Event], tuple[str, str]] = {
+    Loss: ("F", "forward"),
+    LossGradient: ("L", "loss gradient"),
+    Backward: ("B", "backward"),
+    Reduce: ("R", "reduce"),
+    ScaleGrads: ("S", "scale"),
+    AmpUnscale: ("U", "unscale"),
+    Clip: ("C", "clip"),
+    OptimizerStep: ("O", "optimizer"),
+    ZeroGrad: ("Z", "zero grad"),
+    PipelineStep: ("P", "pipeline step"),
+}
+"""Event kinds that have a place on the timeline: letter and name."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on a lane. Times are ns since the step's first event; `reads` are the ids of its parameters."""
+
+    rank: int
+    seq: int
+    letter: str
+    name: str
+    start_ns: int
+    end_ns: int
+    stage: int | None
+    accumulation_step: int | None
+    microbatch: int | None
+    sync: bool | None
+    event: Event
+    params: frozenset[int] | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one rank did for one pipeline stage (None without), in time order."""
+
+    rank: int
+    stage: int | None
+    marks: tuple[Mark, ...]
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.rank}" + (f" stage {self.stage}" if self.stage is not None else "")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One event on a contribution's way to the optimizer: its ratio before and after, and how it is known.
+
+    `nominal` is the factor that the event has by its documentation; `measured` what the samples around it show.
+    """
+
+    rank: int
+    seq: int
+    event: Event | None
+    before: float
+    after: float
+    sampled: bool
+    nominal: float | None
+
+    @property
+    def measured(self) -> float | None:
+        return self.after / self.before if self.sampled and self.before else None
+
+
+@dataclass(frozen=True)
+class ParamLine:
+    """A parameter over all its holders: the ratio farthest from 1, the sampled norm, or why it is not known."""
+
+    key: ParamKey
+    unit: str
+    ratio: float | None
+    norm: float | None
+    num_cells: int
+    num_unknown: int
+    reason: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class StepView:
+    """Everything about one step."""
+
+    verdict: StepVerdict
+    culprits: frozenset[tuple[int, int]] = frozenset()
+    _paths: dict[tuple[int, ContributionKey], list[Stop]] = field(default_factory=dict, compare=False)
+
+    @property
+    def step(self) -> int:
+        return self.verdict.context.step
+
+    @cached_property
+    def start_ns(self) -> int:
+        starts = [event.t_ns - _duration(event) for event in self._timed()]
+        return min(starts, default=0)
+
+    def _timed(self) -> Iterator[Event]:
+        for events in self.verdict.data.events.values():
+            yield from (event for event in events if type(event) in LETTERS)
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        lanes: list[Lane] = []
+        for rank, events in sorted(self.verdict.data.events.items()):
+            marks = [self._mark(rank, event) for event in events if type(event) in LETTERS]
+            stages = sorted({mark.stage for mark in marks if mark.stage is not None})
+            if len(stages) < 2:
+                stage = stages[0] if stages else None
+                lanes.append(Lane(rank, stage, tuple(sorted(marks, key=lambda m: (m.start_ns, m.seq)))))
+                continue
+            for stage in stages:
+                of_stage = [mark for mark in marks if mark.stage == stage or (mark.stage is None and stage == stages[0])]
+                lanes.append(Lane(rank, stage, tuple(sorted(of_stage, key=lambda m: (m.start_ns, m.seq)))))
+        return tuple(lanes)
+
+    def _mark(self, rank: int, event: Event) -> Mark:
+        letter, name = LETTERS[type(event)]
+        end = event.t_ns - self.start_ns
+        which = getattr(event, "params", None)
+        return Mark(
+            rank=rank,
+            seq=event.seq,
+            letter=letter,
+            name=name,
+            start_ns=end - _duration(event),
+            end_ns=end,
+            stage=getattr(event, "stage", None),
+            accumulation_step=getattr(event, "accumulation_step", None),
+            microbatch=getattr(event, "microbatch", None),
+            sync=getattr(event, "sync", None),
+            event=event,
+            params=None if which is None else frozenset(self.verdict.data.params_of(rank, which)),
+        )
+
+    @cached_property
+    def marks(self) -> dict[tuple[int, int], Mark]:
+        return {(mark.rank, mark.seq): mark for lane in self.lanes for mark in lane.marks}
+
+    @cached_property
+    def units(self) -> dict[ParamKey, str]:
+        return unit_of(self.verdict.held)
+
+    @cached_property
+    def held_by(self) -> dict[tuple[ParamKey, int], Held]:
+        return {(held.param, held.rank): held for held in self.verdict.held}
+
+    def param_id(self, param: ParamKey, rank: int) -> int | None:
+        track = self.verdict.data.tracks.get(param, {}).get(rank)
+        return track.param.id if track is not None else None
+
+    def concerns(self, mark: Mark, param: ParamKey | None) -> bool:
+        """Whether an event is on the path of a parameter."""
+        if param is None or mark.params is None:
+            return True
+        return self.param_id(param, mark.rank) in mark.params
+
+    @cached_property
+    def params(self) -> tuple[ParamLine, ...]:
+        of_param: dict[ParamKey, list[Held]] = {}
+        for held in self.verdict.held:
+            of_param.setdefault(held.param, []).append(held)
+        return tuple(self._param_line(key, helds) for key, helds in sorted(of_param.items()))
+
+    def _param_line(self, key: ParamKey, helds: list[Held]) -> ParamLine:
+        cells = [cell for held in helds for cell in held.cells]
+        worst = max(cells, key=lambda cell: distance(cell.ratio), default=None)
+        return ParamLine(
+            key=key,
+            unit=self.units.get(key, ""),
+            ratio=worst.ratio if worst is not None else None,
+            norm=self._norm(key),
+            num_cells=len(cells),
+            num_unknown=sum(held.num_unknown for held in helds),
+            reason=next((held.reason for held in helds if held.reason), ""),
+            right=all(cell.right for cell in cells),
+        )
+
+    def _norm(self, key: ParamKey) -> float | None:
+        """The norm that the optimizer saw, estimated from the sampled elements of the first holder."""
+        for track in self.verdict.data.tracks.get(key, {}).values():
+            if track.points:
+                values = track.points[-1].values.data
+                known = values[~np.isnan(values)]
+                total = math.prod(track.param.shape)
+                if len(known):
+                    return float(np.linalg.norm(known)) * math.sqrt(total / max(track.param.num_positions, 1))
+        return None
+
+    def cell(self, param: ParamKey, holder: int, key: ContributionKey) -> Cell | None:
+        held = self.held_by.get((param, holder))
+        return next((cell for cell in held.cells if cell.key == key), None) if held is not None else None
+
+    def stops(self, param: ParamKey, holder: int, key: ContributionKey) -> list[Stop]:
+        """The way of one contribution into one parameter's gradient on one rank, event by event."""
+        held, cell = self.held_by.get((param, holder)), self.cell(param, holder, key)
+        if held is None or cell is None:
+            return []
+        cached = self._paths.get((id(held), key))
+        if cached is None:
+            cached = self._paths[id(held), key] = self._stops(path(held.replay, cell, holder), key)
+        return cached
+
+    def _stops(self, states: list[State], key: ContributionKey) -> list[Stop]:
+        contribution = self.verdict.contributions.by_key.get(key)
+        gradient = contribution.gradient if contribution is not None else None
+        rank = contribution.loss_rank if contribution is not None and contribution.loss_rank is not None else key[0]
+        root = states[0].ratio
+        stops = [Stop(rank, gradient.seq if gradient is not None else -1, gradient, 1.0, root, True, 1.0)]
+        groups: list[list[State]] = []
+        for state in states[1:]:
+            assert state.entry is not None
+            last = groups[-1][-1].entry if groups else None
+            if last is not None and (last.rank, last.seq) == (state.entry.rank, state.entry.seq):
+                groups[-1].append(state)
+            else:
+                groups.append([state])
+        before = root
+        for group in groups:
+            entry = group[-1].entry
+            assert entry is not None
+            event = self._event(entry.rank, entry.seq)
+            first = group[0]
+            # A sample before the event measures what happened until then, not the event itself.
+            if len(group) > 1 and first.sampled and first.entry is not None and first.entry.event is None:
+                before = first.ratio
+            after, sampled = group[-1].ratio, group[-1].sampled
+            stops.append(Stop(entry.rank, entry.seq, event, before, after, sampled, documented(event)))
+            before = after
+        return stops
+
+    def _event(self, rank: int, seq: int) -> Event | None:
+        mark = self.marks.get((rank, seq))
+        return mark.event if mark is not None else None
+
+    def ledger_at(self, param: ParamKey, holder: int, at: Stop) -> list[tuple[Cell, float | None]]:
+        """Every contribution's ratio at the moment right after `at`; None where it has not arrived yet."""
+        held = self.held_by.get((param, holder))
+        if held is None:
+            return []
+        now = at.event.t_ns if at.event is not None else 0
+        result: list[tuple[Cell, float | None]] = []
+        for cell in held.cells:
+            ratio = None
+            for stop in self.stops(param, holder, cell.key):
+                same = stop.rank == at.rank
+                if stop.seq <= at.seq if same else (stop.event is not None and stop.event.t_ns <= now):
+                    ratio = stop.after
+            result.append((cell, ratio))
+        return result
+
+    def first_wrong(self, finding: Finding) -> tuple[ParamKey, int, ContributionKey] | None:
+        """A cell that shows a finding, if possible one that passes through its culprit."""
+        units, event = set(finding.units), finding.first_event
+        fallback = None
+        for held in self.verdict.held:
+            if held.rank not in finding.ranks:
+                continue
+            mine = self.units.get(held.param) in units or len(units) != 1
+            for cell in held.cells:
+                if cell.right:
+                    continue
+                found = (held.param, held.rank, cell.key)
+                if mine and event is not None:
+                    ways = self.stops(*found)
+                    if any((stop.rank, stop.seq) == (event.rank, event.seq) for stop in ways):
+                        return found
+                fallback = fallback or found
+        return fallback
+
+
+def _duration(event: Event) -> int:
+    return int(getattr(event, "duration_ns", 0) or 0)
+
+
+def documented(event: Event | None) -> float | None:
+    """The factor that an event has by its documentation; None when nothing is known."""
+    if isinstance(event, Reduce):
+        factor = nominal_factor(event)
+        return None if math.isnan(factor) else factor
+    if isinstance(event, ScaleGrads):
+        return 1.0 / event.divisor if event.divisor else None
+    if isinstance(event, AmpUnscale):
+        return 1.0 / event.scale if event.scale else None
+    if isinstance(event, ZeroGrad):
+        return 0.0
+    return 1.0
+
+
+def distance(ratio: float) -> float:
+    """How far a ratio is from 1, on the log2 scale."""
+    return abs(math.log2(abs(ratio))) if ratio else math.inf

@@ -1,0 +1,108 @@
+"""The command line as a whole: help, unknown commands, doctor, progress, pipes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line_doubles import Gradcheck
+
+from gradcheck_dist.cli import doctor, progress
+from gradcheck_dist.cli.main import COMMANDS
+
+# Flags that people script against: more may be added, none taken away.
+FLAGS = {
+    "scenario": "--list --nproc --accum --microbatches --seed --dtype --steps --data --report --keep --format",
+    "diagnose": "--format --objective --steps",
+    "report": "--format --output",
+    "explain": "--all",
+    "doctor": "--format",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_keeps_its_flags(gradcheck: Gradcheck, command: str) -> None:
+    outcome = gradcheck(command, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"Usage: gradcheck {command}")
+    for flag in FLAGS[command].split():
+        assert flag in outcome.out
+
+
+def test_help_lists_every_command(gradcheck: Gradcheck) -> None:
+    text = gradcheck("--help").out
+    for command in COMMANDS:
+        assert f"\n  {command}" in text
+
+
+def test_an_unknown_command_is_exit_code_2_and_gets_the_nearest(gradcheck: Gradcheck) -> None:
+    outcome = gradcheck("diagnos", "x")
+    assert outcome.code == 2
+    assert "diagnose" in outcome.err
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gradcheck_dist", "--version"], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.startswith("gradcheck ")
+
+
+def test_a_reader_that_stops_early_gets_no_traceback() -> None:
+    script = f"{sys.executable} -m gradcheck_dist scenario --list | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_doctor_names_what_works_and_what_is_needed(gradcheck: Gradcheck) -> None:
+    outcome = gradcheck("doctor", "--format", "json")
+    checks = {check["what"]: check for check in json.loads(outcome.out)["checks"]}
+    assert {"python", "ports", "disk", "torch", "gloo", "CUDA", "nccl", "probe ddp", "probe loss"} <= checks.keys()
+    assert checks["gloo"]["works"], checks["gloo"]["detail"]
+    assert outcome.code == 0
+
+
+def test_doctor_outlives_a_torch_that_hangs_and_tells_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch, gradcheck: Gradcheck, tmp_path: Path
+) -> None:
+    slow = tmp_path / "hanging_python"
+    line = json.dumps({"what": "torch", "works": True, "detail": "2.13", "needed": True})
+    slow.write_text(f"#!/bin/sh\necho '{line}'\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(doctor, "TORCH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    started = time.perf_counter()
+    outcome = gradcheck("doctor")
+    assert time.perf_counter() - started < 20
+    assert outcome.code == 1
+    assert "no answer within 0.5 s after torch" in outcome.out
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Screen(), True), (io.StringIO(), False)], ids=["terminal", "pipe"])
+def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.Progress("training [2 ranks]") as display:
+        time.sleep(0.5)
+        display.update("judging")
+    assert ("training [2 ranks]" in stream.getvalue()) is shown
+
+
+def test_a_short_task_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Screen()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress.Progress("reading"):
+        pass
+    assert stream.getvalue() == ""

@@ -1,0 +1,139 @@
+"""gradcheck diagnose, report, explain."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from command_line_doubles import Engine, Gradcheck
+from sample_reports import report
+
+from gradcheck_dist.reports import json_report
+
+
+def test_diagnose_tells_its_verdict_by_exit_code(gradcheck: Gradcheck, engine: Engine, run_dir: Path) -> None:
+    codes = {}
+    for verdict in ("clean", "findings", "undetermined"):
+        engine.answer = report(verdict=verdict)
+        codes[verdict] = gradcheck("diagnose", run_dir).code
+    assert codes == {"clean": 0, "findings": 1, "undetermined": 2}
+
+
+def test_diagnose_writes_the_report_to_stdout_and_nothing_else(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path
+) -> None:
+    outcome = gradcheck("diagnose", run_dir, "--format", "json")
+    assert json_report.decode(outcome.out.encode()) == engine.answer
+    assert outcome.err == ""
+
+
+def test_diagnose_hands_on_objective_and_steps(gradcheck: Gradcheck, engine: Engine, run_dir: Path) -> None:
+    gradcheck("diagnose", run_dir, "--objective", "sum", "--steps", "2:5")
+    assert engine.asked["objective"] == "sum"
+    assert list(engine.asked["steps"]) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("text", "first", "last"), [("3", 3, 3), ("3:", 3, None), (":2", 0, 1)])
+def test_either_end_of_the_steps_may_be_left_out(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path, text: str, first: int, last: int | None
+) -> None:
+    gradcheck("diagnose", run_dir, "--steps", text)
+    steps = engine.asked["steps"]
+    assert steps[0] == first
+    assert last is None or steps[-1] == last
+
+
+@pytest.mark.parametrize("text", ["a:b", "5:2", "-1:2", "1:2:3", "", "2:2"])
+def test_other_steps_are_refused_with_the_legal_forms(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path, text: str
+) -> None:
+    outcome = gradcheck("diagnose", run_dir, f"--steps={text}")
+    assert outcome.code == 2
+    assert f"--steps is {text!r}; legal values are A:B" in outcome.err
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report"])
+def test_a_folder_that_holds_no_run_is_exit_code_2_with_a_message_on_stderr(
+    gradcheck: Gradcheck, engine: Engine, tmp_path: Path, command: str
+) -> None:
+    for folder, code in ((tmp_path / "missing", "E504"), (tmp_path, "E505")):
+        outcome = gradcheck(command, folder)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert outcome.err.startswith(f"error {code}: ")
+        assert outcome.err.count("\n") == 1
+
+
+def test_a_run_of_another_schema_version_is_refused(gradcheck: Gradcheck, engine: Engine, run_dir: Path) -> None:
+    (run_dir / "manifest.json").write_text('{"schema_version": 99}')
+    outcome = gradcheck("diagnose", run_dir)
+    assert outcome.code == 2
+    assert "schema version 99" in outcome.err
+
+
+def test_report_writes_a_comment_and_exits_0_whatever_the_verdict(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path, tmp_path: Path
+) -> None:
+    assert gradcheck("report", run_dir).out.startswith("<!-- gradcheck -->")
+    outcome = gradcheck("report", run_dir, "--format", "json", "--output", tmp_path / "report.json")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert json_report.decode((tmp_path / "report.json").read_bytes()) == engine.answer
+
+
+def test_report_turns_a_json_report_into_a_comment_without_its_run(
+    gradcheck: Gradcheck, engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "report.json").write_bytes(json_report.encode(report()))
+    outcome = gradcheck("report", tmp_path / "report.json", "--format", "md")
+    assert "GS101 double-averaging" in outcome.out
+    assert engine.asked == {}
+
+
+def test_a_report_that_cannot_be_written_says_so_before_the_work(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path, tmp_path: Path
+) -> None:
+    for output in (tmp_path, tmp_path / "nowhere" / "report.md"):
+        outcome = gradcheck("report", run_dir, "--output", output)
+        assert outcome.code == 2
+        assert f"cannot write {output}" in outcome.err
+    assert engine.asked == {}
+
+
+def test_a_report_file_is_replaced_whole(gradcheck: Gradcheck, engine: Engine, run_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report.md"
+    output.write_text("old")
+    gradcheck("report", run_dir, "--output", output)
+    assert output.read_text().startswith("<!-- gradcheck -->")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_explain_shows_the_page_of_a_rule_by_code_and_by_name(gradcheck: Gradcheck) -> None:
+    by_code = gradcheck("explain", "gs101")
+    assert by_code.code == 0
+    assert by_code.out.startswith("# GS101 double-averaging")
+    assert gradcheck("explain", "double-averaging").out == by_code.out
+
+
+def test_explain_all_shows_every_rule_with_all_its_headings(gradcheck: Gradcheck) -> None:
+    text = gradcheck("explain", "--all").out
+    pages = re.split(r"^# (?=GS\d{3} )", text, flags=re.M)[1:]
+    assert {"GS101", "GS102", "GS201", "GS301", "GS302"} <= {page[:5] for page in pages}
+    for page in pages:
+        headings = re.findall(r"^## (.+)$", page, re.M)
+        assert headings == ["What it does", "Why it matters", "Example", "Fix", "References"], page[:40]
+
+
+def test_explain_knows_the_nearest_rule(gradcheck: Gradcheck) -> None:
+    outcome = gradcheck("explain", "double-avraging")
+    assert outcome.code == 2
+    assert "Did you mean: double-averaging" in outcome.err
+
+
+def test_json_from_the_command_line_is_ascii_safe_for_any_terminal(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path
+) -> None:
+    engine.answer.run.id = "Łódź\x1b[31m"
+    outcome = gradcheck("diagnose", run_dir, "--format", "json")
+    assert "\x1b" not in outcome.out
+    assert json.loads(outcome.out)["run"]["id"] == "Łódź\x1b[31m"

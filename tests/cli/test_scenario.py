@@ -1,0 +1,130 @@
+"""gradcheck scenario: options, exit codes, files. The runner is replaced; tests/scenarios runs the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line_doubles import Gradcheck
+from sample_reports import report
+
+from gradcheck_dist.diagnosis.finding import ScenarioReport, Tool, VariantReport
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.scenarios import runner
+from gradcheck_dist.scenarios.jobs import Overrides
+from gradcheck_dist.scenarios.runner import Result
+from gradcheck_dist.trainer import launch
+
+
+def result(*, right: bool = True, error: GradcheckError | None = None, run_dir: Path | None = None) -> Result:
+    variant = VariantReport(
+        variant="averaging", expected_finding=None, report=report(), as_expected=right, mismatch="" if right else "off"
+    )
+    document = ScenarioReport(tool=Tool(version="0"), scenario="ddp-accum", as_expected=right, variants=[variant])
+    return Result(document, error, run_dir)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the runner was asked; `answer` is what it gives."""
+    asked: dict[str, Any] = {"answer": result()}
+
+    def run_scenario(scenario: object, overrides: Overrides, **options: Any) -> Result:
+        asked.update(options, scenario=scenario, overrides=overrides)
+        if isinstance(asked["answer"], BaseException):
+            raise asked["answer"]
+        return asked["answer"]
+
+    monkeypatch.setattr(runner, "run_scenario", run_scenario)
+    monkeypatch.setattr(launch, "warm_up", lambda: None)
+    return asked
+
+
+def test_options_reach_the_runner(gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path) -> None:
+    data = tmp_path / "mine.txt"
+    data.write_text("A text of one's own.")
+    options = "--nproc 4 --accum 5 --seed 7 --steps 2 --dtype bfloat16"
+    outcome = gradcheck("scenario", "ddp-accum", *options.split(), "--data", data, "--keep", tmp_path / "runs")
+    assert outcome.code == 0
+    assert asked["overrides"] == Overrides(4, 5, None, 7, 2, "bfloat16", str(data))
+    assert asked["keep"] == tmp_path / "runs"
+    assert asked["command"][:3] == ("gradcheck", "scenario", "ddp-accum")
+
+
+def test_the_exit_code_tells_right_from_wrong_from_not_run(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    assert gradcheck("scenario", "ddp-accum").code == 0
+    asked["answer"] = result(right=False, run_dir=tmp_path)
+    wrong = gradcheck("scenario", "ddp-accum")
+    assert wrong.code == 1
+    assert f"the runs are in {tmp_path}" in wrong.err
+    asked["answer"] = result(right=False, error=GradcheckError("rank 1 died", code="E232"))
+    dead = gradcheck("scenario", "ddp-accum")
+    assert dead.code == 2
+    assert "error E232: rank 1 died" in dead.err
+    assert "averaging: found GS101" in dead.out
+
+
+def test_the_result_is_a_summary_below_a_report_a_variant(gradcheck: Gradcheck, asked: dict[str, Any]) -> None:
+    lines = gradcheck("scenario", "ddp-accum").out.splitlines()
+    assert lines[1].split()[0] == "verdict"
+    assert "ddp-accum: 1 of 1 variant as the scenario says" in lines
+    assert lines[-1].startswith("  averaging: found GS101 double-averaging, factor 1/dp_replicate (as expected)")
+
+
+def test_a_report_file_is_json_or_by_its_name_markdown(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    gradcheck("scenario", "ddp-accum", "--report", tmp_path / "r.json")
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content["variants"][0]["report"]["findings"][0]["code"] == "GS101"
+    gradcheck("scenario", "ddp-accum", "--report", tmp_path / "r.md")
+    assert (tmp_path / "r.md").read_text().startswith("<!-- gradcheck -->")
+
+
+def test_what_was_judged_before_a_rank_died_is_still_reported(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    asked["answer"] = result(right=False, error=GradcheckError("rank 1 died"))
+    assert gradcheck("scenario", "ddp-accum", "--report", tmp_path / "r.json").code == 2
+    assert (tmp_path / "r.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ddp-acum"], ["unknown scenario 'ddp-acum'", "Did you mean: ddp-accum"]),
+        ([], ["no scenario was named", "pp-accum"]),
+        (["ddp-accum", "--nproc", "0"], ["--nproc is 0", "Legal values: 2"]),
+        (["pp-accum", "--nproc", "5"], ["pp=5", "Legal values of pp here: 1 to 4"]),
+        (["ddp-accum", "--microbatches", "2"], ["microbatches=2 without a pipeline"]),
+        (["ddp-accum", "--accum", "1"], ["cannot show its bug"]),
+        (["ddp-accum", "--data", "/nowhere/x.txt"], ["/nowhere/x.txt", "does not exist"]),
+        (["ddp-accum", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
+)
+def test_bad_input_is_refused_before_anything_runs(
+    gradcheck: Gradcheck, asked: dict[str, Any], arguments: list[str], words: list[str]
+) -> None:
+    outcome = gradcheck("scenario", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    for word in words:
+        assert word in outcome.err
+    assert "scenario" not in asked
+
+
+def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> None:
+    text = gradcheck("scenario", "--list").out
+    assert "ddp-accum" in text
+    assert "averaging, sum-every-backward, fixed" in text
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(gradcheck: Gradcheck, asked: dict[str, Any]) -> None:
+    asked["answer"] = KeyboardInterrupt()
+    outcome = gradcheck("scenario", "ddp-accum")
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err

@@ -1,0 +1,216 @@
+"""Reports for eyes: terminal, pipe, pull request."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+from sample_reports import finding, first_event, report, weight
+
+from gradcheck_dist.diagnosis.finding import (
+    Candidate,
+    Coverage,
+    Factor,
+    Report,
+    RunInfo,
+    ScenarioReport,
+    Tool,
+    UnitInfo,
+    VariantReport,
+)
+from gradcheck_dist.reports import markdown, plain, terminal
+from gradcheck_dist.reports.document import build
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold red]@everyone #1 <img src=x> ![x](http://evil) `` | \u202e\n# heading"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(document: Report, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "110")
+    stream = Terminal()
+    terminal.write_report(document, stream)
+    return stream.getvalue()
+
+
+def hostile_report() -> Report:
+    event = first_event(kind=HOSTILE, op=HOSTILE, file=HOSTILE, configured_at=HOSTILE)
+    bad = finding(
+        code=HOSTILE,
+        name=HOSTILE,
+        pattern=HOSTILE,
+        explanation=HOSTILE,
+        fix=HOSTILE,
+        units=[HOSTILE],
+        factor=Factor(observed=2.0, expression=HOSTILE, candidates=[Candidate(expression=HOSTILE, value=2.0)]),
+        first_event=event,
+        consequence=HOSTILE,
+    )
+    return report(
+        [bad],
+        run=RunInfo(id=HOSTILE, world_size=2, axes={"dp_replicate": 2}, objective=HOSTILE, dtype=HOSTILE),
+        coverage=Coverage(problems=[HOSTILE], probes_active=[HOSTILE]),
+        units=[UnitInfo(unit="all", parameters=[HOSTILE])],
+    )
+
+
+def huge_report() -> Report:
+    findings = [
+        finding(units=[f"unit.{'x' * 200}.{i}" for i in range(500)], explanation="y " * 5000) for _ in range(300)
+    ]
+    weights = [
+        weight(rank, step, 0.5 + unit, unit=f"unit {unit}", microbatch=m)
+        for unit in range(6)
+        for rank in range(32)
+        for step in range(16)
+        for m in range(4)
+    ]
+    problems = [f"rank {rank}: its trace file is missing {'z' * 300}" for rank in range(1000)]
+    return report(findings, weights, coverage=Coverage(problems=problems))
+
+
+def test_a_pipe_begins_with_verdict_why_next_and_then_shows_the_table() -> None:
+    lines = plain.render(build(report())).splitlines()
+    labels = [line.split()[0] for line in lines[1:4]]
+    assert labels == ["verdict", "why", "next"]
+    assert "GS101 double-averaging" in lines[1]
+    assert "1/dp_replicate" in lines[1]
+    assert lines[5].startswith("Weight of one token's loss")
+
+
+def test_the_table_is_data_rank_by_accumulation_step_with_expected_observed_and_ratio() -> None:
+    weights = [weight(rank, k, ratio) for rank in (0, 1) for k, ratio in enumerate((4.0, 2.0, 1.0))]
+    text = plain.render(build(report(weights=weights)))
+    assert re.search(r"k=0 +k=1 +k=2", text)
+    assert len(re.findall(r"ratio +4 +2 +1$", text, re.M)) == 2
+    assert len(re.findall(r"expected +1/296 +1/296 +1/296$", text, re.M)) == 2
+    assert "ratio from 1 to 4" in text
+
+
+def test_microbatches_are_rows_where_there_are_several() -> None:
+    weights = [weight(0, k, 1.0, microbatch=m) for k in range(2) for m in range(2)]
+    text = plain.render(build(report([], weights)))
+    assert "data rank 0 m=0" in text
+    assert "data rank 0 m=1" in text
+
+
+def test_parameters_with_other_weights_get_a_table_of_their_own_the_worst_first() -> None:
+    weights = [weight(0, 0, 1.0, unit="dense"), weight(0, 0, 2.0, unit="experts"), weight(0, 0, 1.0, unit="head")]
+    tables = build(report(weights=weights)).tables
+    assert ["experts" in table.caption for table in tables] == [True, False]
+    assert "dense, head" in tables[1].caption
+
+
+def test_a_weight_that_could_not_be_identified_is_no_number() -> None:
+    text = plain.render(build(report(weights=[weight(0, 0, 0.5), weight(0, 1, None)])))
+    assert re.search(r"observed +0\.0016892 +-$", text, re.M)
+    assert re.search(r"ratio +0\.5 +-$", text, re.M)
+
+
+def test_the_culprit_is_one_line_with_its_source_below() -> None:
+    lines = plain.render(build(report())).splitlines()
+    index = lines.index("  gradcheck_dist/errors.py:9  reduce avg over group [0, 1]")
+    assert any(line.startswith("    >    9 | class GradcheckError") for line in lines[index:])
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../../../etc/hosts.py", "/proc/self/environ", "x\0.py", ".git/x.py"])
+def test_no_file_of_this_machine_is_shown_because_a_trace_names_it(file: str) -> None:
+    text = plain.render(build(report([finding(first_event=first_event(file=file, line=1))])))
+    assert " > " not in text
+    assert "root:" not in text
+
+
+def test_rival_explanations_and_the_experiment_between_them_are_told() -> None:
+    rivals = [Candidate(expression="1/dp_replicate", value=0.5), Candidate(expression="1/K", value=0.5)]
+    factor = Factor(observed=0.5, expression="1/dp_replicate", candidates=rivals)
+    text = plain.render(build(report([finding(factor=factor, suggested_experiment="Run again with 3 steps.")])))
+    assert "also explained by 1/K" in text
+    assert "Run again with 3 steps." in text
+    assert "also explained by 1/dp_replicate" not in text
+
+
+def test_every_verdict_has_its_word() -> None:
+    assert "CLEAN" in plain.render(build(report([])))
+    unclear = report([], [], verdict="undetermined", reasons=["No loss was seen."], next_step="Call mark_loss().")
+    text = plain.render(build(unclear))
+    assert "COULD NOT JUDGE: No loss was seen." in text
+    assert "Call mark_loss()." in text
+
+
+@pytest.mark.parametrize("document", [report(), hostile_report(), huge_report()], ids=["plain", "hostile", "huge"])
+def test_a_pipe_gets_at_most_a_hundred_columns(document: Report) -> None:
+    assert max(len(line) for line in plain.render(build(document)).splitlines()) <= plain.WIDTH
+
+
+def test_nothing_in_a_trace_can_steer_the_reader_s_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (plain.render(build(hostile_report())), on_terminal(hostile_report(), monkeypatch)):
+        own_styles = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", own_styles)
+        assert "[bold red]" in own_styles
+        assert "\\x1b]0;owned" in re.sub(r"[\n│ ]+", "", own_styles)
+
+
+def test_a_terminal_gets_a_box_and_the_same_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(report(), monkeypatch))
+    assert text.startswith("╭")
+    for fact in ("verdict", "why", "next", "GS101 double-averaging", "0.0016892", "reduce avg over group [0, 1]"):
+        assert fact in text
+
+
+def test_a_pull_request_comment_begins_with_the_verdict_and_has_one_open_table() -> None:
+    text = markdown.render(report())
+    assert text.startswith(f"{markdown.MARK}\n\n### ❌ gradcheck: FOUND GS101 double-averaging")
+    opened = re.sub(r"<details>.*?</details>", "", text, flags=re.S)
+    assert len(re.findall(r"^\|---", opened, re.M)) == 1
+    assert "| data rank 0 | **0.5** (0.0016892 of 1/296)" in opened
+    assert "**Culprit** `gradcheck_dist/errors.py:9  reduce avg" in opened
+    assert "class GradcheckError" in opened
+
+
+def test_a_pull_request_comment_fits_whatever_the_run() -> None:
+    started = time.perf_counter()
+    text = markdown.render(huge_report())
+    assert len(text.encode()) < 60_000
+    assert text.count("<details>") == text.count("</details>")
+    assert "left out for size" in text
+    assert time.perf_counter() - started < 20
+
+
+def test_a_scenario_s_comment_fits_too() -> None:
+    variants = [
+        VariantReport(variant=f"v{i}", expected_finding=None, report=huge_report(), as_expected=True) for i in range(3)
+    ]
+    document = ScenarioReport(tool=Tool(version="0"), scenario="s", as_expected=True, variants=variants)
+    text = markdown.render_scenario(document)
+    assert len(text.encode()) < 60_000
+    assert all(f"<summary>v{i}</summary>" in text for i in range(3))
+
+
+def test_hostile_names_are_inert_in_a_pull_request() -> None:
+    text = markdown.render(hostile_report())
+    outside_code = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text, flags=re.S)
+    assert "<img" not in outside_code
+    assert not re.search(r"@\w", outside_code)
+    assert not re.search(r"(?<!&)#\d", outside_code)
+    assert "://" not in outside_code
+    assert not re.search(r"(?<!\\)(!\[|\]\()", outside_code)
+    assert not re.search(r"^# heading", text, re.M)
+
+
+@pytest.mark.parametrize("value", ["a", "`", "``x`", "a`b``c", " "])
+def test_a_code_span_holds_any_backticks(value: str) -> None:
+    span = markdown.code(value)
+    fence = re.match("`+", span)
+    assert fence
+    assert span.endswith(fence[0])
+    assert fence[0] not in re.findall("`+", span[len(fence[0]) : -len(fence[0])])
+
+
+def test_prose_keeps_code_spans_and_nothing_else() -> None:
+    assert markdown.text("use `no_sync()` & *never* <b>") == "use `no_sync()` &amp; \\*never\\* &lt;b\\>"

@@ -1,0 +1,131 @@
+"""Scenario files: what stands in them and how a mistake is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.scenarios.jobs import Overrides, configurations
+from gradcheck_dist.scenarios.schema import library, load, parse
+
+GOOD: dict[str, Any] = {
+    "name": "demo",
+    "title": "A demo",
+    "story": "Somebody divides twice.",
+    "citations": ["pytorch/torchtitan#2323"],
+    "objective": "global-token-mean",
+    "mesh": {"dp_shard": 2, "pp": "nproc"},
+    "defaults": {"nproc": 4, "accum": 3, "microbatches": 2},
+    "variants": {
+        "bad": {
+            "story": "Twice.",
+            "faults": ["schedule-scales-grads"],
+            "expect": {
+                "code": "GS201",
+                "name": "rescaled-accumulation",
+                "ratio": "M**-(K-1-k)",
+                "culprit": {"kind": "scale_grads", "file": "loop.py", "line": "step("},
+            },
+        },
+        "good": {"story": "Once.", "expect": "clean"},
+    },
+}
+VARIANTS = {
+    "ddp-accum": ["averaging", "sum-every-backward", "fixed"],
+    "pp-accum": ["gpipe", "1f1b", "fixed-gpipe", "fixed-1f1b"],
+    "token-imbalance": ["rank-means", "microbatch-means", "fixed"],
+}
+
+
+def changed(path: str, value: Any) -> str:
+    document = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    place = document
+    for parent in parents:
+        place = place[parent]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return yaml.safe_dump(document)
+
+
+def test_the_library_holds_the_scenarios_and_variants_that_people_script_against() -> None:
+    assert {name: [variant.name for variant in load(name).variants] for name in VARIANTS} == VARIANTS
+
+
+@pytest.mark.parametrize("name", library())
+def test_every_scenario_tells_its_story_cites_a_thread_and_makes_jobs_the_trainer_accepts(name: str) -> None:
+    scenario = load(name)
+    assert len(scenario.story) > 100
+    assert all(citation.partition("#")[2].isdigit() for citation in scenario.citations)
+    assert configurations(scenario, Overrides()).keys() == {variant.name for variant in scenario.variants}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("name", "other", ["name is 'other'", "the file's name"]),
+        ("title", None, ["title is None", "a text"]),
+        ("stroy", "x", ["unknown field stroy", "Did you mean story"]),
+        ("mesh.dp", 2, ["mesh.dp is 'dp'", "dp_replicate"]),
+        ("mesh.dp_shard", 0, ["mesh.dp_shard is 0", "nproc"]),
+        ("mesh.pp", 2, ["mesh is", "exactly one axis"]),
+        ("defaults.nproc", None, ["defaults.nproc is None", "integer"]),
+        ("defaults.accum", True, ["defaults.accum is True", "integer"]),
+        ("defaults.speed", 3, ["defaults.speed is 'speed'", "microbatches"]),
+        ("variants", ["bad"], ["variants is ['bad']", "a mapping"]),
+        ("variants.good", None, ["variants is ['bad']", "healthy twin"]),
+        ("variants.bad.faults", ["ddp-average"], ["variants.bad.faults is 'ddp-average'", "ddp-averages"]),
+        ("variants.bad.faults", [], ["variants.bad.expect is", "else clean"]),
+        ("variants.bad.expect", "clean", ["variants.bad.expect is 'clean'", "where there are faults"]),
+        ("variants.bad.expect.code", "201", ["variants.bad.expect.code is '201'", "GS101"]),
+        ("variants.bad.expect.ratio", "1/W", ["formula '1/W'", "unknown name 'W'"]),
+        ("variants.bad.expect.culprit.lines", "x", ["unknown field variants.bad.expect.culprit.lines"]),
+    ],
+)
+def test_a_mistake_is_named_with_field_value_and_legal_values(path: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(GradcheckError) as caught:
+        parse(changed(path, value), "demo.yaml")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_no_yaml_mapping_is_refused_by_name() -> None:
+    for text in ("a: [", "just words", "!!python/object/apply:os.system ['true']"):
+        with pytest.raises(GradcheckError, match=r"demo\.yaml"):
+            parse(text, "demo.yaml")
+
+
+def test_an_unknown_scenario_gets_the_nearest_names() -> None:
+    with pytest.raises(GradcheckError, match=r"Did you mean: .*ddp-accum"):
+        load("ddp-acum")
+
+
+def test_the_remaining_ranks_go_to_one_axis() -> None:
+    scenario = parse(yaml.safe_dump(GOOD), "demo.yaml")
+    config = configurations(scenario, Overrides(nproc=8, microbatches=4))["bad"]
+    assert (config.axes.dp_shard, config.axes.pp) == (2, 4)
+    assert config.faults == ("schedule-scales-grads",)
+
+
+@pytest.mark.parametrize("nproc", [-1, 0, 2, 5])
+def test_a_number_of_ranks_that_does_not_fit_the_mesh_names_legal_ones(nproc: int) -> None:
+    scenario = parse(yaml.safe_dump(GOOD), "demo.yaml")
+    with pytest.raises(GradcheckError, match=r"Legal values: 4, 6, 8 and so on\. Try --nproc [46]\.") as caught:
+        configurations(scenario, Overrides(nproc=nproc))
+    assert f"--nproc is {nproc}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("ddp-accum", Overrides(accum=1)), ("pp-accum", Overrides(accum=1)), ("ddp-accum", Overrides(nproc=1))],
+)
+def test_sizes_at_which_a_bug_cannot_show_are_refused(name: str, overrides: Overrides) -> None:
+    with pytest.raises(GradcheckError) as caught:
+        configurations(load(name), overrides)
+    assert caught.value.code in {"E604", "E605"}

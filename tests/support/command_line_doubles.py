@@ -1,0 +1,31 @@
+"""Types of the fixtures for command line tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gradcheck_dist.diagnosis.finding import Report
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+class Gradcheck(Protocol):
+    def __call__(self, *arguments: object) -> Outcome: ...
+
+
+@dataclass
+class Engine:
+    """Stands in for the diagnosis: gives `answer` and remembers what it was asked."""
+
+    answer: Report
+    asked: dict[str, Any]
+
+    def diagnose(self, run: object, *, objective: str | None = None, steps: object = None) -> Report:
+        self.asked |= {"run": run, "objective": objective, "steps": steps}
+        return self.answer

@@ -1,0 +1,94 @@
+"""A training configuration is right, or refused with a message that says what to do."""
+
+import re
+from typing import Any
+
+import pytest
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.faults import FAULTS, apply_faults, fault_names
+
+
+def test_a_configuration_survives_the_way_through_a_dictionary() -> None:
+    config = TrainConfig(axes=Axes(dp_shard=2, pp=2), accum=3, microbatches=2, faults=("ddp-averages",), max_norm=None)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+
+
+def test_degrees_may_stand_at_the_top_level() -> None:
+    assert TrainConfig.from_dict({"dp_replicate": 2}).axes == Axes(dp_replicate=2)
+
+
+def test_numbers_that_yaml_takes_for_text_are_read() -> None:
+    assert TrainConfig.from_dict({"lr": "1e-3", "max_norm": 2}) == TrainConfig(lr=1e-3, max_norm=2.0)
+
+
+def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> None:
+    assert TrainConfig(axes=Axes(dp_shard=2, pp=2), accum=3, microbatches=2, batch_size=4).sequences_per_step == 48
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "words"),
+    [
+        ({"acum": 3}, "E202", "Did you mean: accum"),
+        ({"axes": {"dp_repl": 2}}, "E202", "Did you mean: dp_replicate"),
+        ({"axes": 2}, "E201", "mapping of degrees"),
+        ({"accum": "three"}, "E203", "accum is 'three'.*type int"),
+        ({"scale_grads": 1, "pp": 2, "microbatches": 2}, "E203", "scale_grads is 1.*type bool"),
+        ({"lr": "fast"}, "E203", "lr is 'fast'.*type float"),
+        ({"accum": 0}, "E205", "accum is 0; legal values are integers from 1"),
+        ({"lr": -1.0}, "E205", "above 0"),
+        ({"max_norm": 0.0}, "E205", "null to switch clipping off"),
+        ({"dtype": "float64"}, "E204", "Legal values: bfloat16, float32"),
+        ({"schedule": "zbv", "pp": 2}, "E204", "Legal values: 1f1b, gpipe"),
+        ({"gradient_reduction": "mean"}, "E204", "average, sum"),
+        ({"faults": ["ddp-average"]}, "E206", "Did you mean: ddp-averages"),
+        ({"dim": 62}, "E207", "multiple of 8"),
+        ({"n_kv_heads": 3}, "E207", r"\[1, 2, 4\]"),
+        ({"vocab_size": 256}, "E207", "from 259 up"),
+        ({"tp": 2}, "E208", "tp=2.*yet"),
+        ({"cp": 2}, "E208", "cp=2.*yet"),
+        ({"dp_replicate": 2, "dp_shard": 2}, "E208", "hybrid"),
+        ({"dp_replicate": 2, "pp": 2, "microbatches": 2}, "E208", "Set dp_replicate=1 and dp_shard=2"),
+        ({"pp": 5, "microbatches": 5}, "E209", "n_layers=4.*1 to 4"),
+        ({"microbatches": 2, "accum": 3}, "E210", "Set microbatches=1 and accum=6"),
+        ({"pp": 4, "microbatches": 2}, "E210", "4 and up"),
+        ({"scale_grads": True}, "E210", "without a pipeline"),
+        ({"pp": 0}, "E101", "degree of axis pp is 0"),
+    ],
+)
+def test_an_illegal_configuration_is_refused_by_name(values: dict[str, Any], code: str, words: str) -> None:
+    with pytest.raises(GradcheckError, match=re.compile(words, re.DOTALL)) as caught:
+        TrainConfig.from_dict(values)
+    assert caught.value.code == code
+
+
+def test_degrees_that_do_not_multiply_to_the_world_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradcheck_dist.trainer.loop import Trainer
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(GradcheckError, match="multiply to 2, but the world size is 3"):
+        Trainer(TrainConfig(axes=Axes(dp_replicate=2)))
+
+
+def test_every_fault_replaces_one_function_and_can_be_taken_out_again() -> None:
+    import importlib
+
+    for name in fault_names():
+        module_name, function = FAULTS[name].target.split(":")
+        module = importlib.import_module(module_name)
+        healthy = getattr(module, function)
+        remove = apply_faults([name])
+        assert getattr(module, function) is FAULTS[name].replacement
+        remove()
+        assert getattr(module, function) is healthy
+
+
+def test_an_unknown_fault_changes_nothing() -> None:
+    from gradcheck_dist.trainer import parallelize
+
+    before = parallelize.combine_gradients
+    with pytest.raises(GradcheckError, match="Did you mean: rank-means"):
+        apply_faults(["ddp-averages", "rank-mean"])
+    assert parallelize.combine_gradients is before

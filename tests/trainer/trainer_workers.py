@@ -1,0 +1,92 @@
+"""What ranks run in these tests."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradcheck_dist.trainer.config import TrainConfig
+
+Gradients = dict[str, np.ndarray]
+
+
+def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
+    """Whole gradients, by name, as the optimizer of this rank finds them in the first step; and the result."""
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+    from gradcheck_dist.trainer import loop
+
+    seen: list[Gradients] = []
+    models: list[Any] = []
+    build_optimizer = loop.build_optimizer
+
+    def remember_model(model: Any, config: TrainConfig) -> Optimizer:
+        models.append(model)
+        return build_optimizer(model, config)
+
+    def look(*_: Any) -> None:
+        grads = {name.removeprefix("module."): parameter.grad for name, parameter in models[0].named_parameters()}
+        whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+        seen.append({name: grad.detach().float().numpy().copy() for name, grad in whole.items()})
+
+    loop.build_optimizer = remember_model
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        return_value = loop.train(config)
+    finally:
+        handle.remove()
+        loop.build_optimizer = build_optimizer
+    return seen[0], return_value
+
+
+def leave_pid(folder: str) -> int:
+    rank = int(os.environ["RANK"])
+    path = Path(folder) / f"pid_{rank}"
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
+    return rank
+
+
+def lose_rank_one(folder: str, how: str) -> None:
+    """All ranks reduce for ever, but rank 1 ends after the first time, or while the others wait for one another."""
+    import torch
+    import torch.distributed as dist
+
+    rank = leave_pid(folder)
+    dist.init_process_group("gloo")
+    tensor = torch.ones(3)
+    while True:
+        dist.all_reduce(tensor)
+        if how == "kill while the others wait" and rank != 1:
+            dist.recv(tensor, src=2 - rank)
+        if rank == 1:
+            if how == "raise":
+                raise ValueError("no more of this")
+            if how.startswith("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(7)
+
+
+def sleep(folder: str, duration_s: float) -> None:
+    leave_pid(folder)
+    time.sleep(duration_s)
+
+
+def refuse() -> None:
+    from gradcheck_dist.errors import GradcheckError
+
+    raise GradcheckError("not like this", code="E999")
+
+
+def cpu_time_s() -> float:
+    """Seconds of CPU that this process has cost before its target began."""
+    return time.process_time()
+
+
+def echo(value: object) -> tuple[object, int, int, str | None]:
+    import torch
+
+    return value, int(os.environ["RANK"]), torch.get_num_threads(), os.environ.get("GRADCHECK_TEST")
