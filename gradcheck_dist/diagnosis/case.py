@@ -70,7 +70,7 @@ def ambiguous(names: list[Name], near: bool) -> list[Name]:
     """Names that fit as simply as the best and that nothing in the events separates from it."""
     if near or len(names) < 2:
         return []
-    return [name for name in names[1:] if name.cost <= names[0].cost + 1e-9]
+    return [name for name in names[1:] if name.cost <= names[0].cost + 0.05]
 
 
 def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Factor:

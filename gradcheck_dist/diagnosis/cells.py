@@ -14,8 +14,8 @@ from gradcheck_dist.ledger.replay import Entry, Replay, replay
 from gradcheck_dist.ledger.solve import EPSILON, solve
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
-MAX_STDERR = 0.05
-"""Relative standard error above which a weight is not known well enough to be judged."""
+MAX_STDERR = 0.1
+"""Relative standard error above which one parameter's weight is not known well enough to be judged alone."""
 
 SIGMAS = 6.0
 TOO_FEW = "too few of its elements are sampled on this rank"
@@ -26,6 +26,7 @@ class Cell:
     """One contribution's weight in one parameter's gradient on one rank. `ratio` is observed / expected.
 
     `root_ratio` is the weight at the loss / expected, `column` the index in the basis of the parameter's replay.
+    `tolerance` and `stderr` are relative to the larger of observed and expected.
     """
 
     key: ContributionKey
@@ -36,10 +37,16 @@ class Cell:
     observed: float
     ratio: float
     tolerance: float
+    stderr: float
+
+    @property
+    def margin(self) -> float:
+        """The tolerance as a difference of ratios."""
+        return self.tolerance * max(abs(self.ratio), 1.0)
 
     @property
     def right(self) -> bool:
-        return abs(self.ratio - 1.0) <= self.tolerance
+        return abs(self.ratio - 1.0) <= self.margin
 
 
 @dataclass
@@ -171,7 +178,8 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
         loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "float32", 2.0**-23)
         for group in groups:
             seen = float(held.observed[group].sum()) * root
-            error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / float(weight)
+            size = max(abs(seen), float(weight))
+            error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / size
             if np.isnan(seen) or error > MAX_STDERR:
                 result.num_unknown += 1
                 continue
@@ -184,7 +192,8 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
                     nominal=float(held.nominal[group].sum()) * root,
                     observed=seen,
                     ratio=seen / float(weight),
-                    tolerance=tolerance(held.replay.epsilon, loss_epsilon, held.num_scalings, error),
+                    tolerance=systematic(held.replay.epsilon, loss_epsilon, held.num_scalings) + SIGMAS * error,
+                    stderr=error,
                 )
             )
     if not result.cells:
@@ -203,12 +212,45 @@ def _columns(keys: list[ContributionKey], partial: bool) -> list[tuple[Contribut
     return [(key, [[column] for column in columns]) for key, columns in of_key.items()]
 
 
-def tolerance(epsilon: float, loss_epsilon: float, num_scalings: int, stderr: float) -> float:
-    """Relative tolerance of one ratio.
+def systematic(epsilon: float, loss_epsilon: float, num_scalings: int) -> float:
+    """The part of a ratio's relative tolerance that no averaging over elements takes away.
 
-    What is rounded element by element has mean zero: it widens the standard error of the solve, of which SIGMAS are
-    allowed. What is rounded once for all elements is a systematic error of up to half a spacing each: the loss's upstream
-    gradient in the loss's dtype, the constant of every scaling event (an average, a clip coefficient) and one constant
-    more in the gradient's dtype.
+    What is rounded element by element has mean zero and widens the standard error of the solve, of which SIGMAS are
+    allowed. What is rounded once for all elements is off by up to half a spacing each: the loss's upstream gradient in
+    the loss's dtype, the constant of every scaling event (an average, a clip coefficient), and one constant more in the
+    gradient's dtype.
     """
-    return 0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon + SIGMAS * stderr
+    return 0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon
+
+
+def pool(judged: list[Held]) -> list[Held]:
+    """Parameters with one gradient path on one rank, taken together: their weights averaged by inverse variance.
+
+    What is too noisy to be seen in each parameter (many contributions in bfloat16) is seen in all of them. The pooled
+    cells stand with the best measured parameter.
+    """
+    paths: dict[tuple[object, ...], list[Held]] = {}
+    for held in judged:
+        if held.cells:
+            paths.setdefault((held.param[0], held.rank, held.events), []).append(held)
+    pooled = []
+    for members in paths.values():
+        best = min(members, key=lambda held: max(cell.stderr for cell in held.cells) / len(held.cells))
+        by_key: dict[tuple[ContributionKey, int], list[Cell]] = {}
+        for held in members:
+            for cell in held.cells:
+                by_key.setdefault((cell.key, cell.column), []).append(cell)
+        pooled.append(replace(best, cells=[average(cells) for cells in by_key.values()]))
+    return pooled
+
+
+def average(cells: list[Cell]) -> Cell:
+    """Cells of one contribution as one, by inverse variance."""
+    best = min(cells, key=lambda cell: cell.stderr)
+    weights = np.array([1.0 / max(cell.stderr, 1e-12) ** 2 for cell in cells])
+    ratio = float(np.average([cell.ratio for cell in cells], weights=weights))
+    stderr = float(weights.sum() ** -0.5)
+    constant = best.tolerance - SIGMAS * best.stderr
+    return replace(
+        best, ratio=ratio, observed=ratio * float(best.expected), stderr=stderr, tolerance=constant + SIGMAS * stderr
+    )

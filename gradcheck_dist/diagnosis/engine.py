@@ -9,7 +9,7 @@ from fractions import Fraction
 from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
-from gradcheck_dist.diagnosis.cells import Cell, Held, judge, measure
+from gradcheck_dist.diagnosis.cells import Cell, Held, judge, measure, pool
 from gradcheck_dist.diagnosis.context import StepContext, step_context
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, find, good_values, repeats
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
@@ -82,6 +82,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
         return verdict
     measured = measure(data, contributions)
     verdict.held = judge(measured, contributions, expected)
+    verdict.reasons += summary.unseen(verdict.held, expected)
     verdict.units = summary.unit_of(verdict.held)
     verdict.findings = [_finding(case, verdict.units) for case in _all_cases(verdict, measured, expected, tokens)]
     verdict.weights = summary.weights(step, verdict.held, verdict.units, contributions, expected)
@@ -99,11 +100,14 @@ def _all_cases(
     Whatever follows a loss treats all tokens of a contribution alike. So weights that are off between contributions
     from the very start are the losses' doing; the rest is judged against what these losses were out for.
     """
-    if all(cell.right for held in verdict.held for cell in held.cells):
+    held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
+    together = pool(verdict.held)
+    if not held_alone and all(cell.right for held in together for cell in held.cells):
         return []
+    matrix = verdict.held if held_alone else together
     aim = own_objective(verdict.contributions, expected, tokens)
     if aim is None:
-        return _cases(verdict, verdict.held)
+        return _cases(verdict, matrix)
     loudest = max(aim, key=lambda key: abs(float(aim[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(aim[loudest] / expected[loudest]))
     judged = judge(measured, verdict.contributions, aim)
@@ -112,7 +116,7 @@ def _all_cases(
         for held in verdict.held
         for cell in held.cells
     ]
-    return [_case(verdict, culprit, cells), *_cases(verdict, judged)]
+    return [_case(verdict, culprit, cells), *_cases(verdict, judged if held_alone else pool(judged))]
 
 
 def _coordinates_declared(context: StepContext) -> int:
@@ -206,10 +210,10 @@ def _explain(verdict: StepVerdict, culprit: Culprit, cells: list[tuple[Held, Cel
     for held, cell in cells:
         key = (held.rank, cell.key, round(cell.ratio, 4))
         found = unique.get(key)
-        if found is None or cell.tolerance < found.tolerance:
+        if found is None or cell.margin < found.margin:
             times = found.repeats if found is not None else repeats(held, cell, culprit)
             holder = coordinate.get(held.rank, -1)
-            unique[key] = Sample(cell.key, held.rank, holder, cell.ratio, cell.tolerance, times)
+            unique[key] = Sample(cell.key, held.rank, holder, cell.ratio, cell.margin, times)
     return explain(list(unique.values()), verdict.context)
 
 

@@ -85,7 +85,8 @@ def name_number(
                 if abs(number / value - 1.0) <= tolerance:
                     powers = tuple(zip(names, exponents, strict=True))
                     far = sum(name not in near for name in names)
-                    cost = sum(abs(exponent) for exponent in exponents) + 0.5 * (count - 1) + 0.4 * far
+                    miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
+                    cost = sum(map(abs, exponents)) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
                     found.append(Name(expression_of(powers), number, powers, cost))
         if found:
             break

@@ -27,8 +27,18 @@ class Sample:
     holder: int
     holder_data_rank: int
     ratio: float
-    tolerance: float
+    margin: float
     repeats: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """The margin relative to the ratio."""
+        return self.margin / max(abs(self.ratio), 1e-12)
+
+    @property
+    def gone(self) -> bool:
+        """The contribution weighs nothing."""
+        return abs(self.ratio) <= max(1e-3, self.margin)
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,13 @@ def explain(samples: list[Sample], context: StepContext) -> list[Pattern]:
 
 
 def tolerance_of(samples: Iterable[Sample]) -> float:
-    return max((sample.tolerance for sample in samples), default=1e-6)
+    """The relative tolerance of a number that all samples share: that of the best measured one."""
+    return min((sample.tolerance for sample in samples if not sample.gone), default=1e-6)
 
 
 def _constant(values: np.ndarray, tolerances: np.ndarray) -> float | None:
     """The common value of measurements with relative tolerances, None when they differ."""
-    middle = float(np.median(values))
+    middle = float(np.average(values, weights=1.0 / np.maximum(tolerances * np.abs(values), 1e-12) ** 2))
     if np.all(np.abs(values - middle) <= 2 * tolerances * np.maximum(np.abs(middle), np.abs(values))):
         return middle
     return None
@@ -73,6 +84,8 @@ def _arrays(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _uniform(samples: list[Sample], context: StepContext) -> Pattern | None:
+    if any(sample.gone for sample in samples):
+        return None
     ratios, tolerances = _arrays(samples)
     factor = _constant(ratios, tolerances)
     if factor is None:
@@ -86,10 +99,10 @@ def _geometric(samples: list[Sample], context: StepContext) -> Pattern | None:
     fit = _powers(samples, [last - sample.key[1] for sample in samples])
     if fit is None:
         return None
-    factor, base = fit
+    factor, base, tolerance = fit
     values = " ".join(f"{factor * base**exponent:.4g}" for exponent in range(last, -1, -1))
     text = f"x {values} by accumulation step: {factor:.6g} * {base:.6g}^(K-1-k)"
-    return Pattern("geometric", text, factor, base=base, tolerance=tolerance_of(samples))
+    return Pattern("geometric", text, factor, base=base, tolerance=tolerance)
 
 
 def _repeated(samples: list[Sample], context: StepContext) -> Pattern | None:
@@ -97,26 +110,29 @@ def _repeated(samples: list[Sample], context: StepContext) -> Pattern | None:
     fit = _powers(samples, [max(sample.repeats - 1, 0) for sample in samples])
     if fit is None:
         return None
-    factor, base = fit
+    factor, base, tolerance = fit
     slots = sorted({(s.key[1], s.key[2]): s.ratio for s in samples}.items())
     values = " ".join(f"{ratio:.4g}" for _, ratio in slots[:16])
     text = f"x {values} by accumulation step and microbatch: {factor:.6g} * {base:.6g}^(repetitions)"
-    return Pattern("repeated", text, factor, base=base, tolerance=tolerance_of(samples))
+    return Pattern("repeated", text, factor, base=base, tolerance=tolerance)
 
 
-def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float] | None:
-    """(factor, base) of ratio = factor * base^power, None when it does not fit or the base is 1."""
+def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float, float] | None:
+    """(factor, base, relative tolerance) of ratio = factor * base^power; None when it does not fit or the base is 1."""
     ratios, tolerances = _arrays(samples)
     exponents = np.array(powers)
     if len(set(powers)) < 2 or np.any(ratios <= 0):
         return None
     design = np.stack([np.ones(len(samples)), exponents], axis=1)
-    (intercept, slope), *_ = np.linalg.lstsq(design, np.log(ratios), rcond=None)
+    weights = 1.0 / np.maximum(tolerances, 1e-9)
+    (intercept, slope), *_ = np.linalg.lstsq(design * weights[:, None], np.log(ratios) * weights, rcond=None)
     fitted = np.exp(design @ np.array([intercept, slope]))
     base = float(np.exp(slope))
     if np.any(np.abs(ratios / fitted - 1) > 2 * tolerances * (1 + exponents)):
         return None
-    return None if abs(base - 1) <= tolerance_of(samples) else (float(np.exp(intercept)), base)
+    covariance = np.linalg.inv((design * weights[:, None] ** 2).T @ design)
+    tolerance = tolerance_of(samples) + float(np.sqrt(covariance[1, 1]))
+    return None if abs(base - 1) <= tolerance else (float(np.exp(intercept)), base, tolerance)
 
 
 def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
@@ -149,7 +165,7 @@ def _own_rank_only(samples: list[Sample], context: StepContext) -> Pattern | Non
     """A holder has only its own rank's contributions (of some accumulation steps); the others' weigh nothing."""
     own = [s for s in samples if s.key[0] == s.holder_data_rank]
     others = [s for s in samples if s.key[0] != s.holder_data_rank]
-    if not others or any(abs(s.ratio) > max(1e-3, s.tolerance) for s in others):
+    if not others or not all(s.gone for s in others):
         return None
     if not own:
         return Pattern("own-rank-only", "other ranks' contributions x 0", 0.0, tolerance=tolerance_of(samples))
@@ -163,8 +179,8 @@ def _own_rank_only(samples: list[Sample], context: StepContext) -> Pattern | Non
 
 def _zeroed(samples: list[Sample], context: StepContext) -> Pattern | None:
     """Some contributions weigh nothing, the rest are right or share one factor."""
-    gone = [s for s in samples if abs(s.ratio) <= max(1e-3, s.tolerance)]
-    rest = [s for s in samples if abs(s.ratio) > max(1e-3, s.tolerance)]
+    gone = [s for s in samples if s.gone]
+    rest = [s for s in samples if not s.gone]
     if not gone:
         return None
     if not rest:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from fractions import Fraction
 from statistics import median
 
-from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.cells import Cell, Held, average
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.culprit import Culprit
 from gradcheck_dist.diagnosis.finding import (
@@ -29,26 +29,51 @@ from gradcheck_dist.trace.run import Run
 
 
 def unit_of(held: list[Held]) -> dict[ParamKey, str]:
-    """Parameters that came out alike on all ranks share a unit, named by what its parameters have in common."""
-    ratios: dict[ParamKey, set[float]] = defaultdict(set)
+    """Parameters that came out alike, within tolerance, share a unit, named by what its parameters have in common."""
+    cells: dict[ParamKey, Ratios] = defaultdict(dict)
     for one in held:
-        ratios[one.param] |= {round(cell.ratio, 3) for cell in one.cells}
-    groups: dict[tuple[int, frozenset[float]], list[ParamKey]] = defaultdict(list)
-    for param, values in ratios.items():
-        groups[param[0], frozenset(values)].append(param)
-    of_stage = Counter(stage for stage, _ in groups)
+        cells[one.param].update({(one.rank, cell.key, cell.column): (cell.ratio, cell.margin) for cell in one.cells})
+    groups: dict[int, list[tuple[Ratios, list[ParamKey]]]] = defaultdict(list)
+    for param, ratios in sorted(cells.items(), key=lambda item: _looseness(item[1])):
+        for reference, members in groups[param[0]]:
+            if _alike(reference, ratios):
+                members.append(param)
+                break
+        else:
+            groups[param[0]].append((ratios, [param]))
     names: dict[ParamKey, str] = {}
     taken: set[str] = set()
-    for (stage, _), params in groups.items():
-        name = "all parameters" if of_stage[stage] == 1 else _unit_name([param[1] for param in params])
-        if len(of_stage) > 1:
-            name = f"stage {stage}" if of_stage[stage] == 1 else f"stage {stage}: {name}"
-        base, count = name, 2
-        while name in taken:
-            name, count = f"{base} ({count})", count + 1
-        taken.add(name)
-        names.update(dict.fromkeys(params, name))
+    for stage, of_stage in sorted(groups.items()):
+        for _, params in of_stage:
+            name = "all parameters" if len(of_stage) == 1 else _unit_name([param[1] for param in sorted(params)])
+            if len(groups) > 1:
+                name = f"stage {stage}" if len(of_stage) == 1 else f"stage {stage}: {name}"
+            base, count = name, 2
+            while name in taken:
+                name, count = f"{base} ({count})", count + 1
+            taken.add(name)
+            names.update(dict.fromkeys(params, name))
     return names
+
+
+Ratios = dict[tuple[int, ContributionKey, int], tuple[float, float]]
+
+
+def _looseness(ratios: Ratios) -> float:
+    """How badly a parameter was measured: the best measured ones become the references."""
+    return max((margin for _, margin in ratios.values()), default=float("inf"))
+
+
+def _alike(first: Ratios, second: Ratios) -> bool:
+    common = first.keys() & second.keys()
+    if not common:  # shards on different ranks: compare what each contribution weighs
+        one, other = ({key[1]: value for key, value in ratios.items()} for ratios in (first, second))
+        return all(_same(one[key], other[key]) for key in one.keys() & other.keys())
+    return all(_same(first[key], second[key]) for key in common)
+
+
+def _same(first: tuple[float, float], second: tuple[float, float]) -> bool:
+    return abs(first[0] - second[0]) <= first[1] + second[1] + 1e-9
 
 
 def _unit_name(params: list[str]) -> str:
@@ -61,6 +86,20 @@ def _unit_name(params: list[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common) + ".*" if common else f"{params[0]} and {len(params) - 1} more"
+
+
+def unseen(held: list[Held], expected: dict[ContributionKey, Fraction]) -> list[str]:
+    """Contributions whose weight no parameter of a rank shows: what was not seen must not be called right."""
+    seen: dict[tuple[int, int], set[ContributionKey]] = defaultdict(set)
+    for one in held:
+        if one.observed is not None:
+            seen[one.param[0], one.rank] |= {cell.key for cell in one.cells}
+    missing = {key for keys in seen.values() for key in expected if key not in keys}
+    if not missing:
+        return []
+    shown = ", ".join(f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return [f"the weight of contribution {shown}{more} cannot be told from the samples: take a larger sample"]
 
 
 def unit_list(units: dict[ParamKey, str]) -> list[UnitInfo]:
@@ -77,14 +116,15 @@ def weights(
     contributions: Contributions,
     expected: dict[ContributionKey, Fraction],
 ) -> list[Weight]:
-    """One row for each unit, holder and contribution: the median over the unit's parameters."""
-    rows: dict[tuple[str, int, ContributionKey], list[tuple[float, float, float, float]]] = defaultdict(list)
+    """One row for each unit, holder and contribution: the mean over the unit's parameters."""
+    rows: dict[tuple[str, int, ContributionKey], list[Cell]] = defaultdict(list)
     for one in held:
         for cell in one.cells:
-            rows[names[one.param], one.rank, cell.key].append((cell.nominal, cell.observed, cell.ratio, cell.tolerance))
+            rows[names[one.param], one.rank, cell.key].append(cell)
     result = []
-    for (unit, rank, key), values in sorted(rows.items()):
-        nominal = median(value[0] for value in values)
+    for (unit, rank, key), cells in sorted(rows.items()):
+        nominal = median(cell.nominal for cell in cells)
+        together = average(cells)
         result.append(
             Weight(
                 step=step,
@@ -95,9 +135,9 @@ def weights(
                 expected=float(expected[key]),
                 expected_exact=str(expected[key]),
                 nominal=nominal if nominal == nominal else None,
-                observed=median(value[1] for value in values),
-                ratio=median(value[2] for value in values),
-                stderr=min(value[3] for value in values) * float(expected[key]),
+                observed=together.observed,
+                ratio=together.ratio,
+                stderr=together.stderr * max(abs(together.ratio), 1.0) * float(expected[key]),
             )
         )
     return result

@@ -107,9 +107,7 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
             continue
         recorder.armed.discard(state.wrapper)
         op, hook = _operation(state.ddp, current)
-        recorder.emit_reduce(
-            seq, state.infos, impl="ddp", op=op, group=state.group, wrapper=state.wrapper, hook=hook
-        )
+        recorder.emit_reduce(seq, state.infos, impl="ddp", op=op, group=state.group, wrapper=state.wrapper, hook=hook)
         recorder.sample_grads(seq, AFTER, state.infos)
 
 

@@ -119,9 +119,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 @guarded("fsdp")
-def after(
-    recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo, Any]], call: dict[str, Any]
-) -> None:
+def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo, Any]], call: dict[str, Any]) -> None:
     shard, replicate = _ranks(call["reduce_scatter_group"]), _ranks(call["all_reduce_group"])
     infos = [info for info, _ in known]
     all_reduced = bool(call.get("all_reduce_grads", True))

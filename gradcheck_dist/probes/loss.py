@@ -53,9 +53,7 @@ def label_hash(target: Tensor) -> int:
 
 
 @guarded("loss")
-def evaluated(
-    recorder: Recorder, output: Tensor, target: Tensor, op: str, ignore_index: int, reduction: str
-) -> None:
+def evaluated(recorder: Recorder, output: Tensor, target: Tensor, op: str, ignore_index: int, reduction: str) -> None:
     if output.requires_grad:
         recorder.ensure_step()
     if not recorder.recording:

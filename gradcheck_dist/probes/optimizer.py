@@ -116,16 +116,12 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
     found = (recorder.registry.find(param) for param in params)
     infos = [info for info in found if info is not None]
     if infos:
-        recorder.emit(
-            ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none
-        )
+        recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)
 
 
 def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def clip_grad_norm_(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         if not recorder.recording:
             return original(parameters, max_norm, norm_type, *args, **kwargs)
         params, given = _readable(parameters)
@@ -140,9 +136,7 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
 
 def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def clip_grads_with_norm_(
-        parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any
-    ) -> None:
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
         if not recorder.recording:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         params, given = _readable(parameters)

@@ -38,7 +38,18 @@ FLUSH_INTERVAL_NS = 50_000_000
 class BackwardPass:
     """A backward pass that is under way: the leaves of one contribution are arriving."""
 
-    __slots__ = ("accumulated", "armed", "microbatch", "reduce_ops", "seq", "site", "stage", "start_ns", "sync", "touched")
+    __slots__ = (
+        "accumulated",
+        "armed",
+        "microbatch",
+        "reduce_ops",
+        "seq",
+        "site",
+        "stage",
+        "start_ns",
+        "sync",
+        "touched",
+    )
 
     def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
         self.seq = seq

@@ -1,20 +1,24 @@
 """The training loop of one rank."""
 
+import contextlib
 import os
+import resource
 import time
 import zlib
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.trainer import parallelize
+from gradcheck_dist.trainer import clip, parallelize, pipeline, precision
+from gradcheck_dist.trainer.auxiliary import AuxiliaryLosses, AuxiliaryStep
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.data import Batch, DataLoader
 from gradcheck_dist.trainer.faults import apply_faults
+from gradcheck_dist.trainer.layout import stages_of_rank
 from gradcheck_dist.trainer.loss import StepTokens, TokenMeanLoss
-from gradcheck_dist.trainer.model import build_model
+from gradcheck_dist.trainer.meshes import build_meshes
 from gradcheck_dist.trainer.result import StepMetrics, TrainResult
 from gradcheck_dist.trainer.scalars import ScalarWriter
 
@@ -36,30 +40,35 @@ class Trainer:
         self.loader = DataLoader(config)
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        coordinates = config.axes.coordinates(self.rank)
-        self.data_rank = coordinates["dp_replicate"] * config.axes.dp_shard + coordinates["dp_shard"]
-        self.is_first_stage, self.is_last_stage = coordinates["pp"] == 0, coordinates["pp"] == config.axes.pp - 1
-        self.owns_loss = self.is_last_stage and all(coordinates[axis] == 0 for axis in coordinates if axis != "pp")
-        mesh = parallelize.build_mesh(config, self.device)
-        self.data_group = parallelize.axis_group(mesh, *parallelize.DATA_AXES)
-        self.pipeline_group = parallelize.axis_group(mesh, "pp")
-        self.model = parallelize.parallelize(build_model(config), config, mesh, self.device)
-        self.loss = TokenMeanLoss(self.device)
-        self.schedule = parallelize.build_schedule(self.model, config, mesh, self.device, self.loss)
+        self.position = config.axes.coordinates(self.rank)
+        self.data_rank = self.position["dp_replicate"] * config.axes.dp_shard + self.position["dp_shard"]
+        stages = stages_of_rank(config, self.position["pp"])
+        self.is_first_stage, self.is_last_stage = 0 in stages, config.num_stages - 1 in stages
+        self.owns_loss = self.is_last_stage and all(self.position[axis] == 0 for axis in self.position if axis != "pp")
+        torch.manual_seed(config.seed * self.world_size + self.rank)
+        meshes = build_meshes(config, self.device)
+        self.pipeline_group = meshes.group("pp") if meshes else None
+        self.parts = parallelize.build_parts(config, meshes, self.device)
+        self.model = self.parts[0] if len(self.parts) == 1 else nn.ModuleList(self.parts)
+        if config.seed_checkpoint is not None:
+            from gradcheck_dist.trainer.checkpoint import load_weights
+
+            load_weights(self.parts, config.seed_checkpoint)
+        self.scaler = precision.build_scaler(config, self.device)
+        self.loss = TokenMeanLoss(self.device, self.scaler.scale) if self.scaler else TokenMeanLoss(self.device)
+        self.schedule = pipeline.build_schedule(self.parts, config, meshes, self.device, self.loss)
         self.optimizer = build_optimizer(self.model, config)
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step: K accumulation steps, clipping, update."""
         start_s = time.perf_counter()
-        batches = self.loader.step_batches(step, self.data_rank)
+        batches = self.load_batches(step)
         tokens = self.count_tokens(batches)
-        self.loss.start_step(tokens)
+        self.start_losses(tokens)
         for k, batch in enumerate(batches):
             with parallelize.sync_context(self.model, self.config, is_last=k == len(batches) - 1):
                 self.forward_backward(batch)
-        grad_norm = clip_gradients(self.model, self.config.max_norm, self.pipeline_group)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        grad_norm = self.update()
         return StepMetrics(
             step=step,
             loss=self.global_token_sum() / tokens.global_tokens,
@@ -67,30 +76,80 @@ class Trainer:
             tokens=tokens.global_tokens,
             lr=self.optimizer.param_groups[0]["lr"],
             duration_s=time.perf_counter() - start_s,
+            peak_memory_bytes=peak_memory_bytes(self.device),
         )
+
+    def load_batches(self, step: int) -> list[Batch]:
+        """What this rank trains on in a step, one batch an accumulation step."""
+        batches = self.loader.step_batches(step, self.data_rank)
+        if self.config.axes.cp == 1:
+            return batches
+        from gradcheck_dist.trainer.context_parallel import local_part
+
+        return [local_part(batch, self.position["cp"], self.config.axes.cp) for batch in batches]
+
+    def start_losses(self, tokens: StepTokens) -> None:
+        """Tell the losses what the step normalises by."""
+        self.loss.start_step(tokens)
+        positions = self.config.sequences_per_step * self.config.seq_len
+        scale = float(self.scaler.get_scale()) if self.scaler else 1.0
+        step = AuxiliaryStep(positions, tokens.contributions, tokens.later_divisor, scale)
+        for module in self.model.modules():
+            auxiliary = getattr(module, "auxiliary", None)
+            if isinstance(auxiliary, AuxiliaryLosses):
+                auxiliary.start_step(step)
+
+    def update(self) -> float:
+        """Finish gradients, clip them, step the optimizer; returns the gradient norm before clipping."""
+        parallelize.finish_gradients(self.model, self.config)
+        precision.unscale(self.scaler, self.optimizer)
+        grad_norm = clip.clip_gradients(self.model, self.config.max_norm, self.pipeline_group)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        return grad_norm
 
     def forward_backward(self, batch: Batch) -> None:
         """Forward and backward of one accumulation step; gradients add up in the parameters."""
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
         if self.schedule is None:
-            loss = self.loss(self.model(tokens), labels)
-            loss.backward()
+            with self.loss_context():
+                with precision.autocast(self.config, self.device):
+                    logits = self.model(tokens)
+                loss = self.loss(logits, labels)
+                loss.backward()
         else:
             inputs = (tokens,) if self.is_first_stage else ()
             target = labels if self.is_last_stage else None
             self.schedule.step(*inputs, target=target, return_outputs=False)
 
     def count_tokens(self, batches: list[Batch]) -> StepTokens:
-        """Tokens of the step, here and on all data-parallel ranks; known before the first forward."""
+        """Tokens of the step, here and on all ranks; known before the first forward."""
         own = sum(batch.num_tokens for batch in batches)
         total = torch.tensor(own, device=self.device)
-        if self.data_group is not None:
-            dist.all_reduce(total, group=self.data_group)
-        return StepTokens(int(total), own, self.config.contributions, parallelize.later_divisor(self.config))
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        seen_by = self.config.axes.tp * self.config.axes.pp  # ranks that count the same tokens
+        return StepTokens(
+            int(total) // seen_by, own, self.config.contributions, parallelize.later_divisor(self.config)
+        )
+
+    def loss_context(self) -> contextlib.AbstractContextManager[None]:
+        """Around loss and backward: what split logits need."""
+        if not self.config.loss_parallel:
+            return contextlib.nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     def global_token_sum(self) -> float:
         """The undivided loss of the step over all ranks; stages before the last add nothing to it."""
         if self.world_size > 1:
+            if self.position["tp"] > 0:  # the same loss as on rank 0 of tp
+                self.loss.token_sum.zero_()
             dist.all_reduce(self.loss.token_sum)
         return float(self.loss.token_sum)
 
@@ -117,10 +176,14 @@ def train(config: TrainConfig) -> TrainResult:
             metrics = trainer.train_step(step)
             steps.append(metrics)
             if writer is not None:
-                names = ("loss", "grad_norm", "tokens", "lr")
+                names = ("loss", "grad_norm", "tokens", "lr", "tokens_per_s", "peak_memory_bytes")
                 writer.write(step, {f"train/{name}": getattr(metrics, name) for name in names})
         if writer is not None:
             writer.close()
+        if config.save_checkpoint is not None:
+            from gradcheck_dist.trainer.checkpoint import save_weights
+
+            save_weights(trainer.parts, config.save_checkpoint)
         result = TrainResult(trainer.rank, trainer.world_size, trainer.device.type, checksum(trainer.model), steps)
         trainer.close()
         return result
@@ -157,22 +220,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     return torch.optim.AdamW(model.parameters(), lr=config.lr)
 
 
-def clip_gradients(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
-    """Scale gradients down to a global 2-norm of max_norm (None: leave them); returns the norm before.
-
-    The norm is that of the whole model: over shards and over pipeline stages.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm: Tensor = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):  # a DTensor under FSDP2
-        norm = norm.full_tensor()
-    if pipeline_group is not None:
-        squared = norm.float() ** 2
-        dist.all_reduce(squared, group=pipeline_group)
-        norm = squared.sqrt()
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(norm)
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held so far: of its GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def checksum(model: nn.Module) -> int:

@@ -1,5 +1,6 @@
 """The objective: the mean over all tokens of the optimizer step, on whatever ranks they lie."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +37,13 @@ class TokenMeanLoss:
     """Cross entropy of one microbatch, summed over its tokens and divided by `normalizer`.
 
     Remembers the undivided sums of the step for the log.
+
+    Args:
+        scale: applied to what goes into backward, such as GradScaler.scale.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
+        self._device, self._scale = device, scale
         self.start_step(StepTokens(global_tokens=1, rank_tokens=1, contributions=1, later_divisor=1))
 
     def start_step(self, step: StepTokens) -> None:
@@ -52,5 +56,10 @@ class TokenMeanLoss:
         scores, targets = logits.float().flatten(0, 1), labels.flatten()
         divisor = normalizer(labels, self._step)
         loss = F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum") / divisor
-        self.token_sum += loss.detach() * divisor
-        return loss
+        self.token_sum += whole(loss.detach()) * divisor
+        return self._scale(loss)
+
+
+def whole(loss: Tensor) -> Tensor:
+    """A loss as an ordinary tensor; that of split logits is a distributed one."""
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss

@@ -1,92 +1,145 @@
-"""How the model is spread over ranks: one function an axis.
+"""How the model is spread over ranks: order of the axes, and who adds up gradients.
 
 Wrappers are imported where they are needed, for each costs up to a second and most jobs need one or none.
 """
 
 import contextlib
-import typing
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradcheck_dist.axes import MESH_AXES
 from gradcheck_dist.trainer.config import TrainConfig
-from gradcheck_dist.trainer.loss import TokenMeanLoss
-from gradcheck_dist.trainer.model import Decoder, keep_stage
-
-if typing.TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""Mesh axes along which ranks see different sequences."""
+from gradcheck_dist.trainer.layout import is_sharded, stages_of_rank, uses_ddp, uses_fsdp
+from gradcheck_dist.trainer.meshes import Meshes
+from gradcheck_dist.trainer.model import Decoder, build_model, keep_stage
 
 
-def build_mesh(config: TrainConfig, device: torch.device) -> DeviceMesh | None:
-    """The mesh of the axes that are in use, outermost first; None for a single process. A collective call."""
-    names = tuple(name for name in MESH_AXES if getattr(config.axes, name) > 1)
-    if not names:
-        return None
-    return init_device_mesh(device.type, tuple(getattr(config.axes, name) for name in names), mesh_dim_names=names)
+def build_parts(config: TrainConfig, meshes: Meshes | None, device: torch.device) -> list[nn.Module]:
+    """The parts of the model that this rank runs, one a pipeline stage, on its device and inside their wrappers."""
+    pipeline = meshes.submesh("pp") if meshes else None
+    stages = stages_of_rank(config, pipeline.get_local_rank()) if pipeline is not None else [0]
+    return [build_part(config, stage, meshes, device) for stage in stages]
 
 
-def axis_group(mesh: DeviceMesh | None, *axes: str) -> dist.ProcessGroup | None:
-    """The process group along the one of `axes` that is in use; None when none of them is."""
-    used = [axis for axis in axes if mesh is not None and axis in (mesh.mesh_dim_names or ())]
-    assert len(used) < 2, f"a group along {used} at once needs a flattened mesh"
-    return mesh[used[0]].get_group() if mesh is not None and used else None
+def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: torch.device) -> nn.Module:
+    """One pipeline stage, or the whole model: split from the innermost axis outwards."""
+    model = build_model(config)
+    keep_stage(model, stage, config.num_stages)
+    model.to(device)
+    if meshes is None:
+        return apply_checkpointing(model, config)
+    if (tensor := meshes.submesh("tp")) is not None:
+        from gradcheck_dist.trainer.tensor_parallel import apply_tensor_parallel
 
+        apply_tensor_parallel(model, config, tensor)
+    if (context := meshes.submesh("cp")) is not None:
+        from gradcheck_dist.trainer.context_parallel import apply_context_parallel
 
-def parallelize(model: Decoder, config: TrainConfig, mesh: DeviceMesh | None, device: torch.device) -> nn.Module:
-    """The part of the model that this rank runs, on its device and inside its data-parallel wrapper."""
-    axes = config.axes
-    if mesh is not None and axes.pp > 1:
-        keep_stage(model, mesh["pp"].get_local_rank(), axes.pp)
-    parallel: nn.Module = model.to(device)
-    if mesh is not None and axes.dp_shard > 1:
-        parallel = apply_fsdp(model, mesh["dp_shard"], reshard_after_forward=axes.pp == 1)
-    elif mesh is not None and axes.dp_replicate > 1:
-        parallel = apply_ddp(model, mesh["dp_replicate"])
+        apply_context_parallel(model, context.get_group(), context.get_local_rank())
+    if (expert := meshes.submesh("ep")) is not None:
+        from gradcheck_dist.trainer.moe import apply_expert_parallel
+
+        for block in model.layers.values():
+            apply_expert_parallel(block.ffn, expert)
+    apply_checkpointing(model, config)
+    parallel: nn.Module = model
+    if uses_fsdp(config):
+        apply_fsdp(model, config, meshes)
+    elif uses_ddp(config):
+        parallel = apply_ddp(model, config, meshes)
     combine_gradients(parallel, config)
     return parallel
 
 
-def apply_ddp(model: Decoder, mesh: DeviceMesh) -> nn.Module:
-    """Replicate over a one-dimensional mesh; averages gradients by default."""
+def apply_checkpointing(model: Decoder, config: TrainConfig) -> Decoder:
+    """Recompute blocks in backward instead of keeping their activations, in place."""
+    if config.activation_checkpointing == "none":
+        return model
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, block in list(model.layers.items()):
+        if config.activation_checkpointing == "full" or int(name) % 2 == 0:
+            model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=config.preserve_rng_state)
+    return model
+
+
+def apply_ddp(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
+    """Replicate over dp_replicate; averages gradients by default."""
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(model, process_group=mesh.get_group())
+    # Below a pipeline the reducer meets microbatches that it was not armed for; this keeps it from asserting.
+    below_pipeline = config.axes.pp > 1
+    return DistributedDataParallel(
+        model, process_group=meshes.group("dp_replicate"), find_unused_parameters=below_pipeline
+    )
 
 
-def apply_fsdp(model: Decoder, mesh: DeviceMesh, *, reshard_after_forward: bool) -> nn.Module:
-    """Shard each block and the rest over a mesh (FSDP2), in place; averages gradients by default.
+def apply_fsdp(model: Decoder, config: TrainConfig, meshes: Meshes) -> None:
+    """Shard each block and the rest (FSDP2), or replicate them with the same machinery, in place.
 
-    Args:
-        reshard_after_forward: give parameters back between forward and backward. A pipeline schedule runs several
-            forwards before a backward and would gather them once more for each.
+    Averages gradients by default. A pipeline schedule runs several forwards before a backward, so parameters stay
+    gathered between them unless the configuration says otherwise.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
+    policy = MixedPrecisionPolicy()
+    if config.mixed_precision != "none":
+        policy = MixedPrecisionPolicy(getattr(torch, config.mixed_precision), torch.float32)
+    if not is_sharded(config):
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        for module in (*model.layers.values(), model):
+            replicate(module, mesh=meshes.data_parallel(), mp_policy=policy)
+        return
+    reshard = {"default": config.axes.pp == 1, "always": True, "never": False}[config.reshard_after_forward]
+    mesh, expert_mesh = meshes.data_parallel(), meshes.data_parallel(experts=True)
+    options = {"reshard_after_forward": reshard, "mp_policy": policy}
     for block in model.layers.values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return model
+        if expert_mesh is not None:
+            # Dimension 0 is taken by ep.
+            fully_shard(block.ffn.experts, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1), **options)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 def combine_gradients(model: nn.Module, config: TrainConfig) -> None:
     """Make the data-parallel wrapper combine gradients as config.gradient_reduction says."""
     if config.gradient_reduction == "average":
-        return  # the default of both wrappers
-    if config.axes.dp_shard > 1:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a factor would ask for
-    elif config.axes.dp_replicate > 1:
+        divide_expert_gradients(model, config)
+    elif uses_fsdp(config):
+        for module in fsdp_units(model):
+            set_divisor(module, 1.0)
+    elif uses_ddp(config):
         model.register_comm_hook(model.process_group, sum_gradients)  # type: ignore[operator]
+
+
+def divide_expert_gradients(model: nn.Module, config: TrainConfig) -> None:
+    """Divide gradients of experts by as much as all others: their own group is smaller by ep, and so is its mean."""
+    if config.axes.ep > 1:
+        for module in expert_units(model):
+            set_divisor(module, config.gradient_ranks)
+
+
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """All modules whose parameters FSDP2 combines together, outermost first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def expert_units(model: nn.Module) -> list[nn.Module]:
+    """Those of the experts."""
+    from gradcheck_dist.trainer.moe import Experts
+
+    return [module for module in fsdp_units(model) if isinstance(module, Experts)]
+
+
+def set_divisor(unit: nn.Module, divisor: float) -> None:
+    """Have FSDP2 add up one unit's gradients over all its ranks and divide them by `divisor`."""
+    unit.set_gradient_divide_factor(divisor)  # type: ignore[operator]
+    unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator] # gloo has no PREMUL_SUM, else asked for
 
 
 # DDP reads the annotations below and accepts no others.
@@ -103,11 +156,19 @@ def sync_context(model: nn.Module, config: TrainConfig, is_last: bool) -> contex
     """Around forward and backward of one accumulation step: reduce gradients in the last one only."""
     if config.axes.pp > 1:
         return contextlib.nullcontext()  # the schedule sets FSDP2's flags itself, microbatch by microbatch
-    if config.axes.dp_shard > 1:
+    if uses_fsdp(config):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-    elif config.axes.dp_replicate > 1 and not is_last:
+    elif uses_ddp(config) and not is_last:
         return model.no_sync()  # type: ignore[operator, no-any-return]
     return contextlib.nullcontext()
+
+
+def finish_gradients(model: nn.Module, config: TrainConfig) -> None:
+    """After the last backward: what no wrapper has done yet, before norm, clipping and optimizer read gradients."""
+    if config.axes.tp > 1 and not uses_fsdp(config):
+        from gradcheck_dist.trainer import tensor_parallel
+
+        tensor_parallel.sum_partial_gradients(model)
 
 
 def schedule_scales_gradients(config: TrainConfig) -> bool:
@@ -117,33 +178,5 @@ def schedule_scales_gradients(config: TrainConfig) -> bool:
 
 def later_divisor(config: TrainConfig) -> int:
     """What the wrapper and the schedule divide gradients by, after the loss."""
-    averaged = config.axes.data_parallel_degree if config.gradient_reduction == "average" else 1
+    averaged = config.gradient_ranks if config.gradient_reduction == "average" else 1
     return averaged * (config.microbatches if schedule_scales_gradients(config) else 1)
-
-
-def build_schedule(
-    model: nn.Module, config: TrainConfig, mesh: DeviceMesh | None, device: torch.device, loss: TokenMeanLoss
-) -> "PipelineScheduleSingle | None":
-    """The pipeline schedule that runs this rank's stage; None without a pipeline."""
-    if mesh is None or config.axes.pp == 1:
-        return None
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    stage_index, num_stages = mesh["pp"].get_local_rank(), config.axes.pp
-    rows = (config.batch_size, config.seq_len)
-    dtype = getattr(torch, config.dtype)
-    ids = torch.empty(rows, device="meta", dtype=torch.int64)
-    hidden = torch.empty(*rows, config.dim, device="meta", dtype=dtype, requires_grad=True)
-    logits = torch.empty(*rows, config.vocab_size, device="meta", dtype=dtype, requires_grad=True)
-    # With shapes given, torch does not send a trial batch through model and loss first.
-    stage = PipelineStage(
-        model,
-        stage_index,
-        num_stages,
-        device,
-        input_args=hidden if stage_index else ids,
-        output_args=hidden if stage_index < num_stages - 1 else logits,
-        group=mesh["pp"].get_group(),
-    )
-    schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[config.schedule]
-    return schedule(stage, config.microbatches, loss_fn=loss, scale_grads=schedule_scales_gradients(config))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, the same on every rank but for the time.
+    """One optimizer step, the same on every rank but for time and memory.
 
     Attributes:
         step: counted from 0.
@@ -16,6 +16,7 @@ class StepMetrics:
         tokens: tokens of the step on all ranks.
         lr: learning rate.
         duration_s: seconds that this rank took.
+        peak_memory_bytes: the most that this rank has held until now, on its GPU or, on a CPU, as a process.
     """
 
     step: int
@@ -24,6 +25,12 @@ class StepMetrics:
     tokens: int
     lr: float
     duration_s: float
+    peak_memory_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks a second."""
+        return self.tokens / self.duration_s
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 POLL_S = 1 / 30
 IDLE_POLL_S = 0.25
+SIBLINGS_S = 5.0
 MAX_STEPS = 64
 """Steps judged of a finished run: the first half and the last half of them."""
 MAX_LIVE_STEPS = 8
@@ -52,7 +53,7 @@ class FolderSource:
         self._wanted_step: int | None = None
         self._wanted_other = str(compare) if compare is not None else None
         self._other: OtherRun | None = None
-        self._followed: int | None = None
+        self._beside: tuple[float, tuple[str, ...]] = (float("-inf"), ())
 
     def stop(self) -> None:
         self._stopped.set()
@@ -80,13 +81,15 @@ class FolderSource:
 
         path = choose_run(self.path)
         run, judge = LiveRun(path, self._clock), _Judge()
-        last: Snapshot | None = None
+        last: tuple[object, ...] | None = None
         while not self._stopped.is_set():
             changed = run.poll()
             self._asked.clear()
             snapshot = self._snapshot(run, judge)
-            if snapshot != last:
-                last = snapshot
+            shown = (snapshot.phase, snapshot.message, snapshot.live, snapshot.ranks, snapshot.siblings)
+            shown += (snapshot.num_events, *map(id, (snapshot.report, snapshot.step, snapshot.other)))
+            if shown != last:
+                last = shown
                 yield snapshot
             self._asked.wait(POLL_S if changed else IDLE_POLL_S)
 
@@ -114,11 +117,18 @@ class FolderSource:
             step=judge.step,
             grid=judge.grid,
             series=series,
-            siblings=siblings(run.path),
+            siblings=self._siblings(run.path),
             other=self._other,
             num_events=num_events,
             num_bytes=num_bytes,
         )
+
+    def _siblings(self, path: Path) -> tuple[str, ...]:
+        """Looked for every few seconds only: the folder above may hold many."""
+        now = time.monotonic()
+        if now - self._beside[0] > SIBLINGS_S:
+            self._beside = (now, siblings(path))
+        return self._beside[1]
 
     def _load_other(self, path: Path, judge: _Judge) -> None:
         if judge.report is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -136,7 +137,7 @@ class StepView:
     def lanes(self) -> tuple[Lane, ...]:
         lanes: list[Lane] = []
         for rank, events in sorted(self.verdict.data.events.items()):
-            marks = [self._mark(rank, event) for event in events if type(event) in LETTERS]
+            marks = _with_forward([self._mark(rank, event) for event in events if type(event) in LETTERS])
             stages = sorted({mark.stage for mark in marks if mark.stage is not None})
             if len(stages) < 2:
                 stage = stages[0] if stages else None
@@ -300,6 +301,18 @@ class StepView:
                         return found
                 fallback = fallback or found
         return fallback
+
+
+def _with_forward(marks: list[Mark]) -> list[Mark]:
+    """Forward has no event of its own: it is taken to last from whatever ended before it to its loss."""
+    ends = sorted(mark.end_ns for mark in marks)
+    result = []
+    for mark in marks:
+        if mark.letter == "F":
+            before = bisect_left(ends, mark.end_ns)
+            mark = replace(mark, start_ns=ends[before - 1] if before else mark.end_ns)
+        result.append(mark)
+    return result
 
 
 def _duration(event: Event) -> int:

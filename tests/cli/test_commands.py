@@ -17,6 +17,7 @@ from gradcheck_dist.cli.main import COMMANDS
 
 # Flags that people script against: more may be added, none taken away.
 FLAGS = {
+    "run": "--out --steps --every --objective --strict --report --format",
     "scenario": "--list --nproc --accum --microbatches --seed --dtype --steps --data --report --keep --format",
     "diagnose": "--format --objective --steps",
     "report": "--format --output",

@@ -1,0 +1,69 @@
+"""One gauge a mesh axis: its degree, and the factor that the findings lay at its door."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from rich.text import Text
+from textual.widgets import Static
+
+from gradcheck_dist.tui import scale
+from gradcheck_dist.tui.snapshot import Snapshot
+
+_HALF = 4
+"""Cells on either side of the middle of a gauge; the ends stand for 1/8 and 8."""
+
+
+class AxisGauges(Static):
+    """Axes with a degree above 1, then accumulation steps and microbatches."""
+
+    DEFAULT_CSS = "AxisGauges { height: 1fr; border: round $primary; padding: 0 1; }"
+
+    def on_mount(self) -> None:
+        self.border_title = "axes: ratio 1/8 … 8"
+
+    def show(self, snapshot: Snapshot) -> None:
+        report = snapshot.report
+        if report is None:
+            self.update("")
+            return
+        degrees = {axis: degree for axis, degree in report.run.axes.items() if degree > 1}
+        if snapshot.step is not None:
+            context = snapshot.step.verdict.context
+            counts = {"accumulation_steps": context.num_accumulation, "microbatches": context.num_microbatches}
+            degrees |= {name: count for name, count in counts.items() if count > 1}
+        text, blamed = Text(no_wrap=True), set[str]()
+        for name, degree in degrees.items():
+            ratio = _ratio(snapshot, name)
+            if ratio is not None:
+                blamed.add(name)
+            text.append(f"{name:<18} {degree:>3}  ").append_text(gauge(1.0 if ratio is None else ratio))
+            text.append(f" {scale.short(ratio)}\n" if ratio is not None else " 1\n", "bold" if ratio is not None else "")
+        if not degrees:
+            text.append("one rank, one contribution a step: no axis that could scale\n", "dim")
+        if report.findings and not blamed:
+            text.append("the factor found is not an axis' degree", "dim")
+        self.update(text)
+
+
+def _ratio(snapshot: Snapshot, name: str) -> float | None:
+    """The factor of the first finding whose expression names the axis."""
+    for finding in snapshot.report.findings if snapshot.report is not None else ():
+        if finding.factor.expression and re.search(rf"\b{name}\b", finding.factor.expression):
+            return finding.factor.observed
+    return None
+
+
+def gauge(ratio: float) -> Text:
+    """A mark on a line from 1/8 to 8, in the colour of the ratio."""
+    level = max(-scale.LIMIT, min(scale.LIMIT, math.log2(ratio))) if ratio > 0 else -scale.LIMIT
+    at = round((level + scale.LIMIT) / (2 * scale.LIMIT) * 2 * _HALF)
+    text = Text()
+    for cell in range(2 * _HALF + 1):
+        right = abs(level) < 1e-3
+        if cell == at:
+            text.append(scale.sign(ratio, right), scale.style(ratio, right))
+        else:
+            text.append("┼" if cell == _HALF else "─", "dim")
+    return text

@@ -1,0 +1,47 @@
+"""The findings, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gradcheck_dist.reports.source import short_path
+from gradcheck_dist.reports.text import number, spans
+from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
+
+_LOOKS = {"error": "bad", "warning": "warn", "info": "accent"}
+
+
+class FindingsList(Rows):
+    """One finding a row."""
+
+    header_rows = 1
+    DEFAULT_CSS = "FindingsList { min-height: 3; }"
+
+    def show(self, snapshot: Snapshot) -> None:
+        report = snapshot.report
+        self._findings = list(report.findings) if report is not None else []
+        self._verdict = report.verdict if report is not None else ""
+        self.count = len(self._findings)
+        self.refresh()
+
+    _findings: list = []  # type: ignore[type-arg]
+    _verdict = ""
+
+    def header(self, row: int) -> Iterable[Piece]:
+        yield "finding                      factor               params ranks   where", "head"
+
+    def pieces(self, index: int) -> Iterable[Piece]:
+        finding = self._findings[index]
+        factor = finding.factor.expression or number(finding.factor.observed)
+        event = finding.first_event
+        where = f"{short_path(event.file)}:{event.line}" if event is not None and event.file else "-"
+        yield fit(f"{finding.code} {finding.name}", 28) + " ", _LOOKS.get(finding.severity, "plain")
+        yield fit(factor, 20) + " ", "bold"
+        yield f"{finding.num_parameters:>6} {fit(spans(finding.ranks), 7)} ", "plain"
+        yield where, "accent"
+
+    def empty(self) -> str:
+        return {"clean": "no findings", "undetermined": "no findings, but the run could not be judged"}.get(
+            self._verdict, "no findings yet"
+        )

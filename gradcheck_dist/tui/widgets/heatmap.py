@@ -1,0 +1,135 @@
+"""The weights of a step as a map: contributions across, units or ranks down, colour and sign for the ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.reactive import reactive
+
+from gradcheck_dist.tui import scale
+from gradcheck_dist.tui.grid import Slice
+from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit, middle
+
+NUMBER_WIDTH, SIGN_WIDTH = 8, 4
+
+
+class Heatmap(Rows):
+    """A cursor on a cell; only the cells in view are drawn."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "move_column(-1)", "Left", show=False),
+        Binding("right", "move_column(1)", "Right", show=False),
+    ]
+
+    column = reactive(0)
+    numbers = reactive(True)
+    part: Slice | None = None
+    _first = 0
+
+    class CellMoved(Message):
+        """The cursor is on another cell."""
+
+    def show(self, part: Slice) -> None:
+        self.part = part
+        self.header_rows = max((len(label.split(" ")) for label in part.column_labels), default=1)
+        self.count = part.shape[0]
+        self.watch_count()
+        self.column = min(self.column, max(part.shape[1] - 1, 0))
+        self.show_column()
+        self.refresh()
+
+    @property
+    def cell_width(self) -> int:
+        return NUMBER_WIDTH if self.numbers else max(SIGN_WIDTH, 1 + self._label_width())
+
+    def _label_width(self) -> int:
+        labels = self.part.column_labels if self.part is not None else ()
+        return max((len(line) for label in labels[-1:] for line in label.split(" ")), default=2)
+
+    @property
+    def label_width(self) -> int:
+        longest = max((len(label) for label in self.part.row_labels[:2000]), default=8) if self.part else 8
+        return min(longest + 2, max(14, self.size.width * 2 // 5))
+
+    @property
+    def num_visible(self) -> int:
+        return max(1, (self.size.width - self.label_width) // self.cell_width)
+
+    def validate_column(self, column: int) -> int:
+        return max(0, min(column, (self.part.shape[1] if self.part else 1) - 1))
+
+    def watch_column(self) -> None:
+        self.show_column()
+        self.refresh()
+        self.post_message(self.CellMoved())
+
+    def watch_cursor(self, old: int, new: int) -> None:
+        super().watch_cursor(old, new)
+        if old != new:
+            self.post_message(self.CellMoved())
+
+    def watch_numbers(self) -> None:
+        self.show_column()
+        self.refresh()
+
+    def show_column(self) -> None:
+        self._first = max(min(self._first, self.column), self.column - self.num_visible + 1)
+
+    def on_resize(self) -> None:
+        self.show_column()
+
+    def action_move_column(self, by: int) -> None:
+        self.column += by
+
+    def on_click(self, event: events.Click) -> None:
+        if self.part is not None and event.x >= self.label_width:
+            self.column = self._first + (event.x - self.label_width) // self.cell_width
+        super().on_click(event)
+
+    def _columns(self) -> range:
+        num = self.part.shape[1] if self.part is not None else 0
+        return range(self._first, min(num, self._first + self.num_visible))
+
+    def header(self, row: int) -> Iterable[Piece]:
+        assert self.part is not None or self.count == 0
+        more = f"‹ {self._first} more" if self._first else ""
+        yield fit(more if row == 0 else "", self.label_width), "dim"
+        previous = None
+        for column in self._columns():
+            lines = self.part.column_labels[column].split(" ")  # type: ignore[union-attr]
+            line = lines[row] if row < len(lines) else ""
+            # The data rank stands over its first contribution only: groups are seen at a glance.
+            shown = "" if row == 0 and len(lines) > 1 and line == previous else line
+            previous = line
+            here = column == self.column
+            yield fit(f" {shown if not here else line}", self.cell_width), "accent" if here else "head"
+        rest = (self.part.shape[1] if self.part else 0) - (self._columns().stop)
+        if rest > 0 and row == 0:
+            yield f"{rest} more ›", "dim"
+
+    def pieces(self, index: int) -> Iterable[Piece]:
+        part = self.part
+        if part is None:
+            return
+        here_row = index == self.cursor
+        yield middle(part.row_labels[index], self.label_width - 1) + " ", "bold" if here_row else "plain"
+        width = self.cell_width
+        for column in self._columns():
+            ratio = part.cell(index, column)[3]
+            right = abs(ratio - 1.0) <= part.grid.tolerance
+            text = scale.short(ratio) if self.numbers else ""
+            style = scale.style(ratio, right)
+            body = f"{scale.sign(ratio, right)} {text}" if self.numbers else scale.sign(ratio, right)
+            if here_row and column == self.column:
+                yield fit(f"[{fit(body, width - 3)}]", width - 1), style + Style(bold=True, underline=True)
+            else:
+                yield fit(f" {body}", width - 1), style
+            yield " ", "plain"
+
+    def empty(self) -> str:
+        return "no weight of this step could be observed; the Parameters screen (5) says why"

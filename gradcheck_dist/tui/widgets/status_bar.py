@@ -1,0 +1,40 @@
+"""The line below the tabs: which run, which step, who is alive, live or replay."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.widgets import Static
+
+from gradcheck_dist.reports.text import plural, printable
+from gradcheck_dist.tui.snapshot import Snapshot
+
+
+class StatusBar(Static):
+    """One line about the run."""
+
+    DEFAULT_CSS = """
+    StatusBar { height: 1; background: $surface; color: $foreground; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def show(self, snapshot: Snapshot, *, paused: bool, follow: bool, behind: bool = False) -> None:
+        """`behind`: something newer waits until the pause ends."""
+        text = Text(no_wrap=True, overflow="ellipsis")
+        alive = sum(line.state in ("running", "ended") for line in snapshot.ranks)
+        word = "PAUSED" if paused else "LIVE" if snapshot.live else "REPLAY"
+        text.append(f" {word} ", "bold reverse" if paused or snapshot.live else "bold")
+        if paused and behind:
+            text.append("newer data waits ", "italic")
+        if follow:
+            text.append("following ", "bold")
+        if snapshot.step is not None:
+            text.append(f"step {snapshot.step.step} of {snapshot.recorded[-1] if snapshot.recorded else '?'}  ")
+            if len(snapshot.judged) < len(snapshot.recorded):
+                text.append(f"judged {len(snapshot.judged)} of {len(snapshot.recorded)} steps  ")
+        if snapshot.ranks:
+            well = alive == len(snapshot.ranks)
+            text.append(f"ranks {alive}/{len(snapshot.ranks)}  ", "" if well else "bold reverse")
+            text.append(f"{plural(snapshot.num_events, 'event')} {snapshot.num_bytes / 1000:.0f} kB  ")
+        run = snapshot.report.run if snapshot.report is not None else None
+        name = " ".join(part for part in (run.scenario, run.variant) if part) or run.id if run is not None else ""
+        text.append(printable(name or snapshot.path, 120), "dim")
+        self.update(text)
