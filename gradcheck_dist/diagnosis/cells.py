@@ -18,6 +18,8 @@ MAX_STDERR = 0.1
 """Relative standard error above which one parameter's weight is not known well enough to be judged alone."""
 
 SIGMAS = 6.0
+MAX_SPREAD = 1e-3
+"""Relative spread of the tokens' weights in one contribution above which they have no common weight."""
 TOO_FEW = "too few of its elements are sampled on this rank"
 
 
@@ -172,7 +174,7 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
         return result
     for key, groups in _columns(held.replay.basis.keys, held.partial):
         weight, contribution = expected.get(key), contributions.by_key.get(key)
-        if weight is None or contribution is None or contribution.weight is None:
+        if weight is None or contribution is None or contribution.weight is None or contribution.spread > MAX_SPREAD:
             continue
         root = contribution.weight
         loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "float32", 2.0**-23)

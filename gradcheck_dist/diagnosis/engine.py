@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from gradcheck_dist import __version__
+from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
-from gradcheck_dist.diagnosis.cells import Cell, Held, judge, measure, pool
+from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, judge, measure, pool
 from gradcheck_dist.diagnosis.context import StepContext, step_context
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, find, good_values, repeats
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect
+from gradcheck_dist.events import PipelineStep
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective, expected_weights
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, step_data, steps_of
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.trace.run import Run
 
 
@@ -49,14 +51,25 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
     """
     chosen, chosen_from = _objective(run, objective)
     recorded = steps_of(run)
-    wanted = recorded if steps is None else [step for step in recorded if step in set(steps)]
-    if recorded and not wanted:
+    skipped = skipped_steps(run)
+    chosen_steps = recorded if steps is None else [step for step in recorded if step in set(steps)]
+    wanted = [step for step in chosen_steps if step not in skipped]
+    if recorded and not chosen_steps:
         raise GradcheckError(
             f"none of the steps asked for was recorded; recorded are {_ranges(recorded)}. Name some of these.",
             code="E402",
         )
     verdicts = [judge_step(run, step, chosen, chosen_from) for step in wanted]
-    return _report(run, verdicts, chosen, chosen_from)
+    notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
+    whole = [verdict for verdict in verdicts if verdict.data.complete]
+    if whole and len(whole) < len(verdicts):
+        # A rank that died leaves a last step that nobody finished; the steps before it stand.
+        cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
+        notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
+        verdicts = whole
+    report = _report(run, verdicts, chosen, chosen_from)
+    report.coverage.problems += notes
+    return report
 
 
 def _objective(run: Run, given: str | None) -> tuple[str, str]:
@@ -77,8 +90,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     verdict.reasons += _why_not(run, data, contributions, len(tokens))
     expected = expected_weights(objective, tokens)
-    if run.missing_ranks and contributions.num_coordinates < _coordinates_declared(context):
-        # The tokens of the missing ranks are unknown, and with them every expected weight.
+    if not _tokens_known(run, data):
         return verdict
     measured = measure(data, contributions)
     verdict.held = judge(measured, contributions, expected)
@@ -119,9 +131,21 @@ def _all_cases(
     return [_case(verdict, culprit, cells), *_cases(verdict, judged if held_alone else pool(judged))]
 
 
-def _coordinates_declared(context: StepContext) -> int:
-    axes = context.axes
-    return axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
+def _tokens_known(run: Run, data: StepData) -> bool:
+    """Whether every missing rank shares its tokens with one that is there; else no expected weight is known."""
+    declared = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
+    known: set[int] = set()
+    if declared:
+        axes = Axes(**declared)
+        names = ("dp_replicate", "dp_shard", "cp")
+        place = {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(run.world_size)}
+        present = {place[rank] for rank in run.ranks}
+        known = {rank for rank, coordinate in place.items() if coordinate in present}
+    for of_rank in data.events.values():
+        for event in of_rank:
+            if isinstance(event, PipelineStep) and any(losses_of_rank(data.events.get(r, [])) for r in event.group):
+                known |= set(event.group)
+    return set(run.missing_ranks) <= known
 
 
 def _why_not(run: Run, data: StepData, contributions: Contributions, num_counted: int) -> list[str]:
@@ -138,7 +162,7 @@ def _why_not(run: Run, data: StepData, contributions: Contributions, num_counted
         )
     elif num_counted < len(contributions.by_key):
         reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
-    mixed = [c for c in contributions.by_key.values() if c.spread > 1e-3]
+    mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
     if mixed:
         reasons.append(
             "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "

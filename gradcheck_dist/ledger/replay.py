@@ -303,9 +303,9 @@ class _Machine:
         usable = [column for column in columns if column.weights is not None]
         if len(usable) < len(columns):
             return None
-        rows = ~np.isnan(point.values.data)
+        rows = np.isfinite(point.values.data)
         for column in usable:
-            rows &= ~np.isnan(column.data)
+            rows &= np.isfinite(column.data)
         if not rows.any():
             return None
         matrix = np.stack([column.data[rows] for column in usable], axis=1) if usable else np.empty((rows.sum(), 0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradcheck_dist.events import LEAF, Backward, Event, OptimizerStep, Param, Samples, Wrapper
+from gradcheck_dist.events import LEAF, AmpUnscale, Backward, Event, OptimizerStep, Param, Samples, Wrapper
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -69,6 +69,15 @@ def param_key(param: Param) -> ParamKey:
 def steps_of(run: Run) -> list[int]:
     """Steps in which at least one backward was recorded, ascending."""
     return sorted({e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, Backward)})
+
+
+def skipped_steps(run: Run) -> list[int]:
+    """Steps in which a GradScaler found an overflow and left the optimizer out: there is nothing to judge."""
+    overflowed = {
+        e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, AmpUnscale) and e.found_inf
+    }
+    stepped = {e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, OptimizerStep)}
+    return sorted(overflowed - stepped)
 
 
 def step_data(run: Run, step: int) -> StepData:

@@ -49,7 +49,7 @@ def unscaled(recorder: Recorder, scaler: Any, optimizer: Any) -> None:
     recorder.emit(
         AmpUnscale,
         site=caller_site(),
-        scale=float(scaler.get_scale()),
+        scale=scaler._scale.detach().double(),
         params=recorder.registry.param_set(infos),
-        found_inf=any(float(value) > 0 for value in found.values()),
+        found_inf=torch.stack([value.detach().reshape(()) > 0 for value in found.values()]).any(),
     )

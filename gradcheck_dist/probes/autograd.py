@@ -95,7 +95,9 @@ class Discovery:
         self._hooks.clear()
 
     def _on_call(self, module: nn.Module, _args: Any) -> None:
-        if id(module) not in self._recorder.registry.known_modules and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if id(module) not in self._recorder.registry.known_modules:
             add_root(self._recorder, module, None)
 
     def hook(self, info: ParamInfo, leaf: Tensor) -> None:

@@ -7,6 +7,7 @@ again here rather than mirrored. Its result is passed through untouched: its len
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -136,16 +137,10 @@ def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo
     if not all_reduced and replicate:
         return
     stream = result[2] if isinstance(result, tuple) and len(result) > 2 else None
-    with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else _no_stream():
+    with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext():
         for info, fsdp_param in known:
             if fsdp_param.sharded_param.grad is not None:
                 recorder.sample(seq, AFTER, info, fsdp_param.sharded_param.grad)
-
-
-class _no_stream:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 def _factors(call: dict[str, Any], shard_size: int) -> dict[str, Any]:

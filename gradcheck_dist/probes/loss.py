@@ -30,7 +30,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if recorder.in_loss or recorder.suspended or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or recorder.in_loss or recorder.suspended:
             return original(input, target, *args, **kwargs)
         recorder.in_loss = True
         try:
@@ -46,10 +46,17 @@ def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Call
     return loss
 
 
-def label_hash(target: Tensor) -> int:
-    """A checksum of the labels: ranks that evaluate the same labels are one data coordinate."""
-    local = getattr(target, "_local_tensor", target)
-    return zlib.crc32(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
+
+
+def label_hash(target: Tensor) -> int | Tensor:
+    """A checksum of the labels: ranks that evaluate the same labels are one data coordinate. On an accelerator it stays
+    there, as a 0-d int64 tensor."""
+    local = getattr(target, "_local_tensor", target).detach()
+    if local.device.type == "cpu":
+        return zlib.crc32(local.contiguous().view(torch.uint8).numpy().tobytes())
+    position = torch.arange(local.numel(), device=local.device) * HASH_FACTOR + HASH_OFFSET
+    return ((local.reshape(-1).to(torch.int64) + 1) * position).sum()
 
 
 @guarded("loss")
@@ -59,14 +66,16 @@ def evaluated(recorder: Recorder, output: Tensor, target: Tensor, op: str, ignor
     if not recorder.recording:
         return
     valid = target != ignore_index if not target.is_floating_point() else None
-    num_tokens = int(valid.sum()) if valid is not None else target.shape[0]
+    num_tokens = valid.sum() if valid is not None else target.shape[0]
+    if isinstance(num_tokens, Tensor) and num_tokens.device.type == "cpu":
+        num_tokens = int(num_tokens)
     record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target)
 
 
 def record_loss(
     recorder: Recorder,
     output: Tensor,
-    num_tokens: int,
+    num_tokens: int | Tensor,
     *,
     reduction: str,
     op: str,
@@ -86,7 +95,7 @@ def record_loss(
         num_tokens=num_tokens,
         num_labels=labels.numel() if labels is not None else None,
         label_hash=label_hash(labels) if labels is not None else None,
-        value=float(output.detach()) if output.dim() == 0 else None,
+        value=output.detach() if output.dim() == 0 else None,
         requires_grad=output.requires_grad,
         dtype=str(output.dtype).removeprefix("torch."),
     )
@@ -95,19 +104,21 @@ def record_loss(
 
 
 @guarded("loss")
-def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens: int, reduction: str) -> None:
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens: int | Tensor, reduction: str) -> None:
     if not recorder.recording or recorder.current is None:
         return
     local = getattr(grad, "_local_tensor", grad).detach()
-    low = high = None
+    low: Tensor | None = None
+    high: Tensor | None = None
     if local.numel() == 1:
-        weight = float(local)
+        weight = local.reshape(()).double()
         if reduction == "mean":
-            weight /= max(num_tokens, 1)
+            weight = weight / (num_tokens.clamp_min(1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
     else:
-        used = local[local != 0].double()
-        weight = float(used.mean()) if used.numel() else 0.0
-        low, high = (float(used.min()), float(used.max())) if used.numel() else (0.0, 0.0)
+        used = local != 0
+        weight = local.double().sum() / used.sum().clamp_min(1)
+        low = torch.where(used, local, torch.inf).min().double()
+        high = torch.where(used, local, -torch.inf).max().double()
     recorder.emit(
         LossGradient,
         site=recorder.current.site,

@@ -173,7 +173,7 @@ def after_clip(
 ) -> None:
     local = getattr(total_norm, "_local_tensor", total_norm)
     partial = any(placement.is_partial() for placement in getattr(total_norm, "placements", ()))
-    norm = float(local)
+    norm = local.detach().double() if isinstance(local, Tensor) else torch.tensor(float(local), dtype=torch.float64)
     recorder.emit(
         Clip,
         seq=seq,
@@ -182,6 +182,6 @@ def after_clip(
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         total_norm=norm,
-        coefficient=min(1.0, float(max_norm) / (norm + CLIP_EPSILON)),
+        coefficient=(float(max_norm) / (norm + CLIP_EPSILON)).clamp(max=1.0),
         partial=partial,
     )

@@ -135,7 +135,10 @@ class Recorder:
     # ---- events
 
     def emit(self, kind: Callable[..., Event], *, seq: int | None = None, **fields: Any) -> None:
-        """Append an event. Fields may be 0-d tensors: they are read here on CPU."""
+        """Append an event. Fields may be 0-d tensors: on CPU they are read here."""
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                fields[name] = value.item()
         event = kind(seq=self.next_seq() if seq is None else seq, t_ns=time.time_ns(), step=self.step, **fields)
         self.writer.append(cast(AnyRecord, event))
 

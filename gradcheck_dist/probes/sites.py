@@ -7,13 +7,14 @@ import functools
 import os
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 from gradcheck_dist.events import Site
 
-_SKIP_DIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_SKIP_DIRS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 _SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__}
 
 

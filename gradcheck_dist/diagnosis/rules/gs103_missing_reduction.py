@@ -39,7 +39,7 @@ def triggered(context: StepContext) -> bool:
 def judge(case: Case) -> Answer | None:
     if not case.culprit.absent or case.context.contributions.num_coordinates < 2:
         return None
-    foreign = [cell for held, cell in case.cells if _is_foreign(case, held.rank, cell.key[0])]
+    foreign = [cell for held, cell in case.cells if not cell.right and _is_foreign(case, held.rank, cell.key[0])]
     if not foreign or any(abs(cell.ratio) > max(1e-3, cell.margin) for cell in foreign):
         return None
     steps = sorted({cell.key[1] for cell in foreign})

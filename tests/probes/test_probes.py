@@ -1,0 +1,329 @@
+"""What each probe sees in a loop of one process, and that a probe in trouble never harms training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net, batch, token_sum
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import Clip, Event, Loss, LossGradient, OptimizerStep, ProbeError, ZeroGrad
+from gradcheck_dist.probes import attach, availability, mark_loss
+from gradcheck_dist.probes.recorder import Recorder
+from gradcheck_dist.trace.run import read_run
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def record(step: Step, run_dir: Path, *, steps: int = 1, make: Callable[..., Any] = torch.optim.SGD) -> nn.Module:
+    """Run a step function on a fresh model with the probes on."""
+    model = Net()
+    optimizer = make(model.parameters(), lr=0.1)
+    with attach(run_dir, objective="global-token-mean"):
+        for _ in range(steps):
+            step(model, optimizer)
+    return model
+
+
+def judged(run_dir: Path) -> Report:
+    return diagnose(read_run(run_dir))
+
+
+def events_of(run_dir: Path, kind: type[Event]) -> list[Any]:
+    return [event for event in read_run(run_dir).ranks[0].events if isinstance(event, kind)]
+
+
+def accumulate(model: nn.Module, num: int = 3) -> None:
+    data = [batch(0, k) for k in range(num)]
+    total = sum(int((labels >= 0).sum()) for _, labels in data)
+    for part in data:
+        (token_sum(model, part) / total).backward()
+
+
+def healthy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    accumulate(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_healthy_accumulation_is_clean_in_every_step(tmp_path: Path) -> None:
+    record(healthy, tmp_path, steps=3)
+    report = judged(tmp_path)
+    assert (report.verdict, report.run.steps) == ("clean", [0, 1, 2])
+    assert {round(weight.ratio or 0, 6) for weight in report.weights} == {1.0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_weight_of_one_token_is_seen_for_every_reduction(reduction: str, tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        tokens, labels = batch(0, 1)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction=reduction)
+        (loss if reduction == "mean" else loss.sum() / (labels >= 0).sum()).backward()
+        optimizer.step()
+
+    record(step, tmp_path)
+    (loss,) = events_of(tmp_path, LossGradient)
+    assert loss.num_tokens == int((batch(0, 1)[1] >= 0).sum())
+    assert loss.weight == pytest.approx(1 / loss.num_tokens, rel=1e-6)
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_an_evaluation_without_backward_is_no_contribution(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            token_sum(model, batch(0, 5))
+        healthy(model, optimizer)
+
+    record(step, tmp_path)
+    assert len(events_of(tmp_path, Loss)) == 4
+    report = judged(tmp_path)
+    assert report.verdict == "clean"
+    assert {weight.contribution.accumulation_step for weight in report.weights} == {0, 1, 2}
+
+
+def test_two_optimizers_share_one_step(tmp_path: Path) -> None:
+    model = Net()
+    first = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+    second = torch.optim.AdamW([*model.embedding.parameters(), *model.head.parameters()], lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            accumulate(model)
+            first.step()
+            second.step()
+            model.zero_grad()
+    report = judged(tmp_path)
+    assert (report.verdict, report.run.steps) == ("clean", [0, 1])
+    assert report.coverage.parameters_observed == 5
+
+
+def test_gradients_computed_inside_a_closure_are_read_after_it(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = token_sum(model, batch(0, 1)) / int((batch(0, 1)[1] >= 0).sum())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    record(step, tmp_path)
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_clipping_scales_all_weights_alike_and_is_no_finding(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        accumulate(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    record(step, tmp_path)
+    (clip,) = events_of(tmp_path, Clip)
+    assert clip.coefficient == pytest.approx(0.01 / (clip.total_norm + 1e-6))
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_a_generator_given_to_clipping_is_used_up_as_without_probes(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        accumulate(model)
+        params = (param for param in model.parameters())
+        seen.append(float(nn.utils.clip_grad_norm_(params, 0.01)))
+        seen.append(len(list(params)))
+        optimizer.step()
+
+    record(step, tmp_path)
+    assert seen[0] > 0 and seen[1] == 0
+
+
+def test_a_gradient_scaler_is_followed_through_its_unscale(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = [batch(0, k) for k in range(2)]
+        total = sum(int((labels >= 0).sum()) for _, labels in data)
+        for part in data:
+            scaler.scale(token_sum(model, part) / total).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    record(step, tmp_path, steps=2)
+    report = judged(tmp_path)
+    assert (report.verdict, report.run.steps) == ("clean", [0, 1])
+
+
+def test_emptying_gradients_between_microbatches_is_found_with_its_line(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for k in range(2):
+            optimizer.zero_grad()
+            (token_sum(model, batch(0, k)) / 20).backward()
+        optimizer.step()
+
+    record(step, tmp_path)
+    assert events_of(tmp_path, ZeroGrad)
+    (finding,) = judged(tmp_path).findings
+    assert finding.code == "GS401" and finding.first_event is not None
+    assert finding.first_event.file == __file__
+
+
+def test_a_loss_that_no_wrapper_sees_is_completed_by_mark_loss(tmp_path: Path) -> None:
+    def own_loss(model: nn.Module, marked: bool) -> Tensor:
+        tokens, labels = batch(0, 0)
+        valid = labels >= 0
+        picked = model(tokens).log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        total = -(picked * valid).sum()
+        if marked:
+            mark_loss(total, int(valid.sum()), labels=labels)
+        return total / valid.sum()
+
+    for marked in (False, True):
+        run_dir = tmp_path / str(marked)
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, marked: bool = marked) -> None:
+            own_loss(model, marked).backward()
+            optimizer.step()
+
+        record(step, run_dir)
+        report = judged(run_dir)
+        assert report.verdict == ("clean" if marked else "undetermined")
+        assert marked or "mark_loss" in " ".join(report.reasons)
+
+
+def test_gradients_from_autograd_grad_are_contributions_too(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = token_sum(model, batch(0, 0)) / int((batch(0, 0)[1] >= 0).sum())
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad
+        optimizer.step()
+
+    record(step, tmp_path)
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_only_the_steps_asked_for_are_recorded(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, steps=range(1, 3)):
+        for _ in range(5):
+            healthy(model, optimizer)
+    assert [event.step for event in events_of(tmp_path, OptimizerStep)] == [1, 2]
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_an_error_inside_a_probe_is_recorded_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = record(healthy, tmp_path / "fine")
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("a probe in trouble")
+
+    monkeypatch.setattr(Recorder, "leaf", broken)
+    model = record(healthy, tmp_path / "broken")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    errors = events_of(tmp_path / "broken", ProbeError)
+    assert errors and "a probe in trouble" in errors[0].message
+    report = judged(tmp_path / "broken")
+    assert report.verdict == "undetermined"
+    assert any("a probe in trouble" in problem for problem in report.coverage.problems)
+
+
+def test_a_full_disk_stops_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path) as session:
+        healthy(model, optimizer)
+
+        def full(fd: int, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            healthy(model, optimizer)
+        assert session.recorder.writer.error is not None
+        healthy(model, optimizer)
+    assert judged(tmp_path).run.steps == [0]
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    with attach(tmp_path) as session:
+        before = sum(file.stat().st_size for file in tmp_path.glob("*.trace"))
+        child = os.fork()
+        if child == 0:
+            session.recorder.emit(ProbeError, probe="child", message="x")
+            session.recorder.writer.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.trace")) == before
+
+
+def patched_attributes() -> Iterator[object]:
+    yield torch.autograd.backward
+    yield torch.autograd.grad
+    yield F.cross_entropy
+    yield F.nll_loss
+    yield nn.utils.clip_grad_norm_
+    yield torch.optim.Optimizer.zero_grad
+    yield torch.amp.GradScaler.unscale_
+    yield torch.distributed.all_reduce
+    yield nn.parallel.DistributedDataParallel._post_forward
+
+
+def test_detaching_takes_every_probe_away(tmp_path: Path) -> None:
+    before = list(patched_attributes())
+    model = Net()
+    with attach(tmp_path):
+        assert all(now is not then for now, then in zip(patched_attributes(), before, strict=True))
+        accumulate(model)
+    assert all(now is then for now, then in zip(patched_attributes(), before, strict=True))
+    assert not any(param._backward_hooks for param in model.parameters())
+
+
+def test_every_probe_hooks_into_this_torch() -> None:
+    assert set(availability().values()) == {"ok"}
+
+
+def test_attaching_twice_is_one_session_and_elsewhere_is_refused(tmp_path: Path) -> None:
+    with attach(tmp_path / "a") as session:
+        assert attach() is session
+        with pytest.raises(GradcheckError, match="already recording into") as caught:
+            attach(tmp_path / "b")
+        assert caught.value.code == "E301"
+
+
+def test_a_recorded_rank_is_never_overwritten(tmp_path: Path) -> None:
+    record(healthy, tmp_path)
+    with pytest.raises(GradcheckError, match="nothing recorded is ever overwritten"):
+        attach(tmp_path)
+
+
+def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)  # overflows at once, then backs off
+    steps = 0
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal steps
+        total = int((batch(0, 0)[1] >= 0).sum())
+        scaler.scale(token_sum(model, batch(0, 0)) * (1.0 if steps else 1e9) / total).backward()
+        scaler.step(optimizer)
+        scaler.update(None if steps else 1024.0)
+        optimizer.zero_grad()
+        steps += 1
+
+    record(step, tmp_path, steps=2)
+    report = judged(tmp_path)
+    assert (report.verdict, report.run.steps) == ("clean", [1])
+    assert any("skipped the optimizer" in problem for problem in report.coverage.problems)
