@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradcheck_dist.errors import GradcheckError
 
@@ -15,7 +17,7 @@ from gradcheck_dist.errors import GradcheckError
 def save_weights(parts: Sequence[nn.Module], folder: str) -> None:
     """Write the model whose parts the ranks hold; replaces what the folder held."""
     with warnings.catch_warnings(action="ignore"):  # that a single process saves alone
-        dcp.save(_weights(parts), checkpoint_id=folder)
+        save(_weights(parts), checkpoint_id=folder)
 
 
 def load_weights(parts: Sequence[nn.Module], folder: str) -> None:
@@ -32,8 +34,8 @@ def load_weights(parts: Sequence[nn.Module], folder: str) -> None:
         )
     try:
         with warnings.catch_warnings(action="ignore"):
-            dcp.load(_weights(parts), checkpoint_id=folder)  # in place: these are the parameters' own tensors
-    except (RuntimeError, ValueError, dcp.api.CheckpointException) as error:
+            load(_weights(parts), checkpoint_id=folder)  # in place: these are the parameters' own tensors
+    except (RuntimeError, ValueError, CheckpointException) as error:
         raise GradcheckError(
             f"seed_checkpoint {folder!r} does not fit this model: {error}. Sizes must be those it was written with.",
             code="E218",

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradcheck_dist.trainer.config import TrainConfig
+
 
 def clip_gradients(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
     """Scale gradients down to a global 2-norm of max_norm (None: leave them); returns the norm before.
@@ -32,7 +34,8 @@ def by_mesh(model: nn.Module) -> dict[int, list[nn.Parameter]]:
 
 def whole_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The norm of gradients on one mesh, over all ranks of the mesh."""
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    counted = [parameter for parameter in parameters if not getattr(parameter, "counted_elsewhere", False)]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in counted if parameter.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
@@ -44,3 +47,8 @@ def combined_norm(norms: Sequence[Tensor], pipeline_group: dist.ProcessGroup | N
     if pipeline_group is not None:
         dist.all_reduce(squared, group=pipeline_group)
     return squared.sqrt()
+
+
+def logged_norm(norm: float, config: TrainConfig) -> float:
+    """What the log shows: the norm that clipping used."""
+    return norm

@@ -72,7 +72,7 @@ class TrainConfig:
         vocab_size: at least documents.VOCAB_SIZE, the 256 bytes and the special tokens.
         data: text file, JSONL file or folder of them; None takes the documents of the Python installation.
         tensorboard: folder for TensorBoard scalars; None writes none.
-        seed_checkpoint: torch.distributed.checkpoint folder that the first weights come from; None makes them from seed.
+        seed_checkpoint: torch.distributed.checkpoint folder of the first weights; None makes them from seed.
         save_checkpoint: folder that gets the last weights; None saves none.
         device: "auto" takes CUDA where every rank of this machine has a GPU of its own, else the CPU.
         faults: names out of faults.py, applied in this order.

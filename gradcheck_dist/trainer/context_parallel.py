@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradcheck_dist.trainer.data import Batch
-from gradcheck_dist.trainer.model import Decoder
+from gradcheck_dist.trainer.model import Attention, Decoder
 
 
 def local_part(batch: Batch, rank: int, degree: int) -> Batch:
@@ -26,11 +26,12 @@ def apply_context_parallel(model: Decoder, group: dist.ProcessGroup, rank: int) 
     """Prepare a model for `local_part` of its sequences, in place."""
     model.seq_len //= group.size()
     model.first_position = rank * model.seq_len
-    for block in model.layers.values():
-        block.attention.attend = ContextAttention(group, model.first_position)
-        if hasattr(block.ffn, "sum_over_sequence"):
-            block.ffn.sum_over_sequence = SumOverGroup(group)
-            block.ffn.first_position = model.first_position
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = ContextAttention(group, model.first_position)
+        elif hasattr(module, "sum_over_sequence"):  # a mixture of experts
+            module.sum_over_sequence = SumOverGroup(group)  # type: ignore[assignment]
+            module.first_position = model.first_position  # type: ignore[assignment]
 
 
 class ContextAttention:

@@ -1,6 +1,7 @@
 """Batches in a fixed global order: which tokens a step sees does not depend on how the ranks are laid out."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Labels that count."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+
+def data_rank(config: TrainConfig, position: Mapping[str, int]) -> int:
+    """Which part of the data a rank sees, from its position on the mesh axes; ranks along cp, tp and pp share one."""
+    return position["dp_replicate"] * config.axes.dp_shard + position["dp_shard"]
 
 
 class DataLoader:

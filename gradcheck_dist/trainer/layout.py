@@ -151,8 +151,8 @@ def _check_experts(config: TrainConfig) -> None:
         )
     if config.num_experts and axes.tp > 1:
         _refuse(
-            f"num_experts={config.num_experts} with tp={axes.tp}: this trainer does not split mixture-of-experts layers "
-            "over tp. Set tp=1 and use dp_shard, cp, ep or pp; or num_experts=0.",
+            f"num_experts={config.num_experts} with tp={axes.tp}: this trainer does not split mixture-of-experts "
+            "layers over tp. Set tp=1 and use dp_shard, cp, ep or pp; or num_experts=0.",
             "E216",
         )
 
@@ -180,7 +180,8 @@ def _check_pipeline(config: TrainConfig) -> None:
     if stages > config.n_layers:
         _refuse(
             f"pp={pp} with {per_rank} stages a rank makes {stages} stages, which need at least one layer each, but "
-            f"n_layers={config.n_layers}. Legal values of pp here: 1 to {config.n_layers // per_rank}; or raise n_layers.",
+            f"n_layers={config.n_layers}. Legal values of pp here: 1 to {config.n_layers // per_rank}; or raise "
+            "n_layers.",
             "E209",
         )
     least = {"gpipe": 1, "loopedbfs": 1, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(config.schedule, pp)
@@ -199,9 +200,9 @@ def _check_pipeline_with_others(config: TrainConfig) -> None:
     if uses_ddp(config):
         if config.schedule not in SINGLE_STAGE_SCHEDULES:
             _refuse(
-                f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel does "
-                "not reduce every stage of schedules with several stages a rank (pytorch#144530). Legal schedules: "
-                f"{', '.join(SINGLE_STAGE_SCHEDULES)}; or set replication=composable.",
+                f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel "
+                "does not reduce every stage of schedules with several stages a rank (pytorch#144530). Legal "
+                f"schedules: {', '.join(SINGLE_STAGE_SCHEDULES)}; or set replication=composable.",
                 "E217",
             )
         if config.accum > 1 and config.gradient_reduction == "sum":
@@ -224,12 +225,6 @@ def _check_pipeline_with_others(config: TrainConfig) -> None:
             f"activation_checkpointing={config.activation_checkpointing} with schedule={config.schedule}: the schedule "
             "walks the graph twice and would recompute it in between. Set activation_checkpointing=none, or another "
             "schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs.",
-            "E217",
-        )
-    if config.tied_embeddings:
-        _refuse(
-            f"tied_embeddings=true with pp={config.axes.pp}: the first and the last stage would each hold a copy. "
-            "Set tied_embeddings=false, or pp=1.",
             "E217",
         )
     if config.loss_parallel:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.trainer import clip, parallelize, pipeline, precision
+from gradcheck_dist.trainer import clip, data, loss, parallelize, pipeline, precision, tied
 from gradcheck_dist.trainer.auxiliary import AuxiliaryLosses, AuxiliaryStep
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.data import Batch, DataLoader
@@ -41,7 +41,7 @@ class Trainer:
         if "RANK" in os.environ and not dist.is_initialized():
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         self.position = config.axes.coordinates(self.rank)
-        self.data_rank = self.position["dp_replicate"] * config.axes.dp_shard + self.position["dp_shard"]
+        self.data_rank = data.data_rank(config, self.position)
         stages = stages_of_rank(config, self.position["pp"])
         self.is_first_stage, self.is_last_stage = 0 in stages, config.num_stages - 1 in stages
         self.owns_loss = self.is_last_stage and all(self.position[axis] == 0 for axis in self.position if axis != "pp")
@@ -71,8 +71,8 @@ class Trainer:
         grad_norm = self.update()
         return StepMetrics(
             step=step,
-            loss=self.global_token_sum() / tokens.global_tokens,
-            grad_norm=grad_norm,
+            loss=loss.logged_loss(self.global_token_sum(), tokens),
+            grad_norm=clip.logged_norm(grad_norm, self.config),
             tokens=tokens.global_tokens,
             lr=self.optimizer.param_groups[0]["lr"],
             duration_s=time.perf_counter() - start_s,
@@ -102,6 +102,8 @@ class Trainer:
     def update(self) -> float:
         """Finish gradients, clip them, step the optimizer; returns the gradient norm before clipping."""
         parallelize.finish_gradients(self.model, self.config)
+        if self.config.tied_embeddings and self.pipeline_group is not None:
+            tied.sum_tied_gradients(self.parts, self.pipeline_group)
         precision.unscale(self.scaler, self.optimizer)
         grad_norm = clip.clip_gradients(self.model, self.config.max_norm, self.pipeline_group)
         if self.scaler is None:
@@ -118,7 +120,7 @@ class Trainer:
         if self.schedule is None:
             with self.loss_context():
                 with precision.autocast(self.config, self.device):
-                    logits = self.model(tokens)
+                    logits = parallelize.forward(self.model, tokens)
                 loss = self.loss(logits, labels)
                 loss.backward()
         else:
@@ -133,9 +135,7 @@ class Trainer:
         if self.world_size > 1:
             dist.all_reduce(total)
         seen_by = self.config.axes.tp * self.config.axes.pp  # ranks that count the same tokens
-        return StepTokens(
-            int(total) // seen_by, own, self.config.contributions, parallelize.later_divisor(self.config)
-        )
+        return StepTokens(int(total) // seen_by, own, self.config.contributions, parallelize.later_divisor(self.config))
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
         """Around loss and backward: what split logits need."""

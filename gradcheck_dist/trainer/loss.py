@@ -33,6 +33,11 @@ def normalizer(labels: Tensor, step: StepTokens) -> float:
     return step.global_tokens / step.later_divisor
 
 
+def logged_loss(token_sum: float, step: StepTokens) -> float:
+    """What the log shows: the mean over all tokens of the step."""
+    return token_sum / step.global_tokens
+
+
 class TokenMeanLoss:
     """Cross entropy of one microbatch, summed over its tokens and divided by `normalizer`.
 

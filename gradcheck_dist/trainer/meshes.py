@@ -58,7 +58,13 @@ def build_meshes(config: TrainConfig, device: torch.device) -> Meshes | None:
         "fsdp": axes.dp_shard * axes.cp,
         "tp": axes.tp,
     }
-    context = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "dp_shard": axes.dp_shard, "cp": axes.cp, "tp": axes.tp}
+    context = {
+        "pp": axes.pp,
+        "dp_replicate": axes.dp_replicate,
+        "dp_shard": axes.dp_shard,
+        "cp": axes.cp,
+        "tp": axes.tp,
+    }
     expert = {
         "pp": axes.pp,
         "dp_replicate": axes.dp_replicate,

@@ -16,7 +16,7 @@ _NORM_EPS = 1e-5
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Each position looks at itself and those before it; [batch, heads, seq, head_dim], fewer heads in key and value."""
+    """Each position looks at itself and those before; [batch, heads, seq, head_dim], fewer heads in key and value."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts in the place of a feed-forward layer, on one rank or with its experts spread over `ep`.
 
-Sources: Switch Transformer, arXiv 2101.03961 (load-balance loss); ST-MoE, arXiv 2202.08906 (router z-loss); DeepSeek-V3,
-arXiv 2412.19437 (balance taken within each sequence, so that it does not depend on how sequences are spread).
+Sources: Switch Transformer, arXiv 2101.03961 (load-balance loss); ST-MoE, arXiv 2202.08906 (router z-loss);
+DeepSeek-V3, arXiv 2412.19437 (balance within each sequence, so that it does not depend on how sequences are spread).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
-        into, out_of = (config.num_experts, config.ffn_dim, config.dim), (config.num_experts, config.dim, config.ffn_dim)
+        into, out_of = (
+            (config.num_experts, config.ffn_dim, config.dim),
+            (config.num_experts, config.dim, config.ffn_dim),
+        )
         self.w_gate = nn.Parameter(torch.empty(into))
         self.w_up = nn.Parameter(torch.empty(into))
         self.w_down = nn.Parameter(torch.empty(out_of))

@@ -4,15 +4,20 @@ Wrappers are imported where they are needed, for each costs up to a second and m
 """
 
 import contextlib
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.layout import is_sharded, stages_of_rank, uses_ddp, uses_fsdp
 from gradcheck_dist.trainer.meshes import Meshes
 from gradcheck_dist.trainer.model import Decoder, build_model, keep_stage
+
+if TYPE_CHECKING:
+    from gradcheck_dist.trainer.moe import MixtureOfExperts
 
 
 def build_parts(config: TrainConfig, meshes: Meshes | None, device: torch.device) -> list[nn.Module]:
@@ -41,15 +46,20 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
         from gradcheck_dist.trainer.moe import apply_expert_parallel
 
         for block in model.layers.values():
-            apply_expert_parallel(block.ffn, expert)
+            apply_expert_parallel(cast("MixtureOfExperts", block.ffn), expert)
     apply_checkpointing(model, config)
-    parallel: nn.Module = model
-    if uses_fsdp(config):
-        apply_fsdp(model, config, meshes)
-    elif uses_ddp(config):
-        parallel = apply_ddp(model, config, meshes)
+    parallel = wrap(model, config, meshes)
     combine_gradients(parallel, config)
     return parallel
+
+
+def wrap(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
+    """The model inside of what makes data-parallel ranks one."""
+    if uses_ddp(config):
+        return apply_ddp(model, config, meshes)
+    if uses_fsdp(config):
+        apply_fsdp(model, config, meshes)
+    return model
 
 
 def apply_checkpointing(model: Decoder, config: TrainConfig) -> Decoder:
@@ -78,8 +88,7 @@ def apply_ddp(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
 def apply_fsdp(model: Decoder, config: TrainConfig, meshes: Meshes) -> None:
     """Shard each block and the rest (FSDP2), or replicate them with the same machinery, in place.
 
-    Averages gradients by default. A pipeline schedule runs several forwards before a backward, so parameters stay
-    gathered between them unless the configuration says otherwise.
+    Averages gradients by default.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -91,17 +100,36 @@ def apply_fsdp(model: Decoder, config: TrainConfig, meshes: Meshes) -> None:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         for module in (*model.layers.values(), model):
-            replicate(module, mesh=meshes.data_parallel(), mp_policy=policy)
+            replicate(module, mesh=data_parallel_mesh(meshes), mp_policy=policy)
         return
-    reshard = {"default": config.axes.pp == 1, "always": True, "never": False}[config.reshard_after_forward]
-    mesh, expert_mesh = meshes.data_parallel(), meshes.data_parallel(experts=True)
-    options = {"reshard_after_forward": reshard, "mp_policy": policy}
+    mesh, expert_mesh = data_parallel_mesh(meshes), meshes.data_parallel(experts=True)
+    options: dict[str, Any] = {"reshard_after_forward": reshards_after_forward(config), "mp_policy": policy}
     for block in model.layers.values():
         if expert_mesh is not None:
             # Dimension 0 is taken by ep.
-            fully_shard(block.ffn.experts, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1), **options)
+            experts = cast("MixtureOfExperts", block.ffn).experts
+            fully_shard(experts, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1), **options)
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+
+
+def reshards_after_forward(config: TrainConfig) -> bool:
+    """Whether FSDP2 frees gathered parameters between forward and backward.
+
+    A pipeline schedule runs several forwards before a backward, so there they stay unless the configuration says
+    otherwise.
+    """
+    return {"default": config.axes.pp == 1, "always": True, "never": False}[config.reshard_after_forward]
+
+
+def data_parallel_mesh(meshes: Meshes) -> DeviceMesh | None:
+    """The mesh that FSDP2 shards and replicates over: every rank that holds other tokens is on it."""
+    return meshes.data_parallel()
+
+
+def forward(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The model's output; called through the wrapper, which prepares its reduction in forward."""
+    return model(tokens)  # type: ignore[no-any-return]
 
 
 def combine_gradients(model: nn.Module, config: TrainConfig) -> None:
@@ -119,7 +147,9 @@ def divide_expert_gradients(model: nn.Module, config: TrainConfig) -> None:
     """Divide gradients of experts by as much as all others: their own group is smaller by ep, and so is its mean."""
     if config.axes.ep > 1:
         for module in expert_units(model):
-            set_divisor(module, config.gradient_ranks)
+            # Over one rank, torch 2.13 divides a forced sum twice: once instead of the reduction and once after it.
+            force_sum = config.axes.dp_shard * config.axes.cp > config.axes.ep
+            set_divisor(module, config.gradient_ranks, force_sum=force_sum)
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -136,10 +166,14 @@ def expert_units(model: nn.Module) -> list[nn.Module]:
     return [module for module in fsdp_units(model) if isinstance(module, Experts)]
 
 
-def set_divisor(unit: nn.Module, divisor: float) -> None:
-    """Have FSDP2 add up one unit's gradients over all its ranks and divide them by `divisor`."""
+def set_divisor(unit: nn.Module, divisor: float, *, force_sum: bool = True) -> None:
+    """Have FSDP2 add up one unit's gradients over all its ranks and divide them by `divisor`.
+
+    Args:
+        force_sum: divide apart from the reduction; gloo has no PREMUL_SUM, which would be asked for otherwise.
+    """
     unit.set_gradient_divide_factor(divisor)  # type: ignore[operator]
-    unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator] # gloo has no PREMUL_SUM, else asked for
+    unit.set_force_sum_reduction_for_comms(force_sum)  # type: ignore[operator]
 
 
 # DDP reads the annotations below and accepts no others.

@@ -4,6 +4,7 @@ import typing
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradcheck_dist.trainer import parallelize
@@ -12,6 +13,7 @@ from gradcheck_dist.trainer.layout import SINGLE_STAGE_SCHEDULES, stages_of_rank
 from gradcheck_dist.trainer.meshes import Meshes
 
 if typing.TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 _CLASSES = {
@@ -36,20 +38,10 @@ def build_schedule(
     mesh = meshes.submesh("pp") if meshes else None
     if mesh is None:
         return None
-    from torch.distributed.pipelining import PipelineStage, schedules
+    from torch.distributed.pipelining import schedules
 
-    ids, hidden, logits = _shapes(config)
-    # With shapes given, torch does not send a trial batch through model and loss first.
     stages = [
-        PipelineStage(
-            part,
-            index,
-            config.num_stages,
-            device,
-            input_args=hidden if index else ids,
-            output_args=hidden if index < config.num_stages - 1 else logits,
-            group=mesh.get_group(),
-        )
+        build_stage(part, index, config, device, mesh.get_group())
         for part, index in zip(parts, stages_of_rank(config, mesh.get_local_rank()), strict=True)
     ]
     schedule = getattr(schedules, _CLASSES[config.schedule])
@@ -58,6 +50,24 @@ def build_schedule(
         config.microbatches,
         loss_fn=loss,
         scale_grads=parallelize.schedule_scales_gradients(config),
+    )
+
+
+def build_stage(
+    part: nn.Module, index: int, config: TrainConfig, device: torch.device, group: dist.ProcessGroup
+) -> "PipelineStage":
+    """One stage. With shapes given, torch does not send a trial batch through model and loss first."""
+    from torch.distributed.pipelining import PipelineStage
+
+    ids, hidden, logits = _shapes(config)
+    return PipelineStage(
+        part,
+        index,
+        config.num_stages,
+        device,
+        input_args=hidden if index else ids,
+        output_args=hidden if index < config.num_stages - 1 else logits,
+        group=group,
     )
 
 

@@ -18,7 +18,11 @@ def autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractCo
 
 def build_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler | None:
     """What keeps small float16 gradients above zero; None where nothing is float16."""
-    return torch.amp.GradScaler(device.type) if config.mixed_precision == "float16" else None
+    if config.mixed_precision != "float16":
+        return None
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))  # a pipeline stage without a loss would never learn its scale
+    return scaler
 
 
 def unscale(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:

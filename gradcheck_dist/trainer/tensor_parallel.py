@@ -28,7 +28,7 @@ class Replicated(ParallelStyle):
     """The same module with the same input on every rank; its parameters become distributed tensors like the others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, self._enter, self._leave)
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
     @staticmethod
     def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
@@ -43,7 +43,6 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: DeviceMesh)
     """Split a model, or a pipeline stage of one, over a one-dimensional mesh, in place."""
     between = Shard(1) if config.sequence_parallel else Replicate()
     norm = partial(SequenceParallel, use_local_output=True) if config.sequence_parallel else Replicated
-    enter = {"input_layouts": (between, None), "desired_input_layouts": (Replicate(), None)}
     plan: dict[str, ParallelStyle] = {}
     if model.embedding is not None:
         plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -57,7 +56,9 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: DeviceMesh)
     for name in model.layers:
         plan |= {
             f"layers.{name}.attention_norm": norm(),
-            f"layers.{name}.attention": PrepareModuleInput(**enter),
+            f"layers.{name}.attention": PrepareModuleInput(  # the second input is the rotary table
+                input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+            ),
             f"layers.{name}.attention.wq": ColwiseParallel(),
             f"layers.{name}.attention.wk": ColwiseParallel(),
             f"layers.{name}.attention.wv": ColwiseParallel(),

@@ -66,8 +66,9 @@ def test_tensorboard_reads_what_the_rank_that_owns_the_loss_wrote(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 1
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["train/grad_norm", "train/loss", "train/lr", "train/tokens"]
-    for name in ("loss", "grad_norm", "tokens", "lr"):
+    names = ("grad_norm", "loss", "lr", "peak_memory_bytes", "tokens", "tokens_per_s")
+    assert sorted(events.Tags()["scalars"]) == [f"train/{name}" for name in names]
+    for name in names:
         written = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
         assert written == [(step.step, pytest.approx(getattr(step, name), rel=1e-6)) for step in results[1].steps]
 

@@ -47,7 +47,7 @@ def test_no_position_sees_a_later_token() -> None:
 
 
 def test_rotary_embedding_makes_attention_depend_on_distance() -> None:
-    rope = rope_table(10, 8, torch.device("cpu"))
+    rope = rope_table(0, 10, 8, torch.device("cpu"))
     query, key = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).unbind()
     rotated = [rotate(vector.expand(1, 1, 10, 8), rope)[0, 0] for vector in (query, key)]
     scores = rotated[0] @ rotated[1].T

@@ -1,8 +1,10 @@
 """What ranks run in these tests."""
 
 import os
+import re
 import signal
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,33 @@ import numpy as np
 from gradcheck_dist.trainer.config import TrainConfig
 
 Gradients = dict[str, np.ndarray]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers and several stages on a rank put before it."""
+    return re.sub(r"^\d+\.|module\.|_checkpoint_wrapped_module\.", "", name)
+
+
+def several(configs: list[TrainConfig]) -> list[tuple[Gradients, Any] | str]:
+    """`step_gradients` of several jobs on the same ranks and in one process group, or what went wrong.
+
+    Most of a short job is what torch does once a process.
+    """
+    import torch.distributed as dist
+
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    outcomes: list[tuple[Gradients, Any] | str] = []
+    for config in configs:
+        try:
+            outcomes.append(step_gradients(config))
+        except Exception:
+            outcomes.append(traceback.format_exc())
+    if dist.is_initialized():
+        dist.barrier()
+        destroy()
+    return outcomes
 
 
 def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
@@ -28,8 +57,12 @@ def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
         return build_optimizer(model, config)
 
     def look(*_: Any) -> None:
-        grads = {name.removeprefix("module."): parameter.grad for name, parameter in models[0].named_parameters()}
-        whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+        grads = {plain_name(name): parameter.grad for name, parameter in models[0].named_parameters()}
+        whole = {
+            name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            for name, grad in grads.items()
+            if grad is not None
+        }
         seen.append({name: grad.detach().float().numpy().copy() for name, grad in whole.items()})
 
     loop.build_optimizer = remember_model

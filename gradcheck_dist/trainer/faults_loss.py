@@ -1,0 +1,126 @@
+"""Faults in what a loss is divided by. Imports no torch.
+
+Notation: N tokens in a step, N_r of them on data-parallel rank r, n_c in one microbatch, R ranks that hold other
+tokens (dp_replicate * dp_shard * cp), K accumulation steps, M pipeline microbatches. Right is 1/N for every token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradcheck_dist.trainer.fault import Fault
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradcheck_dist.trainer.auxiliary import AuxiliaryStep
+    from gradcheck_dist.trainer.config import TrainConfig
+    from gradcheck_dist.trainer.loss import StepTokens
+
+_NORMALIZER = "gradcheck_dist.trainer.loss:normalizer"
+_LATER_DIVISOR = "gradcheck_dist.trainer.parallelize:later_divisor"
+
+
+def rank_tokens(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return step.rank_tokens
+
+
+def microbatch_tokens(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return step.contributions * int((labels >= 0).sum())
+
+
+def divided_twice(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return step.global_tokens / step.later_divisor * step.contributions
+
+
+def divided_by_one_step(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return step.global_tokens / step.later_divisor / step.contributions
+
+
+def undivided(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return 1 / step.later_divisor
+
+
+def _averaged(config: TrainConfig) -> int:
+    return config.gradient_ranks if config.gradient_reduction == "average" else 1
+
+
+def all_processes(config: TrainConfig) -> int:
+    """Stands in for parallelize.later_divisor."""
+    return _averaged(config) * config.axes.world_size // config.gradient_ranks
+
+
+def times_context(config: TrainConfig) -> int:
+    """Stands in for parallelize.later_divisor."""
+    return _averaged(config) * config.axes.cp
+
+
+def own_positions(step: AuxiliaryStep) -> float:
+    """Stands in for auxiliary.auxiliary_scale."""
+    return step.loss_scale * step.later_divisor * step.contributions / step.global_positions
+
+
+FAULTS = (
+    Fault(
+        "rank-means",
+        "Each rank divides by its own tokens of the step and the wrapper averages over ranks (gradient_reduction "
+        "'average'): a mean of means. Tokens of rank r weigh N / (R N_r).",
+        _NORMALIZER,
+        rank_tokens,
+    ),
+    Fault(
+        "microbatch-means",
+        "The loss is the mean over each microbatch, divided by their number, and the wrapper averages over ranks "
+        "(gradient_reduction 'average'). Tokens of microbatch c weigh N / (R K M n_c).",
+        _NORMALIZER,
+        microbatch_tokens,
+    ),
+    Fault(
+        "double-accumulation-division",
+        "The loss is divided by all tokens of the step, and once more by the number of its parts, as a mean over "
+        "microbatches would need it. Every weight is 1/(K M).",
+        _NORMALIZER,
+        divided_twice,
+    ),
+    Fault(
+        "accumulation-not-divided",
+        "Each part of the step divides by its share of the tokens, as if it were a step of its own. Every weight is "
+        "K M.",
+        _NORMALIZER,
+        divided_by_one_step,
+    ),
+    Fault(
+        "loss-divided-after-backward",
+        "The pipeline schedule runs backward on the sum over tokens, and the loss is divided when it comes back. Every "
+        "weight is N of that step.",
+        _NORMALIZER,
+        undivided,
+    ),
+    Fault(
+        "model-axes-in-loss-scale",
+        "The loss is multiplied by the number of processes to undo the averaging, but ranks along tp and pp see the "
+        "same tokens and average nothing. Every weight is tp * pp.",
+        _LATER_DIVISOR,
+        all_processes,
+    ),
+    Fault(
+        "cp-loss-scaling",
+        "The loss is multiplied by cp because each rank sees a part of the sequence only, but it is a sum over tokens "
+        "already. Every weight is cp.",
+        _LATER_DIVISOR,
+        times_context,
+    ),
+    Fault(
+        "aux-loss-not-scaled",
+        "The auxiliary losses enter through an autograd function of their own and are means over the microbatch's "
+        "positions; nobody divides by the number of microbatches. Their part of the gradient weighs K M, the main "
+        "loss's part is right.",
+        "gradcheck_dist.trainer.auxiliary:auxiliary_scale",
+        own_positions,
+    ),
+)

@@ -1,0 +1,114 @@
+"""Every axis, alone and with others, gives the gradient, the norm and the loss of one process on the same sequences."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_checks import TOLERANCE, TOLERANCE_TP, assert_same, control, norm_of, plan, run, small
+
+pytestmark = pytest.mark.slow
+
+PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": 4, "accum": 2}
+AVERAGE: dict[str, Any] = {"gradient_reduction": "average"}
+MOE: dict[str, Any] = {"num_experts": 4, "accum": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "HSDP": {"dp_replicate": 2, "dp_shard": 2, "accum": 3},
+    "HSDP average": {"dp_replicate": 2, "dp_shard": 2, "accum": 3, **AVERAGE},
+    "composable replicate": {"dp_replicate": 2, "replication": "composable", "accum": 3},
+    "DDP and 1F1B, average": {"dp_replicate": 2, **PIPELINE, **AVERAGE},
+    "DDP and GPipe": {"dp_replicate": 2, "schedule": "gpipe", **PIPELINE, "accum": 1},
+    "Interleaved1F1B": {"schedule": "interleaved1f1b", **PIPELINE},
+    "LoopedBFS": {"schedule": "loopedbfs", **PIPELINE},
+    "InterleavedZeroBubble and experts": {"schedule": "interleavedzerobubble", **PIPELINE, "num_experts": 4},
+    "DualPipeV": {"schedule": "dualpipev", **PIPELINE},
+    "FSDP2 and ZBV": {"dp_shard": 2, "schedule": "zbv", **PIPELINE},
+    "TP": {"tp": 2, "accum": 2},
+    "TP, sequence and loss parallel": {"tp": 2, "accum": 2, "sequence_parallel": True, "loss_parallel": True},
+    "FSDP2 and TP": {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "loss_parallel": True, "accum": 2},
+    "TP and Interleaved1F1B": {"tp": 2, "sequence_parallel": True, "schedule": "interleaved1f1b", **PIPELINE},
+    "CP": {"cp": 2, "accum": 2},
+    "FSDP2 and CP, average": {"dp_shard": 2, "cp": 2, "accum": 2, **AVERAGE},
+    "experts in FSDP2": {"dp_shard": 2, **MOE},
+    "EP": {"dp_shard": 2, "ep": 2, **MOE},
+    "EP average": {"dp_shard": 2, "ep": 2, **MOE, **AVERAGE},
+    "EP in FSDP2, average": {"dp_shard": 4, "ep": 2, **MOE, **AVERAGE},
+    "EP over CP, balanced": {"cp": 2, "ep": 2, **MOE, "balanced_routing": True},
+    "tied embeddings": {"dp_shard": 2, "accum": 2, "tied_embeddings": True},
+    "tied embeddings and TP": {"tp": 2, "accum": 2, "tied_embeddings": True},
+    "tied embeddings and 1F1B": {**PIPELINE, "tied_embeddings": True},
+    "tied embeddings, FSDP2 and ZBV": {"dp_shard": 2, "schedule": "zbv", **PIPELINE, "tied_embeddings": True},
+    "full checkpointing, CP and EP": {"cp": 2, "ep": 2, **MOE, "activation_checkpointing": "full"},
+    "selective checkpointing and 1F1B": {**PIPELINE, "activation_checkpointing": "selective"},
+}
+
+
+CONFIGS = {name: plan(small(**values)) for name, values in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_axis_gives_the_gradient_of_one_process(layout: str) -> None:
+    config = CONFIGS[layout]
+    gradients, results = run(config)
+    expected, plain = control(config)
+    if config.tied_embeddings and config.axes.pp > 1:  # the last stage's copy
+        expected = expected | {"head.weight": expected["embedding.weight"]}
+    for grads in gradients:
+        assert_same(grads, expected, TOLERANCE_TP if config.axes.tp > 1 else TOLERANCE)
+    assert set().union(*gradients) == set(expected)
+    for result in results:
+        assert result.steps[0].grad_norm == pytest.approx(norm_of(control(config)[0]), rel=1e-6)
+        assert result.steps[0].loss == pytest.approx(plain.steps[0].loss, rel=1e-6)
+        assert result.steps[0].tokens == plain.steps[0].tokens
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_shard": 2, "ep": 2, "num_experts": 4},
+        {"dp_shard": 2, "pp": 2, "microbatches": 2},
+        {"tp": 2, "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_clipping_scales_every_gradient_by_the_same_coefficient(layout: dict[str, Any]) -> None:
+    config = small(**layout, max_norm=0.25)
+    expected, _ = control(small(**layout))
+    coefficient = 0.25 / (norm_of(expected) + 1e-6)
+    for grads in run(config)[0]:
+        assert_same(grads, {name: coefficient * grad for name, grad in expected.items()}, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        ({"mixed_precision": "float16"}, 1e-2),
+        ({"mixed_precision": "float16", "dp_replicate": 2}, 1e-2),
+        ({"mixed_precision": "float16", "dp_shard": 2, **PIPELINE}, 1e-2),
+        ({"mixed_precision": "bfloat16", "dp_shard": 2}, 5e-2),
+    ],
+    ids=str,
+)
+def test_mixed_precision_stays_near_the_gradient_of_float32(layout: dict[str, Any], tolerance: float) -> None:
+    config = small(**layout)
+    for grads in run(config)[0]:
+        assert_same(grads, control(config)[0], tolerance)
+
+
+def test_recomputation_with_the_same_random_numbers_keeps_dropout_exact() -> None:
+    values = {"dp_replicate": 2, "dropout": 0.2}
+    plain = run(small(**values))[0]
+    recomputed = run(small(**values, activation_checkpointing="full"))[0]
+    assert all(np.array_equal(a[name], b[name]) for a, b in zip(plain, recomputed, strict=True) for name in a)
+    assert np.linalg.norm(plain[0]["head.weight"] - control(small(dp_replicate=2))[0]["head.weight"]) > 1e-3
+
+
+def test_every_layout_starts_from_the_same_seed_checkpoint(tmp_path: Any) -> None:
+    folder = str(tmp_path / "seed")
+    values = {"lr": 0.5, "num_experts": 4, "max_norm": 1.0}
+    _, written = run(small(**values, dp_shard=2, ep=2, steps=2, save_checkpoint=folder))
+    losses = [
+        run(small(**values, **layout, seed_checkpoint=folder, seed=0))[1][0].steps[0].loss
+        for layout in ({"accum": 2}, {"pp": 2, "microbatches": 2}, {"cp": 2, "ep": 2, "accum": 2})
+    ]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert losses[0] < written[0].steps[0].loss

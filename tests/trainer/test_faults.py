@@ -1,0 +1,267 @@
+"""Every fault gives the gradient that its story predicts, or leaves it right and breaks only what it says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_checks import (
+    SIZES,
+    TOLERANCE_TP,
+    Key,
+    assert_same,
+    contributions,
+    control,
+    distance,
+    norm_of,
+    plan,
+    run,
+    scaled,
+    small,
+    total_tokens,
+    weighted,
+)
+from trainer_workers import Gradients
+
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.faults import fault_names
+from gradcheck_dist.trainer.result import TrainResult
+
+pytestmark = pytest.mark.slow
+
+K, M = 3, 4
+DDP: dict[str, Any] = {"dp_replicate": 2, "accum": K}
+FSDP: dict[str, Any] = {"dp_shard": 2, "accum": K}
+HSDP: dict[str, Any] = {"dp_replicate": 2, "dp_shard": 2, "accum": 2}
+PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": M, "accum": K}
+EP: dict[str, Any] = {"dp_shard": 2, "ep": 2, "num_experts": 4, "gradient_reduction": "average"}
+AVERAGE: dict[str, Any] = {"gradient_reduction": "average"}
+
+Weigh = Callable[[TrainConfig, Key, int], float]
+"""The relative weight of a contribution on a data-parallel rank."""
+
+
+def own(key: Key, rank: int) -> float:
+    return 1.0 if key[0] == rank else 0.0
+
+
+def rank_means(config: TrainConfig, key: Key, rank: int) -> float:
+    parts = contributions(config)
+    tokens = sum(count for other, (count, _) in parts.items() if other[0] == key[0])
+    return total_tokens(config) / (config.axes.data_parallel_degree * tokens)
+
+
+def microbatch_means(config: TrainConfig, key: Key, rank: int) -> float:
+    return total_tokens(config) / (len(contributions(config)) * contributions(config)[key][0])
+
+
+WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
+    "ddp-averages": (DDP, lambda c, key, rank: 1 / 2),
+    "ddp-averages in FSDP2": (FSDP, lambda c, key, rank: 1 / 2),
+    "ddp-averages in HSDP": (HSDP, lambda c, key, rank: 1 / 4),
+    "hsdp-replicate-averages": (HSDP, lambda c, key, rank: 1 / 2),
+    "hsdp-replica-not-reduced": (HSDP, lambda c, key, rank: float(key[0] // 2 == rank // 2)),
+    "cp-averages": ({"cp": 2, "accum": 2}, lambda c, key, rank: 1 / 2),
+    "cp-loss-scaling": ({"cp": 2, "accum": 2}, lambda c, key, rank: 2),
+    "model-axes-in-loss-scale": ({"dp_shard": 2, "tp": 2, **AVERAGE}, lambda c, key, rank: 2),
+    "manual-optimization-no-sync": (DDP, lambda c, key, rank: own(key, rank)),
+    "explicit-plus-ddp-reduce": (DDP, lambda c, key, rank: 2),
+    "sync-every-backward": (DDP, lambda c, key, rank: 2 ** (K - 1 - key[1])),
+    "no-sync-inverted": (DDP, lambda c, key, rank: 2 ** (K - 2 - key[1]) if key[1] < K - 1 else own(key, rank)),
+    "no-sync-inverted in FSDP2": (FSDP, lambda c, key, rank: float(key[1] < K - 1)),
+    "sync-flag-between-forward-and-backward": (DDP, lambda c, key, rank: own(key, rank) if key[1] else 1),
+    "zero-grad-inside-accumulation": (DDP, lambda c, key, rank: float(key[1] == K - 1)),
+    "schedule-scales-grads in GPipe": ({**PIPELINE, "schedule": "gpipe"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
+    "schedule-scales-grads in ZBV": ({**PIPELINE, "schedule": "zbv"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
+    "double-accumulation-division": (PIPELINE, lambda c, key, rank: 1 / (K * M)),
+    "accumulation-not-divided": (DDP, lambda c, key, rank: K),
+    "loss-divided-after-backward": (PIPELINE, lambda c, key, rank: total_tokens(c)),
+    "rank-means": ({**DDP, **AVERAGE}, rank_means),
+    "microbatch-means": ({**DDP, **AVERAGE}, microbatch_means),
+    "bf16-loss-scale": (DDP, lambda c, key, rank: 1 / 65536),
+    "pipeline-infers-shapes-in-ddp": (
+        {"dp_replicate": 2, "pp": 2, "microbatches": M},
+        lambda c, key, rank: 1 if key[2] else 2,
+    ),
+    "same-batch-on-every-rank": (
+        DDP,
+        lambda c, key, rank: (
+            0
+            if key[0]
+            else total_tokens(c) / sum(tokens for other, (tokens, _) in contributions(c).items() if not other[0])
+        ),
+    ),
+}
+OTHERS = (
+    *("fsdp-one-unit-averages", "param-ignored-by-ddp", "ep-fsdp-divide-mismatch", "expert-group-wrong"),
+    *("ddp-group-excludes-cp", "sp-norm-partial", "tied-embedding-across-pp", "aux-loss-not-scaled"),
+    *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
+    *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
+    *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
+)
+"""Faults with a test of their own below."""
+
+
+JOBS = {case: plan(small(**values, faults=[case.split()[0]])) for case, (values, _) in WEIGHTS.items()}
+
+
+def faulty(name: str, **values: Any) -> tuple[list[Gradients], list[TrainResult]]:
+    return run(small(**values, faults=[name]))
+
+
+def data_rank(config: TrainConfig, rank: int) -> int:
+    position = config.axes.coordinates(rank)
+    return position["dp_replicate"] * config.axes.dp_shard + position["dp_shard"]
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_a_fault_weighs_contributions_as_its_story_says(case: str) -> None:
+    values, weigh = WEIGHTS[case]
+    config = small(**values)
+    gradients, _ = run(JOBS[case])
+    for rank, grads in enumerate(gradients):
+        relative = {key: weigh(config, key, data_rank(config, rank)) for key in contributions(config)}
+        assert_same(grads, weighted(config, relative), TOLERANCE_TP if config.axes.tp > 1 else 1e-6)
+
+
+def test_every_fault_is_under_test() -> None:
+    assert sorted({case.split()[0] for case in WEIGHTS} | set(OTHERS)) == fault_names()
+
+
+def test_one_forgotten_unit_is_averaged_alone() -> None:
+    expected = scaled(weighted(small(**FSDP)), lambda name: 1 / 2 if name.startswith("layers.0.") else 1)
+    for grads in faulty("fsdp-one-unit-averages", **FSDP)[0]:
+        assert_same(grads, expected)
+
+
+def test_one_ignored_parameter_keeps_its_own_ranks_tokens_alone() -> None:
+    config = small(**DDP)
+    for rank, grads in enumerate(faulty("param-ignored-by-ddp", **DDP)[0]):
+        alone = weighted(config, {key: own(key, rank) for key in contributions(config)})
+        name = "layers.0.attention.wq.weight"
+        assert_same(grads, weighted(config) | {name: alone[name]})
+
+
+@pytest.mark.parametrize(("name", "factor"), [("ep-fsdp-divide-mismatch", 2), ("expert-group-wrong", 1 / 2)])
+def test_experts_alone_are_divided_by_another_number(name: str, factor: float) -> None:
+    for layout in (EP, EP | {"dp_shard": 4}):
+        expected = scaled(control(small(**layout))[0], lambda parameter: factor if ".experts." in parameter else 1)
+        for grads in faulty(name, **layout)[0]:
+            assert_same(grads, expected)
+
+
+def test_fsdp_divides_a_forced_sum_twice_over_one_rank() -> None:
+    expected = scaled(control(small(**EP))[0], lambda parameter: 1 / 2 if ".experts." in parameter else 1)
+    for grads in faulty("fsdp-divides-twice-over-one-rank", **EP)[0]:
+        assert_same(grads, expected)
+
+
+def test_resharding_under_a_zero_bubble_schedule_loses_gradients() -> None:
+    layout = {**PIPELINE, "dp_shard": 2, "schedule": "zbv", "accum": 1}
+    expected = control(small(**layout))[0]
+    gradients, _ = faulty("zero-bubble-reshards", **layout)
+    found = {name: distance(grad, expected[name]) for grads in gradients for name, grad in grads.items()}
+    assert found.keys() != expected.keys() or max(found.values()) > 1e-2
+
+
+def test_ddp_leaves_stages_of_a_zero_bubble_schedule_unreduced() -> None:
+    layout = {**PIPELINE, **AVERAGE, "dp_replicate": 2, "replication": "composable", "schedule": "zbv", "accum": 1}
+    expected = control(small(**layout))[0]
+    gradients, _ = faulty("zero-bubble-in-ddp", **layout)
+    found = {name: distance(grad, expected[name]) for grads in gradients for name, grad in grads.items()}
+    assert max(found.values()) > 0.1
+
+
+def test_ranks_of_cp_that_are_not_reduced_add_up_to_the_right_gradient() -> None:
+    layout = {"dp_shard": 2, "cp": 2}
+    gradients, _ = faulty("ddp-group-excludes-cp", **layout)
+    expected = control(small(**layout))[0]
+    assert_same({name: gradients[0][name] + gradients[1][name] for name in expected}, expected)
+    assert distance(gradients[0]["head.weight"], expected["head.weight"]) > 0.1
+
+
+def test_norms_of_tp_ranks_that_are_not_summed_add_up_to_the_right_gradient() -> None:
+    layout = {"tp": 2, "sequence_parallel": True}
+    gradients, _ = faulty("sp-norm-partial", **layout)
+    expected = control(small(**layout))[0]
+    for name, right in expected.items():
+        if "norm" in name:
+            assert distance(gradients[0][name] + gradients[1][name], right) < TOLERANCE_TP
+            assert distance(gradients[0][name], right) > 0.1
+        else:
+            assert distance(gradients[0][name], right) < TOLERANCE_TP
+
+
+def test_tied_copies_that_are_not_summed_add_up_to_the_right_gradient() -> None:
+    layout = {**PIPELINE, "tied_embeddings": True}
+    first, last = faulty("tied-embedding-across-pp", **layout)[0]
+    expected = control(small(**layout))[0]
+    copies = first.pop("embedding.weight"), last.pop("head.weight")
+    assert distance(copies[0] + copies[1], expected["embedding.weight"]) < 1e-6
+    assert min(distance(copy, expected["embedding.weight"]) for copy in copies) > 0.1
+    assert_same(first, expected)
+    assert_same(last, expected)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "accum": 3}, {"pp": 2, "microbatches": 3}], ids=str)
+def test_the_auxiliary_part_alone_is_multiplied_by_the_number_of_microbatches(layout: dict[str, Any]) -> None:
+    config = small(**layout, num_experts=4, aux_loss_weight=1.0)
+    right = control(config)[0]
+    main = control(small(**layout, num_experts=4, aux_loss_weight=0.0, z_loss_weight=0.0))[0]
+    expected = {name: main[name] + 3 * (right[name] - main[name]) for name in right}
+    for grads in faulty("aux-loss-not-scaled", **layout, num_experts=4, aux_loss_weight=1.0)[0]:
+        assert_same(grads, expected, 2e-6)
+
+
+def test_stages_that_clip_alone_get_coefficients_of_their_own() -> None:
+    right = control(small(**PIPELINE))[0]
+    for grads in faulty("clip-norm-pp-local", **PIPELINE, max_norm=0.1)[0]:
+        part = {name: right[name] for name in grads}
+        assert_same(grads, scaled(part, 0.1 / (norm_of(part) + 1e-6)), 2e-6)
+        assert norm_of(grads) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_shards_that_clip_alone_make_another_norm_than_max_norm() -> None:
+    right = control(small(**FSDP))[0]
+    gradients, results = faulty("clip-norm-fsdp-local", **FSDP, max_norm=0.1)
+    norms = [result.steps[0].grad_norm for result in results]
+    assert np.sqrt(sum(norm**2 for norm in norms)) == pytest.approx(norm_of(right), rel=1e-5)
+    assert norm_of(gradients[0]) == pytest.approx(0.1 * 2**0.5, rel=1e-4)
+
+
+def test_a_skipped_clip_leaves_gradients_above_max_norm() -> None:
+    gradients, results = faulty("clip-skipped", **DDP, max_norm=0.1)
+    assert_same(gradients[0], control(small(**DDP))[0])
+    assert results[0].steps[0].grad_norm > 0.1
+
+
+def test_clipping_scaled_gradients_clips_to_a_fraction_of_max_norm() -> None:
+    values = {"mixed_precision": "float16", "max_norm": 1.0}
+    gradients, _ = faulty("clip-before-unscale", **values)
+    assert norm_of(gradients[0]) == pytest.approx(1.0 / 65536, rel=1e-2)
+    assert norm_of(run(small(**values))[0][0]) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "factor"), [("reported-norm-wrong", "grad_norm", 2**0.5), ("validation-scale", "loss", 1 / K)]
+)
+def test_a_wrong_log_leaves_the_training_alone(name: str, field: str, factor: float) -> None:
+    right, wrong = run(small(**DDP))[1][0], faulty(name, **DDP)[1][0]
+    assert wrong.checksum == right.checksum
+    assert getattr(wrong.steps[0], field) == pytest.approx(factor * getattr(right.steps[0], field))
+
+
+def test_dropout_that_is_recomputed_with_other_numbers_scatters_gradients() -> None:
+    values = {"dropout": 0.2, "activation_checkpointing": "full"}
+    right, wrong = run(small(**values))[0][0], faulty("ac-without-rng-state", **values)[0][0]
+    ratios = [wrong[name] / right[name] for name in right if name != "embedding.weight"]
+    assert all(ratio.std() > 0.01 for ratio in ratios[:3])
+
+
+@pytest.mark.parametrize("fault", ["ddp-averages", "sync-every-backward", "rank-means"])
+def test_the_logged_loss_does_not_show_a_gradient_bug(fault: str) -> None:
+    values = {**DDP, **AVERAGE}
+    assert SIZES["optimizer"] == "sgd"
+    assert faulty(fault, **values)[1][0].steps[0].loss == pytest.approx(
+        run(small(**values))[1][0].steps[0].loss, rel=1e-6
+    )
