@@ -1,0 +1,130 @@
+"""A prediction in words: the hands, what is left over, and the constant that mends it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from gradcheck_dist.predict.model import Prediction, predict
+
+MAX_SHOWN = 12
+
+
+def advice(prediction: Prediction) -> list[str]:
+    """How to make it right; empty when it is. Code for plain torch."""
+    setup = prediction.setup
+    lines: list[str] = []
+    if prediction.right:
+        return lines
+    mended = setup
+    if setup.loss not in ("sum", setup.objective):
+        lines.append(
+            f"Normalise the loss for {setup.objective}: what differs between contributions cannot be undone later."
+        )
+        mended = replace(mended, loss=setup.objective)
+    growing = [symbol for symbol, (_, slope) in prediction.ratio.powers if slope]
+    if "M" in growing:
+        lines.append("Build the schedule with scale_grads=False: it divides earlier accumulation steps again.")
+        mended = replace(mended, scale_grads=False)
+    if "R" in growing:
+        lines.append("Reduce once, at the last accumulation step: no_sync() around the others, forward and backward.")
+        mended = replace(mended, sync="last")
+    rest = predict(mended)
+    if rest.right:
+        return lines
+    constant = rest.ratio.inverse()
+    lines.append(f"Multiply the loss by {constant}{_equals(rest, constant)}:")
+    lines.append(f"    loss = {_token_loss(setup.objective)} * {_code(str(constant))}")
+    if setup.data_parallel > 1 and mended.loss == "global-token-mean" and mended == setup:
+        lines.append("or let the reduction sum instead of average:")
+        if setup.fsdp > 1:
+            lines += [
+                "    for module in fsdp_modules:",
+                "        module.set_gradient_divide_factor(1.0)",
+                "        module.set_force_sum_reduction_for_comms(True)   # needed on gloo",
+            ]
+        else:
+            lines.append("    ddp.register_comm_hook(None, sum_hook)")
+    return lines
+
+
+def _token_loss(objective: str) -> str:
+    if objective == "sum":
+        return 'F.cross_entropy(logits, labels, reduction="sum")'
+    return 'F.cross_entropy(logits, labels, reduction="sum") / num_tokens_of_the_step'
+
+
+def _code(text: str) -> str:
+    names = {"R": "data_parallel_size", "S": "shard_size", "G": "num_replicas", "M": "num_microbatches", "K": "accum"}
+    return "".join(names.get(part, part) for part in _words(text)).replace("^", "**")
+
+
+def _words(text: str) -> list[str]:
+    """Runs of letters, and everything else one character at a time."""
+    words: list[str] = []
+    for char in text:
+        if char.isalpha() and words and words[-1].isalpha():
+            words[-1] += char
+        else:
+            words.append(char)
+    return words
+
+
+def _equals(prediction: Prediction, constant: object) -> str:
+    ratios = prediction.ratios
+    if not ratios or len(set(ratios)) > 1 or not ratios[0]:
+        return ""
+    value = str(1 / ratios[0])
+    return "" if value == str(constant) else f" = {value}"
+
+
+def shown(ratios: list[Fraction]) -> str:
+    """The ratios of all accumulation steps, abridged."""
+    texts = [str(value) for value in ratios]
+    if len(set(texts)) == 1:
+        return f"{texts[0]} in every accumulation step" if len(texts) > 1 else texts[0]
+    if len(texts) > MAX_SHOWN:
+        texts = [*texts[: MAX_SHOWN - 2], "...", texts[-1]]
+    return "  ".join(texts)
+
+
+def text(prediction: Prediction, title: str = "") -> str:
+    """The prediction for a terminal, at most 100 columns where names allow."""
+    setup = prediction.setup
+    lines = [title] if title else []
+    state = "RIGHT" if prediction.right else "OFF"
+    lines.append(f"  verdict  {state}: nominal / expected = {prediction.ratio} under {setup.objective}")
+    if prediction.right and str(prediction.ratio) != "1":
+        lines.append("           at these sizes only: the factors cancel because their numbers happen to be equal")
+    if prediction.ratios is not None:
+        lines.append(f"  k = 0 .. {setup.accum - 1}  {shown(prediction.ratios)}")
+    else:
+        lines.append("  differs between contributions: it depends on their tokens (n_c, N_r)")
+    lines += ["", f"  {'hand':<16} {'factor':<12} {'weight / expected':<18} what it does"]
+    for hand in prediction.hands:
+        lines.append(f"  {hand.who:<16} {hand.factor!s:<12} {hand.after!s:<18} {hand.does}")
+    mend = advice(prediction)
+    if mend:
+        lines += ["", "  to mend it", *(f"    {line}" for line in mend)]
+    return "\n".join(lines)
+
+
+def as_json(predictions: dict[str, Prediction]) -> str:
+    """All variants as one JSON object: name -> ratio, ratios, hands, advice."""
+    document: dict[str, Any] = {
+        name: {
+            "setup": vars(prediction.setup),
+            "right": prediction.right,
+            "ratio": str(prediction.ratio),
+            "ratios": None if prediction.ratios is None else [str(value) for value in prediction.ratios],
+            "hands": [
+                {"who": hand.who, "does": hand.does, "factor": str(hand.factor), "after": str(hand.after)}
+                for hand in prediction.hands
+            ],
+            "advice": advice(prediction),
+        }
+        for name, prediction in predictions.items()
+    }
+    return json.dumps(document, indent=1)
