@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.engine import StepVerdict
     from gradcheck_dist.diagnosis.finding import Weight
 
 Row = tuple[str, int]
 Key = tuple[int, int, int]
 
-ROW_SLICES = ("units x ranks", "units", "ranks")
+ROW_SLICES = ("units x ranks", "units", "ranks", "parameters", "params x ranks")
+"""The last two are made of the grid by parameters (`param_grid`)."""
 COLUMN_SLICES = ("contributions", "accumulation steps", "data ranks", "microbatches")
 
 
@@ -33,49 +35,105 @@ class WeightGrid:
 
 @dataclass(frozen=True)
 class Slice:
-    """A grid as it is shown: labels and, for each shown cell, the grid cell that stands for it (the worst of many)."""
+    """A grid as it is shown. A shown cell stands for the grid cells of its row group and column group; the one that is
+    farthest from 1 is shown. It is looked for when the cell is drawn: a slice costs nothing beyond what is seen."""
 
     grid: WeightGrid
     row_labels: tuple[str, ...]
     column_labels: tuple[str, ...]
-    row_of: np.ndarray
-    column_of: np.ndarray
-    num_merged: int
+    row_groups: tuple[tuple[int, ...], ...]
+    column_groups: tuple[tuple[int, ...], ...]
+    _worst: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.row_of.shape[0], self.row_of.shape[1]
+        return len(self.row_groups), len(self.column_groups)
+
+    def at(self, row: int, column: int) -> tuple[int, int]:
+        """The grid cell that is shown in a cell of the slice."""
+        rows, columns = self.row_groups[row], self.column_groups[column]
+        if len(rows) == len(columns) == 1:
+            return rows[0], columns[0]
+        found = self._worst.get((row, column))
+        if found is None:
+            distance = _distance(self.grid.values[3][np.ix_(rows, columns)])
+            r, c = divmod(int(np.argmax(distance)), len(columns))
+            found = self._worst[row, column] = (rows[r], columns[c])
+        return found
+
+    def num_merged(self, row: int, column: int) -> int:
+        return len(self.row_groups[row]) * len(self.column_groups[column])
 
     def cell(self, row: int, column: int) -> tuple[float, float, float, float]:
         """(expected, nominal, observed, ratio) of the cell."""
-        values = self.grid.values[:, self.row_of[row, column], self.column_of[row, column]]
-        expected, nominal, observed, ratio = values.tolist()
+        expected, nominal, observed, ratio = self.grid.values[(slice(None), *self.at(row, column))].tolist()
         return expected, nominal, observed, ratio
 
+    def ratio(self, row: int, column: int) -> float:
+        return float(self.grid.values[(3, *self.at(row, column))])
+
     def origin(self, row: int, column: int) -> tuple[Row, Key]:
-        return self.grid.rows[self.row_of[row, column]], self.grid.columns[self.column_of[row, column]]
+        at = self.at(row, column)
+        return self.grid.rows[at[0]], self.grid.columns[at[1]]
 
 
 def build_grid(weights: Sequence[Weight], step: int, tolerance: float) -> WeightGrid:
-    """The grid of one step."""
-    of_step = [weight for weight in weights if weight.step == step]
-    keys = [
-        (w.contribution.data_rank, w.contribution.accumulation_step, w.contribution.microbatch) for w in of_step
+    """The grid of one step by units."""
+    entries = []
+    for weight in weights:
+        if weight.step == step:
+            of = weight.contribution
+            numbers = (weight.expected, weight.nominal, weight.observed, weight.ratio)
+            entries.append(
+                Entry(
+                    (weight.unit, weight.holder_rank),
+                    (of.data_rank, of.accumulation_step, of.microbatch),
+                    tuple(np.nan if number is None else number for number in numbers),
+                    weight.expected_exact or "",
+                    weight.num_tokens,
+                )
+            )
+    return fill(entries, step, tolerance)
+
+
+def param_grid(verdict: StepVerdict, tolerance: float) -> WeightGrid:
+    """The grid of one step by single parameters."""
+    entries = [
+        Entry(
+            (held.param[1] if held.param[0] < 0 else f"stage {held.param[0]}: {held.param[1]}", held.rank),
+            cell.key,
+            (float(cell.expected), cell.nominal, cell.observed, cell.ratio),
+            str(cell.expected),
+            verdict.contributions.by_key[cell.key].num_tokens,
+        )
+        for held in verdict.held
+        for cell in held.cells
     ]
-    rows = sorted({(w.unit, w.holder_rank) for w in of_step})
-    columns = sorted(set(keys))
+    return fill(entries, verdict.context.step, tolerance)
+
+
+class Entry(NamedTuple):
+    """One weight: `numbers` are expected, nominal, observed, ratio."""
+
+    row: Row
+    key: Key
+    numbers: tuple[float, ...]
+    exact: str
+    num_tokens: int | None
+
+
+def fill(entries: Sequence[Entry], step: int, tolerance: float) -> WeightGrid:
+    """Arrays out of single weights; of several for one cell (partial sums) the last stays."""
+    rows = sorted({entry.row for entry in entries})
+    columns = sorted({entry.key for entry in entries})
     row_index = {row: index for index, row in enumerate(rows)}
     column_index = {key: index for index, key in enumerate(columns)}
     values = np.full((4, len(rows), len(columns)), np.nan)
-    exact: dict[Key, str] = {}
-    tokens: dict[Key, int | None] = {}
-    for weight, key in zip(of_step, keys, strict=True):
-        numbers = (weight.expected, weight.nominal, weight.observed, weight.ratio)
-        values[:, row_index[weight.unit, weight.holder_rank], column_index[key]] = [
-            np.nan if number is None else number for number in numbers
-        ]
-        exact.setdefault(key, weight.expected_exact or "")
-        tokens.setdefault(key, weight.num_tokens)
+    if entries:
+        at = [row_index[entry.row] for entry in entries], [column_index[entry.key] for entry in entries]
+        values[:, at[0], at[1]] = np.array([entry.numbers for entry in entries], dtype=float).T
+    exact = {entry.key: entry.exact for entry in entries}
+    tokens = {entry.key: entry.num_tokens for entry in entries}
     return WeightGrid(step, tuple(rows), tuple(columns), values, exact, tokens, tolerance)
 
 
@@ -86,6 +144,8 @@ def slice_grid(grid: WeightGrid, rows: str, columns: str, contains: str = "") ->
         "units x ranks": lambda row: row,
         "units": lambda row: row[0],
         "ranks": lambda row: row[1],
+        "parameters": lambda row: row[0],
+        "params x ranks": lambda row: row,
     }[rows]
     column_key: Callable[[Key], Hashable] = {
         "contributions": lambda key: key,
@@ -93,26 +153,15 @@ def slice_grid(grid: WeightGrid, rows: str, columns: str, contains: str = "") ->
         "data ranks": lambda key: key[0],
         "microbatches": lambda key: key[2],
     }[columns]
+    several = len({column[2] for column in grid.columns}) > 1
     row_groups = _groups([row_key(grid.rows[i]) for i in wanted], wanted)
     column_groups = _groups([column_key(key) for key in grid.columns], range(len(grid.columns)))
-    shape = (len(row_groups), len(column_groups))
-    row_of, column_of = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    distance = _distance(grid.values[3])
-    for r, members in enumerate(row_groups.values()):
-        block = distance[members]
-        best = np.argmax(block, axis=0)  # for each grid column the worst of these rows
-        worst = block[best, np.arange(block.shape[1])] if block.size else np.zeros(block.shape[1])
-        for c, of_column in enumerate(column_groups.values()):
-            chosen = of_column[int(np.argmax(worst[of_column]))]
-            row_of[r, c], column_of[r, c] = members[int(best[chosen])], chosen
-    merged = max((len(group) for group in (*row_groups.values(), *column_groups.values())), default=1)
     return Slice(
         grid,
-        tuple(_row_label(key, rows, len(grid.rows)) for key in row_groups),
-        tuple(_column_label(key, columns, grid) for key in column_groups),
-        row_of,
-        column_of,
-        merged,
+        tuple(_row_label(key, rows) for key in row_groups),
+        tuple(_column_label(key, columns, several) for key in column_groups),
+        tuple(map(tuple, row_groups.values())),
+        tuple(map(tuple, column_groups.values())),
     )
 
 
@@ -126,22 +175,21 @@ def _groups(keys: Sequence[Hashable], indices: Sequence[int]) -> dict[Hashable, 
 def _distance(ratio: np.ndarray) -> np.ndarray:
     """How far from 1: |log2|, infinite for 0, -1 where unknown."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        distance = np.abs(np.log2(np.abs(ratio)))
+        distance: np.ndarray = np.abs(np.log2(np.abs(ratio)))
     distance[np.isnan(ratio)] = -1.0
     return distance
 
 
-def _row_label(key: Hashable, rows: str, num_rows: int) -> str:
-    if rows == "units x ranks":
+def _row_label(key: Hashable, rows: str) -> str:
+    if "x ranks" in rows:
         assert isinstance(key, tuple)
         return f"{key[0]}  rank {key[1]}"
     return f"rank {key}" if rows == "ranks" else str(key)
 
 
-def _column_label(key: Hashable, columns: str, grid: WeightGrid) -> str:
+def _column_label(key: Hashable, columns: str, several: bool) -> str:
     if columns != "contributions":
         letter = {"accumulation steps": "k", "data ranks": "d", "microbatches": "m"}[columns]
         return f"{letter}{key}"
     assert isinstance(key, tuple)
-    several = len({column[2] for column in grid.columns}) > 1
     return f"d{key[0]} k{key[1]}" + (f" m{key[2]}" if several else "")

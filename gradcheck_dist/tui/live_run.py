@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import Clip, Loss, RunEnd, StepEnd
+from gradcheck_dist.events import Backward, Clip, Loss, RunEnd, StepEnd
 from gradcheck_dist.trace.reader import TraceTail
 from gradcheck_dist.trace.run import Run, read_manifest, trace_files
 from gradcheck_dist.tui.snapshot import RankLine, RankState, Series
@@ -30,6 +30,7 @@ class _Rank:
     seen: int = 0
     last_step: int | None = None
     ended: bool = False
+    steps: set[int] = field(default_factory=set)
     whole_steps: set[int] = field(default_factory=set)
     problem: str = ""
 
@@ -53,7 +54,8 @@ class LiveRun:
             for rank, file in trace_files(self.path).items():
                 if rank not in self._ranks or self._ranks[rank].tail.path != file:
                     self._ranks[rank] = _Rank(TraceTail(file))
-        return any([self._poll_rank(one) for one in self._ranks.values()])
+        changed = [self._poll_rank(one) for one in self._ranks.values()]
+        return any(changed)
 
     def _poll_rank(self, one: _Rank) -> bool:
         try:
@@ -70,6 +72,8 @@ class LiveRun:
             one.last_step = max(event.step, one.last_step or 0)
             if isinstance(event, StepEnd):
                 one.whole_steps.add(event.step)
+            elif isinstance(event, Backward):
+                one.steps.add(event.step)
             elif isinstance(event, RunEnd):
                 one.ended = True
             elif isinstance(event, Loss) and event.value is not None and event.num_tokens and event.requires_grad:
@@ -115,8 +119,9 @@ class LiveRun:
         if not traced:
             return []
         if not self.live:
-            return sorted(set().union(*(range((one.last_step or 0) + 1) for one in traced if one.seen)))
-        return sorted(set.intersection(*(one.whole_steps for one in traced)))
+            return sorted(set().union(*(one.steps for one in traced)))
+        steps = set().union(*(one.steps for one in traced))
+        return sorted(set.intersection(steps, *(one.whole_steps for one in traced)))
 
     def lines(self) -> tuple[RankLine, ...]:
         """The state of every rank, also of those that a header or the manifest promises."""

@@ -71,6 +71,7 @@ def legend() -> list[tuple[str, Style]]:
 _LEGEND = (("1/8", 0.125), ("1/4", 0.25), ("1/2", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0), ("8", 8.0))
 
 
+@lru_cache(maxsize=4096)
 def short(ratio: float) -> str:
     """A ratio in at most six characters: "4", "1/4", "0.853", "1.64"."""
     if math.isnan(ratio):

@@ -13,15 +13,19 @@ from gradcheck_dist.tui.snapshot import OtherRun, Snapshot
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report
+    from gradcheck_dist.reports.document import Document
     from gradcheck_dist.trace.run import Run
+    from gradcheck_dist.tui.grid import WeightGrid
     from gradcheck_dist.tui.live_run import LiveRun
     from gradcheck_dist.tui.step_view import StepView
 
-POLL_S = 1 / 30
+POLL_S = 1 / 20
 IDLE_POLL_S = 0.25
 SIBLINGS_S = 5.0
 MAX_STEPS = 64
 """Steps judged of a finished run: the first half and the last half of them."""
+FIRST_STEPS = 4
+"""Judged before all others, so that a verdict stands early."""
 MAX_LIVE_STEPS = 8
 DUTY = 4.0
 """After a judgement that took t, the next one begins no sooner than DUTY * t later: a quarter of a core at most."""
@@ -71,8 +75,7 @@ class FolderSource:
         try:
             yield from self._watch()
         except Exception as error:  # the screen must say what happened, whatever it was
-            words = str(error) if isinstance(error, GradcheckError) else f"{type(error).__name__}: {error}"
-            yield Snapshot(str(self.path), "error", words)
+            yield Snapshot(str(self.path), "error", words(error))
             self._stopped.wait()
 
     def _watch(self) -> Iterator[Snapshot]:
@@ -86,8 +89,8 @@ class FolderSource:
             changed = run.poll()
             self._asked.clear()
             snapshot = self._snapshot(run, judge)
-            shown = (snapshot.phase, snapshot.message, snapshot.live, snapshot.ranks, snapshot.siblings)
-            shown += (snapshot.num_events, *map(id, (snapshot.report, snapshot.step, snapshot.other)))
+            told = (snapshot.phase, snapshot.message, snapshot.live, snapshot.ranks, snapshot.siblings)
+            shown = (told, snapshot.num_events, *map(id, (snapshot.report, snapshot.step, snapshot.other)))
             if shown != last:
                 last = shown
                 yield snapshot
@@ -99,7 +102,7 @@ class FolderSource:
         judge.look(run, self._wanted_step)
         self._load_other(run.path, judge)
         phase, message = _phase(run, lines_trouble=[line.detail for line in lines if line.state == "unreadable"])
-        if judge.problem and phase != "waiting":
+        if judge.problem:
             phase, message = "error", judge.problem
         elif judge.report is not None:
             phase, message = "ready", ""
@@ -146,9 +149,9 @@ class _Judge:
 
     def __init__(self) -> None:
         self.report: Report | None = None
-        self.document = None
+        self.document: Document | None = None
         self.step: StepView | None = None
-        self.grid = None
+        self.grid: WeightGrid | None = None
         self.recorded: list[int] = []
         self.judged: list[int] = []
         self.problem = ""
@@ -159,34 +162,35 @@ class _Judge:
     def look(self, run: LiveRun, wanted: int | None) -> None:
         """Judge again when steps, ranks or the run's end are new; show the wanted step, else the telling one."""
         whole = run.whole_steps()
-        state = (tuple(whole[-1:]), len(whole), run.live, run.num_files, () if run.live else run.counts())
-        if whole and state != self._known and time.monotonic() >= self._not_before_s:
+        limit = FIRST_STEPS if self.report is None else MAX_LIVE_STEPS if run.live else MAX_STEPS
+        state = (tuple(whole[-1:]), min(len(whole), limit), run.live, run.num_files, () if run.live else run.counts())
+        if (whole or not run.live) and state != self._known and time.monotonic() >= self._not_before_s:
             started = time.monotonic()
-            self._judge(run, whole)
+            self._judge(run, whole, limit)
             self._known = state
             self._not_before_s = time.monotonic() + DUTY * (time.monotonic() - started) if run.live else 0.0
         self._detail(run, wanted)
 
-    def _judge(self, run: LiveRun, whole: list[int]) -> None:
+    def _judge(self, run: LiveRun, whole: list[int], limit: int) -> None:
         from gradcheck_dist.diagnosis.engine import diagnose
-        from gradcheck_dist.ledger.tracks import steps_of
         from gradcheck_dist.reports.document import build
 
-        recorded = run.run()
+        try:
+            recorded = run.run()
+        except GradcheckError as error:
+            self.problem = str(error)
+            return
         if not recorded.ranks:
             return
-        steps = sorted(set(whole) & set(steps_of(recorded)))
-        if not steps and run.live:
-            return
-        self.recorded = steps
+        self.recorded = steps = whole
         faulty = self.report.findings[0].step if self.report is not None and self.report.findings else None
-        chosen = choose_steps(steps, MAX_LIVE_STEPS if run.live else MAX_STEPS, faulty)
+        chosen = choose_steps(steps, limit, faulty)
         try:
             self.report = diagnose(recorded, steps=chosen or None)
             self.document = build(self.report)
             self.problem = ""
-        except GradcheckError as error:
-            self.problem = str(error)
+        except Exception as error:  # a trace that breaks the judgement must not end the watching
+            self.problem = words(error)
             return
         self.judged = chosen
         self._views.clear()
@@ -211,12 +215,13 @@ class _Judge:
 
     def _view(self, run: Run, step: int) -> StepView:
         from gradcheck_dist.diagnosis.engine import judge_step
+        from gradcheck_dist.reports.weights import tolerance
         from gradcheck_dist.tui.step_view import StepView
 
         assert self.report is not None
         verdict = judge_step(run, step, self.report.run.objective, self.report.run.objective_from)
         culprits = frozenset((f.first_event.rank, f.first_event.seq) for f in verdict.findings if f.first_event)
-        return StepView(verdict, culprits)
+        return StepView(verdict, culprits, tolerance(self.report))
 
 
 def _phase(run: LiveRun, lines_trouble: list[str]) -> tuple[str, str]:
@@ -226,8 +231,8 @@ def _phase(run: LiveRun, lines_trouble: list[str]) -> tuple[str, str]:
         return "error", f"{run.path} is a file, not a run folder. Name the folder in which it lies."
     if not run.num_files:
         return "waiting", (
-            f"{run.path} holds no rank-*.trace file. If a training is about to write there, just wait: this screen goes "
-            "on by itself. Otherwise name a folder written by `gradcheck run --out` or `gradcheck scenario --keep`."
+            f"{run.path} holds no rank-*.trace file. If a training is about to write there, just wait: this screen "
+            "goes on by itself. Otherwise name a folder that `gradcheck run --out` or `scenario --keep` wrote."
         )
     if len(lines_trouble) == run.num_files:
         return "error", "No trace in this folder can be read. " + " ".join(lines_trouble[:3])
@@ -237,6 +242,13 @@ def _phase(run: LiveRun, lines_trouble: list[str]) -> tuple[str, str]:
         "The ranks wrote no whole record before they stopped: there is nothing to judge yet. If they still run, this "
         "screen goes on by itself."
     )
+
+
+def words(error: Exception) -> str:
+    """An error for a screen: a message to the user as it is, anything else with its kind."""
+    if isinstance(error, GradcheckError):
+        return str(error)
+    return f"This run cannot be judged; please report it. {type(error).__name__}: {error}"
 
 
 def choose_run(path: Path) -> Path:
@@ -271,18 +283,21 @@ def choose_steps(steps: list[int], limit: int, keep: int | None = None) -> list[
 
 def read_other(path: str) -> OtherRun:
     """Read and judge another run whole."""
-    from gradcheck_dist.diagnosis.engine import diagnose
+    from gradcheck_dist.diagnosis.engine import diagnose, judge_step
     from gradcheck_dist.ledger.tracks import steps_of
     from gradcheck_dist.reports.document import build
     from gradcheck_dist.reports.weights import shown_step, tolerance
     from gradcheck_dist.trace.run import read_run
-    from gradcheck_dist.tui.grid import build_grid
+    from gradcheck_dist.tui.grid import param_grid
 
     try:
         run = read_run(choose_run(Path(path)))
         report = diagnose(run, steps=choose_steps(steps_of(run), MAX_STEPS) or None)
-    except (GradcheckError, OSError) as error:
-        return OtherRun(path, problem=str(error))
-    document = build(report)
-    grid = build_grid(report.weights, shown_step(report) or 0, tolerance(report))
+        document = build(report)
+        step, grid = shown_step(report), None
+        if step is not None:
+            verdict = judge_step(run, step, report.run.objective, report.run.objective_from)
+            grid = param_grid(verdict, tolerance(report))
+    except Exception as error:  # whatever the other run holds, this one is still shown
+        return OtherRun(path, problem=words(error))
     return OtherRun(path, document.title, report, document, grid)

@@ -11,10 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.culprit import State, path
 from gradcheck_dist.diagnosis.engine import StepVerdict
 from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.summary import unit_of
 from gradcheck_dist.events import (
     AmpUnscale,
     Backward,
@@ -31,6 +29,8 @@ from gradcheck_dist.events import (
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.tui.grid import WeightGrid, param_grid
+from gradcheck_dist.tui.way import State, way
 
 LETTERS: dict[type[Event], tuple[str, str]] = {
     Loss: ("F", "forward"),
@@ -118,6 +118,7 @@ class StepView:
 
     verdict: StepVerdict
     culprits: frozenset[tuple[int, int]] = frozenset()
+    tolerance: float = 1e-4
     _paths: dict[tuple[int, ContributionKey], list[Stop]] = field(default_factory=dict, compare=False)
 
     @property
@@ -144,7 +145,9 @@ class StepView:
                 lanes.append(Lane(rank, stage, tuple(sorted(marks, key=lambda m: (m.start_ns, m.seq)))))
                 continue
             for stage in stages:
-                of_stage = [mark for mark in marks if mark.stage == stage or (mark.stage is None and stage == stages[0])]
+                of_stage = [
+                    mark for mark in marks if mark.stage == stage or (mark.stage is None and stage == stages[0])
+                ]
                 lanes.append(Lane(rank, stage, tuple(sorted(of_stage, key=lambda m: (m.start_ns, m.seq)))))
         return tuple(lanes)
 
@@ -173,7 +176,7 @@ class StepView:
 
     @cached_property
     def units(self) -> dict[ParamKey, str]:
-        return unit_of(self.verdict.held)
+        return self.verdict.units
 
     @cached_property
     def held_by(self) -> dict[tuple[ParamKey, int], Held]:
@@ -221,6 +224,11 @@ class StepView:
                     return float(np.linalg.norm(known)) * math.sqrt(total / max(track.param.num_positions, 1))
         return None
 
+    @cached_property
+    def param_grid(self) -> WeightGrid:
+        """The weights by single parameters, made when it is first asked for."""
+        return param_grid(self.verdict, self.tolerance)
+
     def cell(self, param: ParamKey, holder: int, key: ContributionKey) -> Cell | None:
         held = self.held_by.get((param, holder))
         return next((cell for cell in held.cells if cell.key == key), None) if held is not None else None
@@ -232,18 +240,15 @@ class StepView:
             return []
         cached = self._paths.get((id(held), key))
         if cached is None:
-            cached = self._paths[id(held), key] = self._stops(path(held.replay, cell, holder), key)
+            cached = self._paths[id(held), key] = self._stops(
+                way(held.replay, cell.column, cell.root_ratio, holder), cell.root_ratio, key
+            )
         return cached
 
-    def _stops(self, states: list[State], key: ContributionKey) -> list[Stop]:
-        contribution = self.verdict.contributions.by_key.get(key)
-        gradient = contribution.gradient if contribution is not None else None
-        rank = contribution.loss_rank if contribution is not None and contribution.loss_rank is not None else key[0]
-        root = states[0].ratio
-        stops = [Stop(rank, gradient.seq if gradient is not None else -1, gradient, 1.0, root, True, 1.0)]
+    def _stops(self, states: list[State], root: float, key: ContributionKey) -> list[Stop]:
+        stops = self._at_the_loss(root, key)
         groups: list[list[State]] = []
-        for state in states[1:]:
-            assert state.entry is not None
+        for state in states:
             last = groups[-1][-1].entry if groups else None
             if last is not None and (last.rank, last.seq) == (state.entry.rank, state.entry.seq):
                 groups[-1].append(state)
@@ -252,15 +257,26 @@ class StepView:
         before = root
         for group in groups:
             entry = group[-1].entry
-            assert entry is not None
             event = self._event(entry.rank, entry.seq)
             first = group[0]
             # A sample before the event measures what happened until then, not the event itself.
-            if len(group) > 1 and first.sampled and first.entry is not None and first.entry.event is None:
+            if len(group) > 1 and first.sampled and first.entry.event is None:
                 before = first.ratio
             after, sampled = group[-1].ratio, group[-1].sampled
             stops.append(Stop(entry.rank, entry.seq, event, before, after, sampled, documented(event)))
             before = after
+        return stops
+
+    def _at_the_loss(self, root: float, key: ContributionKey) -> list[Stop]:
+        """The evaluation of the loss, and its gradient, in which the weight was seen."""
+        contribution = self.verdict.contributions.by_key.get(key)
+        if contribution is None:
+            return []
+        rank = contribution.loss_rank if contribution.loss_rank is not None else key[0]
+        loss, gradient = contribution.loss, contribution.gradient
+        stops = [Stop(rank, loss.seq, loss, 1.0, root, True, None)] if loss is not None else []
+        if gradient is not None:
+            stops.append(Stop(rank, gradient.seq, gradient, root if stops else 1.0, root, True, 1.0))
         return stops
 
     def _event(self, rank: int, seq: int) -> Event | None:

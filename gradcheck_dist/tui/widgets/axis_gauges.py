@@ -18,13 +18,19 @@ _HALF = 4
 class AxisGauges(Static):
     """Axes with a degree above 1, then accumulation steps and microbatches."""
 
-    DEFAULT_CSS = "AxisGauges { height: 1fr; border: round $primary; padding: 0 1; }"
+    DEFAULT_CSS = "AxisGauges { height: 1fr; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
+
+    _report: object = None
+    _step: object = None
 
     def on_mount(self) -> None:
         self.border_title = "axes: ratio 1/8 … 8"
 
     def show(self, snapshot: Snapshot) -> None:
         report = snapshot.report
+        if report is self._report and snapshot.step is self._step:
+            return
+        self._report, self._step = report, snapshot.step
         if report is None:
             self.update("")
             return
@@ -38,13 +44,15 @@ class AxisGauges(Static):
             ratio = _ratio(snapshot, name)
             if ratio is not None:
                 blamed.add(name)
-            text.append(f"{name:<18} {degree:>3}  ").append_text(gauge(1.0 if ratio is None else ratio))
-            text.append(f" {scale.short(ratio)}\n" if ratio is not None else " 1\n", "bold" if ratio is not None else "")
+            text.append(f"{name:<18} {degree:>2} ").append_text(gauge(1.0 if ratio is None else ratio))
+            text.append(
+                f" {scale.short(ratio)}\n" if ratio is not None else " 1\n", "bold" if ratio is not None else ""
+            )
         if not degrees:
             text.append("one rank, one contribution a step: no axis that could scale\n", "dim")
         if report.findings and not blamed:
             text.append("the factor found is not an axis' degree", "dim")
-        self.update(text)
+        self.update(text, layout=False)
 
 
 def _ratio(snapshot: Snapshot, name: str) -> float | None:

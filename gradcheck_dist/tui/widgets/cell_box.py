@@ -15,7 +15,7 @@ from gradcheck_dist.tui.grid import Slice
 class CellBox(Static):
     """Expected, nominal, observed, ratio; below it the colour scale."""
 
-    DEFAULT_CSS = "CellBox { height: 6; border: round $primary; padding: 0 1; }"
+    DEFAULT_CSS = "CellBox { height: 6; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
 
     def show(self, part: Slice, row: int, column: int) -> None:
         if not (row < part.shape[0] and column < part.shape[1]):
@@ -26,25 +26,26 @@ class CellBox(Static):
         right = abs(ratio - 1.0) <= part.grid.tolerance
         self.border_title = f"weight of one token's loss, step {part.grid.step}"
         tokens = part.grid.tokens.get(key)
-        text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(f"data rank {key[0]}, accumulation step {key[1]}, microbatch {key[2]}", "bold")
-        text.append(f" ({tokens if tokens is not None else '?'} tokens)  in  ")
+        text = Text()
+        text.append(f"d{key[0]} k{key[1]} m{key[2]}", "bold").append(
+            f" ({tokens if tokens is not None else '?'} tokens) in "
+        )
         text.append(printable(unit, 60), "bold").append(f" on rank {rank}\n")
         exact = part.grid.exact.get(key)
         text.append("expected ").append(exact if exact else _number(expected), "bold")
-        text.append("   nominal ").append(_number(nominal), "bold")
-        text.append("   observed ").append(_number(observed), "bold")
-        text.append("   ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
-        text.append("  right" if right else "  not known" if math.isnan(ratio) else "  WRONG", "bold")
-        text.append(f"   tolerance {part.grid.tolerance:.1g}\n")
-        if part.num_merged > 1:
-            text.append(f"the cell farthest from 1 of up to {part.num_merged} merged ones; ", "italic")
-        text.append("unit of weights: 1/tokens\n", "dim")
-        text.append("observed/expected ", "dim")
+        text.append("  nominal ").append(_number(nominal), "bold")
+        text.append("  observed ").append(_number(observed), "bold")
+        text.append("  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
+        text.append(" right\n" if right else " not known\n" if math.isnan(ratio) else " WRONG\n", "bold")
+        text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch", "dim")
+        merged = part.num_merged(row, column)
+        if merged > 1:
+            text.append(f"; worst of {merged}", "italic")
+        text.append("\n")
         for piece, style in scale.legend():
             text.append(piece, style)
-        text.append("  = right  ▼ too small  ▲ too large", "dim")
-        self.update(text)
+        text.append(" observed/expected: = right ▼ too small ▲ too large", "dim")
+        self.update(text, layout=False)
 
 
 def _number(value: float) -> str:

@@ -39,7 +39,7 @@ class Chart(Widget):
             return Text(f"{values[0]:.6g} at step {self.points[0][0]}, the only step recorded", "dim")
         levels = _levels(values, width, height * 8)
         rows = [
-            "".join(_BLOCKS[max(0, min(8, level - 8 * row))] if level >= 0 else "×" for level in levels)
+            "".join(_BLOCKS[max(0, min(8, level - 8 * row))] if level >= 0 else "!" for level in levels)
             for row in reversed(range(height))
         ]
         return Text("\n".join(rows), self.get_component_rich_style("chart--curve", partial=True), no_wrap=True)

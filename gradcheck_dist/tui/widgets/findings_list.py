@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.reports.source import short_path
 from gradcheck_dist.reports.text import number, spans
 from gradcheck_dist.tui.snapshot import Snapshot
@@ -20,19 +21,19 @@ class FindingsList(Rows):
 
     def show(self, snapshot: Snapshot) -> None:
         report = snapshot.report
-        self._findings = list(report.findings) if report is not None else []
-        self._verdict = report.verdict if report is not None else ""
-        self.count = len(self._findings)
-        self.refresh()
+        if report is not self._report:
+            self._report = report
+            self.count = len(report.findings) if report is not None else 0
+            self.refresh()
 
-    _findings: list = []  # type: ignore[type-arg]
-    _verdict = ""
+    _report: Report | None = None
 
     def header(self, row: int) -> Iterable[Piece]:
         yield "finding                      factor               params ranks   where", "head"
 
     def pieces(self, index: int) -> Iterable[Piece]:
-        finding = self._findings[index]
+        assert self._report is not None
+        finding = self._report.findings[index]
         factor = finding.factor.expression or number(finding.factor.observed)
         event = finding.first_event
         where = f"{short_path(event.file)}:{event.line}" if event is not None and event.file else "-"
@@ -43,5 +44,5 @@ class FindingsList(Rows):
 
     def empty(self) -> str:
         return {"clean": "no findings", "undetermined": "no findings, but the run could not be judged"}.get(
-            self._verdict, "no findings yet"
+            self._report.verdict if self._report is not None else "", "no findings yet"
         )

@@ -29,13 +29,19 @@ class Heatmap(Rows):
     column = reactive(0)
     numbers = reactive(True)
     part: Slice | None = None
+    axes = ("", "")
+    """What rows and columns are, for the corner."""
     _first = 0
+    _longest_row = 8
+    _longest_column = 2
 
     class CellMoved(Message):
         """The cursor is on another cell."""
 
     def show(self, part: Slice) -> None:
         self.part = part
+        self._longest_row = max(map(len, part.row_labels), default=8)
+        self._longest_column = max((len(line) for label in part.column_labels for line in label.split(" ")), default=2)
         self.header_rows = max((len(label.split(" ")) for label in part.column_labels), default=1)
         self.count = part.shape[0]
         self.watch_count()
@@ -45,16 +51,11 @@ class Heatmap(Rows):
 
     @property
     def cell_width(self) -> int:
-        return NUMBER_WIDTH if self.numbers else max(SIGN_WIDTH, 1 + self._label_width())
-
-    def _label_width(self) -> int:
-        labels = self.part.column_labels if self.part is not None else ()
-        return max((len(line) for label in labels[-1:] for line in label.split(" ")), default=2)
+        return NUMBER_WIDTH if self.numbers else max(SIGN_WIDTH, 1 + self._longest_column)
 
     @property
     def label_width(self) -> int:
-        longest = max((len(label) for label in self.part.row_labels[:2000]), default=8) if self.part else 8
-        return min(longest + 2, max(14, self.size.width * 2 // 5))
+        return max(18, min(self._longest_row + 2, self.size.width * 2 // 5))
 
     @property
     def num_visible(self) -> int:
@@ -97,8 +98,9 @@ class Heatmap(Rows):
 
     def header(self, row: int) -> Iterable[Piece]:
         assert self.part is not None or self.count == 0
-        more = f"‹ {self._first} more" if self._first else ""
-        yield fit(more if row == 0 else "", self.label_width), "dim"
+        more = f"« {self._first} more" if self._first else f"{self.axes[1]} →"
+        last = row == self.header_rows - 1
+        yield fit(f"{self.axes[0]} ↓" if last and row else more if row == 0 else "", self.label_width), "dim"
         previous = None
         for column in self._columns():
             lines = self.part.column_labels[column].split(" ")  # type: ignore[union-attr]
@@ -110,7 +112,7 @@ class Heatmap(Rows):
             yield fit(f" {shown if not here else line}", self.cell_width), "accent" if here else "head"
         rest = (self.part.shape[1] if self.part else 0) - (self._columns().stop)
         if rest > 0 and row == 0:
-            yield f"{rest} more ›", "dim"
+            yield f"{rest} more »", "dim"
 
     def pieces(self, index: int) -> Iterable[Piece]:
         part = self.part
@@ -118,17 +120,17 @@ class Heatmap(Rows):
             return
         here_row = index == self.cursor
         yield middle(part.row_labels[index], self.label_width - 1) + " ", "bold" if here_row else "plain"
-        width = self.cell_width
+        width, numbers, tolerance = self.cell_width, self.numbers, part.grid.tolerance
         for column in self._columns():
-            ratio = part.cell(index, column)[3]
-            right = abs(ratio - 1.0) <= part.grid.tolerance
-            text = scale.short(ratio) if self.numbers else ""
+            ratio = part.ratio(index, column)
+            right = abs(ratio - 1.0) <= tolerance
             style = scale.style(ratio, right)
-            body = f"{scale.sign(ratio, right)} {text}" if self.numbers else scale.sign(ratio, right)
+            sign = scale.sign(ratio, right)
+            body = f"{sign} {scale.short(ratio)}" if numbers else sign
             if here_row and column == self.column:
                 yield fit(f"[{fit(body, width - 3)}]", width - 1), style + Style(bold=True, underline=True)
             else:
-                yield fit(f" {body}", width - 1), style
+                yield f" {body}".ljust(width - 1)[: width - 1], style
             yield " ", "plain"
 
     def empty(self) -> str:

@@ -22,6 +22,8 @@ class RankStrip(Static):
     RankStrip.trouble { color: $error; }
     """
 
+    _told = Text()
+
     def show(self, snapshot: Snapshot) -> None:
         """`●` writes, `○` has ended in good order, `✗` is gone."""
         self.display = bool(snapshot.ranks)
@@ -39,4 +41,6 @@ class RankStrip(Static):
             rest = spans(line.rank for line in ill[2:])
             text.append(f"\nand {plural(len(ill) - 2, 'more rank')} in trouble: {prose(rest, 60)}", "bold")
         self.set_class(bool(ill), "trouble")
-        self.update(text)
+        if text != self._told:
+            self._told = text
+            self.update(text)

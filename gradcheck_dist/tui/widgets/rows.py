@@ -55,6 +55,10 @@ class Rows(ScrollView, can_focus=True):
     header_rows = 0
     """Rows at the top that stay in place."""
 
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        self._looks: dict[tuple[Style, str | Style], Style] = {}
+        super().__init__(id=id, classes=classes)
+
     class Moved(Message):
         """The cursor is on another row."""
 
@@ -82,8 +86,12 @@ class Rows(ScrollView, can_focus=True):
         return ""
 
     def on_mount(self) -> None:
-        super().on_mount()
+        super().on_mount()  # type: ignore[no-untyped-call]
         self.watch_count()
+
+    def notify_style_update(self) -> None:
+        self._looks.clear()
+        super().notify_style_update()
 
     def look(self, name: str | Style) -> Style:
         return name if isinstance(name, Style) else self.get_component_rich_style(f"rows--{name}", partial=True)
@@ -126,7 +134,7 @@ class Rows(ScrollView, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         row = event.y - self.header_rows
-        if 0 <= row and row + round(self.scroll_y) < self.count:
+        if row >= 0 and row + round(self.scroll_y) < self.count:
             index = row + round(self.scroll_y)
             again = index == self.cursor
             self.cursor = index
@@ -147,7 +155,12 @@ class Rows(ScrollView, can_focus=True):
         return self._strip(self.pieces(index), width, base)
 
     def _strip(self, pieces: Iterable[Piece], width: int, base: Style) -> Strip:
-        segments = [Segment(printable(text), base + self.look(look)) for text, look in pieces]
+        segments, known = [], self._looks
+        for text, look in pieces:
+            style = known.get((base, look))
+            if style is None:
+                style = known[base, look] = base + self.look(look)
+            segments.append(Segment(text if text.isprintable() and text.isascii() else printable(text), style))
         return Strip(segments).adjust_cell_length(width, base).crop(0, width)
 
     def refresh_cursor_line(self) -> None:

@@ -37,4 +37,4 @@ class StatusBar(Static):
         run = snapshot.report.run if snapshot.report is not None else None
         name = " ".join(part for part in (run.scenario, run.variant) if part) or run.id if run is not None else ""
         text.append(printable(name or snapshot.path, 120), "dim")
-        self.update(text)
+        self.update(text, layout=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 from rich.text import Text
+from textual.content import Content
 from textual.widgets import Static
 
 from gradcheck_dist.reports.document import Document
@@ -21,11 +22,17 @@ class VerdictBox(Static):
     VerdictBox.undetermined { border: round $warning; }
     """
 
+    _told: object = None
+    """What stands in the box: drawing it again costs a layout of the whole screen."""
+
     def show(self, snapshot: Snapshot) -> None:
         """Show a snapshot's document, or what it waits for."""
         if snapshot.document is not None:
             self.show_document(snapshot.document)
             return
+        if self._told == snapshot.message:
+            return
+        self._told = snapshot.message
         self.border_title = "no verdict yet"
         self.set_classes(["undetermined"])
         words = prose(snapshot.message) or f"Reading {prose(snapshot.path)} …"
@@ -33,7 +40,10 @@ class VerdictBox(Static):
 
     def show_document(self, document: Document, *, brief: bool = False) -> None:
         """`brief`: without the next step, for two boxes side by side."""
-        self.border_title = Text(document.title).plain.replace("[", "\\[")
+        if self._told is document:
+            return
+        self._told = document
+        self.border_title = Content(document.title)
         self.set_classes([document.verdict])
         rows = [("verdict", Text(document.headline, "bold")), ("why", Text(document.why))]
         culprit = document.findings[0].culprit if document.findings else None

@@ -1,0 +1,139 @@
+"""Screen 4: one event, and the ledger as it stood right after it. Stepping replays the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import Static
+
+from gradcheck_dist.reports.text import printable
+from gradcheck_dist.tui.screens.base import RunScreen
+from gradcheck_dist.tui.snapshot import Selection, Snapshot
+from gradcheck_dist.tui.step_view import Stop
+from gradcheck_dist.tui.widgets.event_card import EventCard
+from gradcheck_dist.tui.widgets.rows import Rows
+from gradcheck_dist.tui.widgets.stops_list import StopsList
+
+
+class EventScreen(RunScreen):
+    """Left the way of one contribution into one parameter's gradient, right the event under the cursor."""
+
+    MODE = "event"
+    DEFAULT_CSS = """
+    EventScreen StopsList { width: 34; border-right: solid $primary; }
+    EventScreen StopsList:focus { border-right: heavy $accent; }
+    EventScreen VerticalScroll { width: 1fr; }
+    EventScreen #path { height: 1; background: $surface; color: $accent; text-wrap: nowrap; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left,p", "step_event(-1)", "Back", key_display="←"),
+        Binding("right,n", "step_event(1)", "Forward", key_display="→"),
+        Binding("j", "jump", "Divergence", show=False),
+        Binding("k", "next_key(1)", "Contribution"),
+        Binding("u", "next_param(1)", "Parameter"),
+        Binding("h", "next_holder(1)", "Holder"),
+    ]
+    _stops: list[Stop] = []
+
+    def body(self) -> ComposeResult:
+        yield Static(id="path", markup=False)
+        with Horizontal():
+            yield StopsList(classes="main")
+            with VerticalScroll(can_focus=False):
+                yield EventCard()
+
+    def nothing(self, snapshot: Snapshot) -> str | None:
+        if self.app is None or snapshot.step is None or not snapshot.step.lanes:
+            return "No event of this step was recorded."
+        return None
+
+    def show(self, snapshot: Snapshot, selection: Selection) -> None:
+        step = snapshot.step
+        assert step is not None
+        rows = self.query_one(StopsList)
+        if selection.param is not None and selection.holder is not None and selection.key is not None:
+            self._stops = step.stops(selection.param, selection.holder, selection.key)
+        else:
+            self._stops = []
+        rows.show(self._stops, step.culprits)
+        at = next((i for i, s in enumerate(self._stops) if (s.rank, s.seq) == (selection.rank, selection.seq)), None)
+        if at is not None:
+            rows.cursor = at
+        self._card(snapshot, selection, at)
+
+    def _card(self, snapshot: Snapshot, selection: Selection, at: int | None) -> None:
+        step = snapshot.step
+        assert step is not None
+        stop = self._stops[at] if at is not None else None
+        where = (selection.rank, selection.seq) if selection.rank is not None else (-1, -1)
+        mark = step.marks.get(where)  # type: ignore[arg-type]
+        cell, ledger = None, []
+        if selection.param is not None and selection.holder is not None and selection.key is not None:
+            cell = step.cell(selection.param, selection.holder, selection.key)
+            ledger = step.ledger_at(selection.param, selection.holder, stop) if stop is not None else []
+        self.query_one(EventCard).show(mark, stop, cell, ledger, culprit=where in step.culprits)
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+        self.query_one("#path", Static).update(_path_title(selection))
+
+    @on(Rows.Moved)
+    def _moved(self, message: Rows.Moved) -> None:
+        if message.index < len(self._stops):
+            stop = self._stops[message.index]
+            app = self.watch_app
+            if (stop.rank, stop.seq) != (app.selection.rank, app.selection.seq):
+                app.selection = replace(app.selection, rank=stop.rank, seq=stop.seq)
+
+    def action_step_event(self, by: int) -> None:
+        self.query_one(StopsList).action_move(by)
+
+    def action_jump(self) -> None:
+        step = self.watch_app.shown.step
+        culprits = step.culprits if step is not None else frozenset()
+        at = next((i for i, stop in enumerate(self._stops) if (stop.rank, stop.seq) in culprits), None)
+        if at is None:
+            self.notify("No divergence on this path.", markup=False)
+        else:
+            self.query_one(StopsList).cursor = at
+
+    def action_next_key(self, by: int) -> None:
+        step, selection = self.watch_app.shown.step, self.watch_app.selection
+        if step is None or selection.param is None or selection.holder is None:
+            return
+        held = step.held_by.get((selection.param, selection.holder))
+        keys = [cell.key for cell in held.cells] if held is not None else []
+        if keys:
+            at = keys.index(selection.key) if selection.key in keys else -1
+            self.watch_app.open_path(selection.param, selection.holder, keys[(at + by) % len(keys)])
+
+    def action_next_param(self, by: int) -> None:
+        step, selection = self.watch_app.shown.step, self.watch_app.selection
+        if step is None:
+            return
+        params = [key for key, holder in step.held_by if holder == selection.holder and step.held_by[key, holder].cells]
+        if params and selection.holder is not None:
+            at = params.index(selection.param) if selection.param in params else -1
+            self.watch_app.open_path(params[(at + by) % len(params)], selection.holder, selection.key)
+
+    def action_next_holder(self, by: int) -> None:
+        step, selection = self.watch_app.shown.step, self.watch_app.selection
+        if step is None or selection.param is None:
+            return
+        holders = [holder for key, holder in step.held_by if key == selection.param]
+        if holders:
+            at = holders.index(selection.holder) if selection.holder in holders else -1
+            self.watch_app.open_path(selection.param, holders[(at + by) % len(holders)], selection.key)
+
+
+def _path_title(selection: Selection) -> str:
+    """Which contribution into which parameter."""
+    if selection.param is None or selection.key is None:
+        return "no path is selected: this event concerns no observed parameter"
+    data_rank, step, microbatch = selection.key
+    stage, name = selection.param
+    where = f"stage {stage}: " if stage >= 0 else ""
+    return printable(f"way of d{data_rank} k{step} m{microbatch} into {where}{name} on rank {selection.holder}")

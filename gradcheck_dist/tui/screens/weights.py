@@ -1,0 +1,81 @@
+"""Screen 2: observed / expected as a map, with the three ledgers of the cell under the cursor."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.reactive import reactive
+
+from gradcheck_dist.tui.grid import COLUMN_SLICES, ROW_SLICES, WeightGrid, slice_grid
+from gradcheck_dist.tui.screens.base import RunScreen
+from gradcheck_dist.tui.snapshot import Selection, Snapshot
+from gradcheck_dist.tui.widgets.cell_box import CellBox
+from gradcheck_dist.tui.widgets.heatmap import Heatmap
+from gradcheck_dist.tui.widgets.rows import Rows
+
+
+class Weights(RunScreen):
+    """`r` and `c` change what rows and columns are; a merged cell shows the worst of those it stands for."""
+
+    MODE = "weights"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("n", "numbers", "Numbers"),
+        Binding("r", "rows", "Rows"),
+        Binding("c", "columns", "Columns"),
+        Binding("slash", "search", "Search", key_display="/"),
+    ]
+
+    rows = reactive(ROW_SLICES[0], init=False)
+    columns = reactive(COLUMN_SLICES[0], init=False)
+    _contains = ""
+    _sliced: tuple[object, ...] = ()
+
+    def body(self) -> ComposeResult:
+        yield Heatmap(classes="main")
+        yield CellBox()
+
+    def show(self, snapshot: Snapshot, selection: Selection) -> None:
+        if self.rows.startswith("param") and snapshot.step is not None:
+            self._slice(snapshot.step.param_grid)
+        elif snapshot.grid is not None:
+            self._slice(snapshot.grid)
+
+    def _slice(self, grid: WeightGrid) -> None:
+        wanted = (id(grid), self.rows, self.columns, self._contains)
+        if wanted != self._sliced:
+            self._sliced = wanted
+            self.query_one(Heatmap).axes = (self.rows + (" filtered" if self._contains else ""), self.columns)
+            self.query_one(Heatmap).show(slice_grid(grid, self.rows, self.columns, self._contains))
+        self._cell()
+
+    @on(Heatmap.CellMoved)
+    def _cell(self) -> None:
+        heatmap = self.query_one(Heatmap)
+        if heatmap.part is not None:
+            self.query_one(CellBox).show(heatmap.part, heatmap.cursor, heatmap.column)
+
+    def action_numbers(self) -> None:
+        heatmap = self.query_one(Heatmap)
+        heatmap.numbers = not heatmap.numbers
+
+    def action_rows(self) -> None:
+        self.rows = ROW_SLICES[(ROW_SLICES.index(self.rows) + 1) % len(ROW_SLICES)]
+        self.update()
+
+    def action_columns(self) -> None:
+        self.columns = COLUMN_SLICES[(COLUMN_SLICES.index(self.columns) + 1) % len(COLUMN_SLICES)]
+        self.update()
+
+    def filter(self, contains: str) -> None:
+        self._contains = contains
+        self.update()
+
+    @on(Rows.Chosen)
+    def _chosen(self) -> None:
+        heatmap = self.query_one(Heatmap)
+        if heatmap.part is not None and heatmap.count:
+            (unit, rank), key = heatmap.part.origin(heatmap.cursor, heatmap.column)
+            self.watch_app.open_cell(unit, rank, key, by_param=self.rows.startswith("param"))

@@ -1,0 +1,124 @@
+"""What one event did to the gradient, with the user's source and the ledger right after it."""
+
+from __future__ import annotations
+
+from rich.text import Text
+from textual.widgets import Static
+
+from gradcheck_dist.diagnosis.cells import Cell
+from gradcheck_dist.events import AmpUnscale, Clip, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.reports.source import excerpt, modified_s, short_path
+from gradcheck_dist.reports.text import clip, number, printable, spans
+from gradcheck_dist.tui import scale
+from gradcheck_dist.tui.step_view import Mark, Stop
+from gradcheck_dist.tui.widgets.mark_box import describe
+
+MAX_LEDGER = 64
+
+
+class EventCard(Static):
+    """Title, source, factors, ledger."""
+
+    DEFAULT_CSS = "EventCard { height: auto; padding: 0 1; }"
+
+    def show(
+        self,
+        mark: Mark | None,
+        stop: Stop | None,
+        cell: Cell | None,
+        ledger: list[tuple[Cell, float | None]],
+        *,
+        culprit: bool,
+    ) -> None:
+        text = Text()
+        if mark is None:
+            self.update(Text("This stop is a sample without a recorded event.", "dim"))
+            return
+        text.append(describe(mark), "bold")
+        text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
+        if culprit:
+            text.append("FIRST DIVERGENCE: after this the weight could not come right\n", "bold reverse")
+        _source(text, mark, max(40, self.app.size.width - 38))
+        for fact in _facts(mark):
+            text.append(f"{fact}\n")
+        if stop is not None:
+            _factors(text, stop, cell)
+        if ledger:
+            text.append("\nledger after this event: observed/expected of every contribution\n", "bold")
+            _ledger(text, ledger)
+        self.update(text)
+
+
+def _source(text: Text, mark: Mark, width: int) -> None:
+    site = mark.event.site
+    if site is None:
+        text.append("no source line was recorded\n", "dim")
+        return
+    text.append(f"{short_path(site.file)}:{site.line}", "bold").append(f" in {printable(site.function, 60)}\n")
+    shown = excerpt(site.file, site.line)
+    if shown is None:
+        text.append("  (the file is not below the working directory: its lines are not shown)\n", "dim")
+        return
+    if (modified_s(site.file) or 0.0) > mark.event.t_ns / 1e9:
+        text.append("the file was changed after this was recorded: its lines may have moved\n", "italic")
+    for marked, line, source in shown.numbered():
+        row = clip(f"{'▶' if marked else ' '} {line:>4} │ {source}", width)
+        text.append(row, "bold reverse" if marked else "dim").append("\n")
+
+
+def _facts(mark: Mark) -> list[str]:
+    event, facts = mark.event, []
+    if isinstance(event, Reduce):
+        facts.append(f"op {printable(event.op)} by {printable(event.impl)} over ranks [{spans(event.group)}]")
+        divides = {"pre-divide": event.pre_divide, "post-divide": event.post_divide, "premul": event.premul}
+        facts += [f"{name} {number(value)}" for name, value in divides.items() if value is not None]
+        if event.replicate_group:
+            facts.append(f"replicas [{spans(event.replicate_group)}] {printable(str(event.replicate_op))}")
+        if event.hook:
+            facts.append(f"communication hook {printable(event.hook, 100)}")
+    elif isinstance(event, ScaleGrads):
+        facts.append(f"divides the accumulated gradients by {event.divisor:g}")
+    elif isinstance(event, AmpUnscale):
+        facts.append(f"divides by the loss scale {event.scale:g}" + (", found inf" if event.found_inf else ""))
+    elif isinstance(event, Clip):
+        share = " (this rank's share only)" if event.partial else ""
+        facts.append(f"total norm {number(event.total_norm)}{share}, max norm {number(event.max_norm)}")
+        facts.append(f"coefficient {number(event.coefficient)}: scales all alike, so ratios are freed of it")
+    elif isinstance(event, Loss):
+        facts.append(f"{printable(event.op)} reduction {printable(event.reduction)} over {event.num_tokens} tokens")
+        facts.append(f"value {number(event.value)}, term {printable(event.term, 40)}")
+    elif isinstance(event, LossGradient):
+        facts.append(f"one token weighs {number(event.weight)} in the loss, {event.num_tokens} tokens")
+    elif isinstance(event, OptimizerStep):
+        rate = f", lr {event.lr:g}" if event.lr is not None else ""
+        facts.append(f"{printable(event.optimizer, 60)} reads the gradients{rate}")
+    return facts
+
+
+def _factors(text: Text, stop: Stop, cell: Cell | None) -> None:
+    right = cell is not None and abs(stop.after - 1) <= cell.tolerance
+    measured = number(stop.measured) if stop.measured is not None else "not measured here"
+    nominal = number(stop.nominal) if stop.nominal is not None else "unknown"
+    text.append("factor: documented ").append(nominal, "bold").append(", measured ").append(measured, "bold")
+    text.append("\nratio: before ").append(f" {scale.short(stop.before)} ", scale.style(stop.before, _one(stop.before)))
+    text.append(" after ").append(f" {scale.short(stop.after)} ", scale.style(stop.after, right or _one(stop.after)))
+    if cell is not None:
+        text.append(f"  tolerance {cell.tolerance:.1g}", "dim")
+    text.append("\n" if stop.sampled else "  (carried on by documented factors)\n", "dim")
+
+
+def _one(ratio: float) -> bool:
+    return abs(ratio - 1) < 1e-3
+
+
+def _ledger(text: Text, ledger: list[tuple[Cell, float | None]]) -> None:
+    for cell, ratio in ledger[:MAX_LEDGER]:
+        data_rank, step, microbatch = cell.key
+        text.append(f"  d{data_rank} k{step} m{microbatch}  ")
+        if ratio is None:
+            text.append("not yet\n", "dim")
+        else:
+            text.append(f" {scale.short(ratio):<7}", scale.style(ratio, abs(ratio - 1) <= max(cell.tolerance, 1e-4)))
+            text.append("\n")
+    if len(ledger) > MAX_LEDGER:
+        text.append(f"  and {len(ledger) - MAX_LEDGER} more: see the Weights screen\n", "dim")

@@ -1,0 +1,348 @@
+"""Every key does what the help says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from still_source import StillSource, first_snapshot, screen_text
+from textual.pilot import Pilot
+from tiny_runs import SOURCE_LINE, SOURCE_TEXT
+
+from gradcheck_dist.tui.app import SCREENS, WatchApp
+from gradcheck_dist.tui.screens.help import HelpScreen
+from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.tui.widgets.heatmap import Heatmap
+from gradcheck_dist.tui.widgets.param_rows import ParamRows
+from gradcheck_dist.tui.widgets.stops_list import StopsList
+from gradcheck_dist.tui.widgets.timeline_chart import TimelineChart
+
+Steps = Callable[[WatchApp, Pilot[None]], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def snapshot(faulty_run: Path) -> Snapshot:
+    return first_snapshot(faulty_run)
+
+
+def drive(snapshot: Snapshot, steps: Steps, *, size: tuple[int, int] = (80, 24), mode: str = "overview") -> None:
+    """Run the app over one snapshot and let `steps` press keys."""
+
+    async def run() -> None:
+        app = WatchApp(StillSource(snapshot), "run", mode=mode)
+        async with app.run_test(size=size) as pilot:
+            await settled(app, pilot)
+            await steps(app, pilot)
+
+    asyncio.run(run())
+
+
+async def settled(app: WatchApp, pilot: Pilot[None]) -> None:
+    async with asyncio.timeout(20):
+        while app.shown.phase == "reading":
+            await pilot.pause(0.01)
+    await pilot.pause()
+
+
+def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("d")
+        await pilot.pause()
+        text = screen_text(app)
+        assert "FIRST DIVERGENCE" in text
+        assert f"gradcheck_dist/errors.py:{SOURCE_LINE}" in text
+        assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
+
+    drive(snapshot, steps)
+
+
+def test_the_key_pressed_while_still_reading_is_remembered(snapshot: Snapshot) -> None:
+    async def run() -> None:
+        app = WatchApp(StillSource(), "run")
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
+            await pilot.press("d")
+            await pilot.pause(0.1)
+            assert "Still reading" in screen_text(app)
+            app.snapshot = snapshot
+            await pilot.pause()
+            await pilot.pause()
+            assert "FIRST DIVERGENCE" in screen_text(app)
+
+    asyncio.run(run())
+
+
+def test_enter_on_a_finding_leads_to_the_same_place(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "FIRST DIVERGENCE" in screen_text(app)
+
+    drive(snapshot, steps)
+
+
+def test_number_keys_open_the_seven_screens(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        for index, mode in enumerate(SCREENS, 1):
+            await pilot.press(str(index))
+            await pilot.pause()
+            assert app.current_mode == mode
+            assert screen_text(app).strip()
+
+    drive(snapshot, steps)
+
+
+def test_a_click_on_a_tab_opens_its_screen(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.click("TopBar", offset=(screen_text(app).splitlines()[0].index("Timeline"), 0))
+        await pilot.pause()
+        assert app.current_mode == "timeline"
+
+    drive(snapshot, steps)
+
+
+def test_help_opens_and_closes_and_names_every_key_of_every_screen(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        text = screen_text(app)
+        for key in ("ctrl+p", "space", "[ ]", "open the first divergence"):
+            assert key in text
+        await pilot.press("escape")
+        assert not isinstance(app.screen, HelpScreen)
+
+    drive(snapshot, steps, size=(120, 70))
+
+
+def test_themes_go_round_and_the_map_stays_readable(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        seen = [app.theme]
+        for _ in range(3):
+            await pilot.press("t")
+            seen.append(app.theme)
+            assert "4" in screen_text(app)
+        assert seen[0] == seen[-1]
+        assert len(set(seen)) == 3
+
+    drive(snapshot, steps, mode="weights")
+
+
+def test_the_command_palette_offers_the_screens(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Weights", "Explain", "First divergence", "Screenshot", "Theme"} <= titles
+        await pilot.press("ctrl+p")
+        await pilot.pause()
+        await pilot.press(*"timel", "enter")
+        await pilot.pause(0.3)
+        assert app.current_mode == "timeline"
+
+    drive(snapshot, steps)
+
+
+def test_brackets_ask_for_the_neighbouring_step(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("left_square_bracket", "right_square_bracket")
+        assert app.source.asked_step == [1]  # type: ignore[attr-defined]
+
+    drive(snapshot, steps)
+
+
+def test_weights_move_slice_search_and_open(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        heatmap = app.screen.query_one(Heatmap)
+        assert "▲ 4     ▲ 2     = 1" in screen_text(app).replace("[", " ").replace("]", " ")
+        await pilot.press("right", "down")
+        assert (heatmap.cursor, heatmap.column) == (1, 1)
+        assert "ratio  2  WRONG" in screen_text(app)
+        await pilot.press("n")
+        assert not heatmap.numbers
+        assert "▲ 4" not in screen_text(app).splitlines()[4]
+        await pilot.press("n", "c")
+        await pilot.pause()
+        assert heatmap.part is not None
+        assert heatmap.part.column_labels == ("k0", "k1", "k2")
+        labels = []
+        for _ in range(5):
+            await pilot.press("r")
+            await pilot.pause()
+            labels.append(heatmap.part.row_labels[0])
+        assert labels == [
+            "all parameters",
+            "rank 0",
+            "embedding.weight",
+            "embedding.weight  rank 0",
+            "all parameters  rank 0",
+        ]
+        await pilot.press("slash", *"rank 1", "enter")
+        await pilot.pause()
+        assert heatmap.part.row_labels == ("all parameters  rank 1",)
+        await pilot.press("slash", "escape")
+        await pilot.pause()
+        assert len(heatmap.part.row_labels) == 2
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.current_mode == "event"
+
+    drive(snapshot, steps, mode="weights")
+
+
+def test_a_click_on_a_cell_selects_it(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        heatmap = app.screen.query_one(Heatmap)
+        await pilot.click(Heatmap, offset=(heatmap.label_width + 2 * heatmap.cell_width + 1, 3))
+        assert (heatmap.cursor, heatmap.column) == (1, 2)
+
+    drive(snapshot, steps, mode="weights")
+
+
+def test_the_timeline_moves_zooms_pans_and_jumps(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        chart = app.screen.query_one(TimelineChart)
+        assert chart.mark is not None
+        await pilot.press("home", "left", "left", "left", "left", "left", "left", "left")
+        first = chart.mark
+        await pilot.press("right")
+        assert chart.mark is not first
+        await pilot.press("down")
+        assert chart.mark.rank == 1
+        width = chart._per_cell
+        await pilot.press("plus")
+        assert chart._per_cell < width
+        await pilot.press("minus")
+        assert chart._per_cell == pytest.approx(width)
+        await pilot.press("plus", "plus", "l")
+        assert chart._offset > 0
+        await pilot.press("h", "0")
+        assert chart._offset == 0
+        await pilot.press("o")
+        assert "event number" in screen_text(app)
+        await pilot.press("j")
+        await pilot.pause()
+        assert "FIRST DIVERGENCE" in screen_text(app)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.current_mode == "event"
+
+    drive(snapshot, steps, mode="timeline")
+
+
+def test_stepping_through_events_replays_the_ledger(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        stops = app.screen.query_one(StopsList)
+        await pilot.press("home")
+        await pilot.pause()
+        assert "d0 k1 m0  not yet" in screen_text(app)
+        ratios = [stops.stops[stops.cursor].after]
+        for _ in range(stops.count - 1):
+            await pilot.press("right")
+            await pilot.pause()
+            ratios.append(stops.stops[stops.cursor].after)
+        assert [round(ratio) for ratio in ratios] == sorted(round(ratio) for ratio in ratios)
+        assert (round(ratios[0]), round(ratios[-1])) == (1, 4)
+        assert "not yet" not in screen_text(app)
+        await pilot.press("left")
+        await pilot.pause()
+        assert stops.cursor == stops.count - 2
+        await pilot.press("j")
+        await pilot.pause()
+        assert "FIRST DIVERGENCE" in screen_text(app)
+
+    drive(snapshot, steps, mode="event", size=(120, 40))
+
+
+def test_the_event_screen_walks_over_contributions_parameters_and_holders(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        before = app.selection
+        await pilot.press("k")
+        assert app.selection.key != before.key
+        await pilot.press("u")
+        assert app.selection.param != before.param
+        await pilot.press("h")
+        assert app.selection.holder != before.holder
+
+    drive(snapshot, steps, mode="event")
+
+
+def test_parameters_fold_search_and_open(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        rows = app.screen.query_one(ParamRows)
+        whole = rows.count
+        await pilot.press("enter")
+        assert rows.count == whole - 1
+        await pilot.press("right")
+        assert rows.count == whole
+        await pilot.press("slash", *"ffn", "enter")
+        await pilot.pause()
+        assert "attention" not in screen_text(app)
+        await pilot.press("end", "enter")
+        await pilot.pause()
+        assert app.current_mode == "event"
+        assert app.selection.param == (-1, "layers.0.ffn.weight")
+
+    drive(snapshot, steps, mode="parameters")
+
+
+def test_compare_shows_the_twin_marks_differences_and_takes_the_next_run(faulty_run: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "FOUND GS102" in text
+        assert "CLEAN" in text
+        assert "≠ verdict" in text
+        assert "world size" in text
+        await pilot.press("x")
+        await pilot.pause()
+        assert "world size" not in screen_text(app)
+        await pilot.press("o")
+        assert app.source.asked_other == [str(faulty_run.parent / "fixed")]  # type: ignore[attr-defined]
+
+    drive(first_snapshot(faulty_run, compare=faulty_run.parent / "fixed"), steps, mode="compare", size=(120, 45))
+
+
+def test_compare_without_another_run_says_what_to_do(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert "Press o to take one" in screen_text(app)
+
+    drive(snapshot, steps, mode="compare")
+
+
+def test_explain_shows_the_page_copies_the_fix_and_writes_the_report(
+    snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gradcheck-report.md").write_text("mine")
+
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "What it does" in text
+        assert "no_sync" in text
+        await pilot.press("c")
+        assert "no_sync" in app.clipboard
+        await pilot.press("n", "e")
+        await pilot.pause()
+
+    drive(snapshot, steps, mode="explain", size=(110, 40))
+    assert (tmp_path / "gradcheck-report.md").read_text() == "mine"
+    assert "GS102 repeated-reduction" in (tmp_path / "gradcheck-report-2.md").read_text()
+
+
+def test_q_leaves(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("q")
+        await pilot.pause()
+        assert not app.is_running or app._exit
+
+    drive(snapshot, steps)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10), (160, 50), (300, 100)], ids=str)
+def test_every_screen_stands_at_every_size(snapshot: Snapshot, size: tuple[int, int]) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        for index in range(1, 8):
+            await pilot.press(str(index))
+            await pilot.pause()
+            lines = screen_text(app).splitlines()
+            assert len(lines) <= size[1]
+
+    drive(snapshot, steps, size=size)
