@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import Format, show
+from gradcheck_dist.cli import golden as golden_file
+from gradcheck_dist.cli.output import Format, check_writable, show
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -24,21 +25,30 @@ def diagnose(
     form: Annotated[Format, typer.Option("--format", help="How to write the report.")] = Format.text,
     objective: Objective = None,
     steps: Steps = None,
+    export_golden: golden_file.ExportGolden = None,
+    golden: golden_file.GoldenFile = None,
 ) -> None:
     """Judge a recorded run.
 
     Shows every weight, the first operation that made it wrong, and its line. Needs no torch.
-    Exit codes: 0 clean, 1 findings, 2 could not judge.
+    Exit codes: 0 clean, 1 findings, 2 could not judge. With --golden: 0 as frozen, 1 not, 2 could not judge.
     """
     from gradcheck_dist.diagnosis.engine import diagnose as judge
     from gradcheck_dist.trace.run import read_run
 
     chosen = parse_steps(steps)
+    frozen = golden_file.read(golden) if golden is not None else None
+    if export_golden is not None:
+        check_writable(export_golden)
     with Progress(f"reading {run}") as progress:
         recorded = read_run(run)
         progress.update(f"judging {run}")
         report = judge(recorded, objective=objective, steps=chosen)
     show(report, form)
+    if export_golden is not None:
+        golden_file.export(report, export_golden)
+    if frozen is not None:
+        raise typer.Exit(golden_file.check(report, frozen, str(golden)))
     raise typer.Exit(report.exit_code)
 
 

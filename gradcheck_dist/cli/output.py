@@ -23,23 +23,21 @@ class Format(StrEnum):
 
 
 class FileFormat(StrEnum):
-    """Formats of a report in a file."""
+    """Formats of a report: for scripts, as a pull request comment, a page, and three that code hosts and CI read."""
 
     json = "json"
     md = "md"
+    html = "html"
+    sarif = "sarif"
+    junit = "junit"
+    github = "github"
 
 
 def render(report: Report | ScenarioReport, form: Format | FileFormat) -> str:
-    """A report as JSON or Markdown."""
-    from gradcheck_dist.diagnosis.finding import ScenarioReport
+    """A report in any format but the terminal's."""
+    from gradcheck_dist.reports import formats
 
-    if form == Format.json:
-        from gradcheck_dist.reports import json_report
-
-        return json_report.encode(report).decode()
-    from gradcheck_dist.reports import markdown
-
-    return markdown.render_scenario(report) if isinstance(report, ScenarioReport) else markdown.render(report)
+    return formats.write(report, form.value)
 
 
 def show(report: Report | ScenarioReport, form: Format | FileFormat) -> None:

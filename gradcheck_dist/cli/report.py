@@ -2,50 +2,129 @@
 
 from __future__ import annotations
 
+import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradcheck_dist.cli.diagnose import Objective, Steps, parse_steps
-from gradcheck_dist.cli.output import FileFormat, check_writable, render, show, write_file
+from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
+from gradcheck_dist.errors import GradcheckError
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
+    from gradcheck_dist.trace.run import Run
+
+
+class PlotlyJs(StrEnum):
+    """Where the figures' plotly.js is: inside every page, or once beside them."""
+
+    inline = "inline"
+    shared = "shared"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a JSON report that was written before.")],
-    form: Annotated[
-        FileFormat, typer.Option("--format", help="json, or md for a pull request comment.")
-    ] = FileFormat.md,
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run folder, or a JSON report that was written before.")
+    ] = None,
+    form_given: Annotated[
+        FileFormat | None,
+        typer.Option("--format", help="Default: as the file to write is called, else md, a pull request comment."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: stdout.")] = None,
+    before: Annotated[
+        list[Path] | None, typer.Option(metavar="A", help="Run or report of the fault; with --after, md or html.")
+    ] = None,
+    after: Annotated[list[Path] | None, typer.Option(metavar="B", help="Run or report of the fix.")] = None,
+    plotlyjs: Annotated[
+        PlotlyJs, typer.Option(help="html: plotly.js in the page (4.8 MB), or shared in one file beside it.")
+    ] = PlotlyJs.inline,
     objective: Objective = None,
     steps: Steps = None,
 ) -> None:
-    """Write the report of a run as JSON or Markdown.
+    """Write the report of a run: for scripts, pull requests, browsers, code hosts or CI.
+
+    --before A --after B shows a fault and its fix side by side; both may be given several times, pair by pair.
 
     Exit codes: 0 it was written, whatever the verdict; 2 it could not be. Needs no torch.
     """
+    form = form_given or _form_of(output)
     if output is not None:
         check_writable(output)
-    judged = _load(run, objective, steps)
-    if output is None:
-        show(judged, form)
+    if plotlyjs == PlotlyJs.shared and output is None:
+        raise GradcheckError("--plotlyjs shared writes a second file. Name the page with --output FILE.", code="E715")
+    faults, fixes = before or [], after or []
+    if (run is None) == (not faults and not fixes) or len(faults) != len(fixes):
+        raise GradcheckError(
+            "name one RUN, or as many --before as --after: `gradcheck report RUN` or "
+            "`gradcheck report --before A --after B`.",
+            code="E716",
+        )
+    if run is not None:
+        from gradcheck_dist.reports import formats
+
+        judged, recorded = _load(run, objective, steps)
+        text = formats.write(judged, form.value, run=recorded, plotlyjs=plotlyjs.value)
     else:
-        write_file(output, render(judged, form))
-        typer.echo(f"wrote {output}", err=True)
+        text = _pairs(faults, fixes, form, objective, steps)
+    if output is None:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.write(text)
+        return
+    write_file(output, text)
+    typer.echo(f"wrote {output}", err=True)
+    if form == FileFormat.html and plotlyjs == PlotlyJs.shared:
+        _write_shared(output)
 
 
-def _load(run: Path, objective: str | None, steps: str | None) -> Report | ScenarioReport:
-    if run.is_file():
+def _form_of(output: Path | None) -> FileFormat:
+    from gradcheck_dist.reports.formats import SUFFIXES
+
+    return FileFormat(SUFFIXES.get(output.suffix.lower(), "md")) if output is not None else FileFormat.md
+
+
+def _load(path: Path, objective: str | None, steps: str | None) -> tuple[Report | ScenarioReport, Run | None]:
+    if path.is_file():
         from gradcheck_dist.reports.json_report import decode
 
-        return decode(run.read_bytes(), str(run))
+        return decode(path.read_bytes(), str(path)), None
     from gradcheck_dist.diagnosis.engine import diagnose
     from gradcheck_dist.trace.run import read_run
 
     chosen = parse_steps(steps)
-    with Progress(f"judging {run}"):
-        return diagnose(read_run(run), objective=objective, steps=chosen)
+    with Progress(f"judging {path}"):
+        recorded = read_run(path)
+        return diagnose(recorded, objective=objective, steps=chosen), recorded
+
+
+def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: str | None, steps: str | None) -> str:
+    from gradcheck_dist.diagnosis.finding import Report
+    from gradcheck_dist.reports import pair_render
+    from gradcheck_dist.reports.pair import compare
+
+    if form not in (FileFormat.md, FileFormat.html):
+        raise GradcheckError(f"a pair has no format {form.value}; legal values are md and html.", code="E716")
+    pairs = []
+    for fault, fix in zip(faults, fixes, strict=True):
+        judged = [_load(path, objective, steps)[0] for path in (fault, fix)]
+        first, second = judged
+        if not isinstance(first, Report) or not isinstance(second, Report):
+            raise GradcheckError(
+                "a scenario's report holds several runs. Name the run folders that `gradcheck scenario --keep` leaves.",
+                code="E716",
+            )
+        pairs.append(compare(first, second))
+    return pair_render.as_markdown(pairs) if form == FileFormat.md else pair_render.as_html(pairs)
+
+
+def _write_shared(page: Path) -> None:
+    from gradcheck_dist.reports.page import plotly_source, shared_file
+
+    script = page.with_name(shared_file())
+    if not script.exists():
+        write_file(script, plotly_source())
+        typer.echo(f"wrote {script}", err=True)

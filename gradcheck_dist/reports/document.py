@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent, Report, ScenarioReport, VariantReport
+from gradcheck_dist.diagnosis.rules import find_rule
 from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
 from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
@@ -19,12 +20,17 @@ class Culprit:
     line: str
     facts: tuple[str, ...]
     excerpt: Excerpt | None
+    path: str | None = None
+    line_number: int = 1
 
 
 @dataclass(frozen=True)
 class FindingText:
-    """One finding in words."""
+    """One finding in words. `code`, `name` and `severity` are for programs that read the report."""
 
+    code: str
+    name: str
+    severity: str
     title: str
     factor: str
     where: str
@@ -32,6 +38,16 @@ class FindingText:
     fix: str
     facts: tuple[str, ...]
     culprit: Culprit | None
+
+
+@dataclass(frozen=True)
+class RuleText:
+    """A rule, or what a finding says that it is; `outcome` is "failed", "passed" or "not triggered"."""
+
+    code: str
+    name: str
+    summary: str
+    outcome: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Document:
     tables: tuple[WeightTable, ...]
     tables_left_out: int
     coverage: tuple[str, ...]
+    rules: tuple[RuleText, ...]
 
 
 def build(report: Report) -> Document:
@@ -63,6 +80,7 @@ def build(report: Report) -> Document:
         tables=tuple(tables),
         tables_left_out=left_out,
         coverage=tuple(_coverage(report)),
+        rules=_rules(report),
     )
 
 
@@ -146,6 +164,9 @@ def _finding(finding: Finding) -> FindingText:
         f"step {spans(steps)}"
     )
     return FindingText(
+        code=printable(finding.code, 80),
+        name=printable(finding.name, 80),
+        severity=printable(finding.severity, 20),
         title=f"{printable(finding.code)} {printable(finding.name)}",
         factor=_factor(finding),
         where=where,
@@ -196,6 +217,9 @@ def culprit(event: FirstEvent) -> Culprit:
         facts.append(
             f"multiplies by {number(event.nominal_factor)} as documented, {number(event.observed_factor)} as measured"
         )
+    if event.called_from:
+        file, colon, line = event.called_from.rpartition(":")
+        facts.append(f"called from {short_path(file)}{colon}{printable(line)}")
     if event.configured_at:
         file, colon, line = event.configured_at.rpartition(":")
         facts.append(f"configured at {short_path(file)}{colon}{printable(line)}")
@@ -203,7 +227,23 @@ def culprit(event: FirstEvent) -> Culprit:
         behind = printable(str((event.before or {}).get("kind", "the next recorded event")))
         facts.append(f"nothing that was recorded did it: it happened after this event and before {behind}")
     line = f"{place}  {printable(event.kind)}{operation}{group}"
-    return Culprit(line, tuple(facts), excerpt(event.file, event.line))
+    path = short_path(event.file) if event.file else None
+    return Culprit(line, tuple(facts), excerpt(event.file, event.line), path, max(1, event.line or 1))
+
+
+def _rules(report: Report) -> tuple[RuleText, ...]:
+    outcomes = dict.fromkeys(report.rules.not_triggered, "not triggered")
+    outcomes |= dict.fromkeys(report.rules.passed, "passed")
+    outcomes |= dict.fromkeys([*report.rules.failed, *(finding.code for finding in report.findings)], "failed")
+    found = {finding.code: finding.name for finding in report.findings}
+    return tuple(_rule(code, found.get(code), outcome) for code, outcome in sorted(outcomes.items()))
+
+
+def _rule(code: str, found: str | None, outcome: str) -> RuleText:
+    known = find_rule(code)
+    name = found if found is not None else known.NAME if known else code
+    summary = (known.__doc__ or "").partition("\n")[0] if known else ""
+    return RuleText(printable(code, 80), printable(name, 80), summary, outcome)
 
 
 def _coverage(report: Report) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import resources
 from typing import Any
 
@@ -11,12 +12,40 @@ import msgspec
 from gradcheck_dist.diagnosis.finding import REPORT_SCHEMA_VERSION, Report, ScenarioReport
 from gradcheck_dist.errors import GradcheckError
 
+# Beyond what JSON escapes anyway.
+_STEERING = re.compile("[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff]")
 SCHEMA_FILE = "report.schema.json"
 
 
+class _Head(msgspec.Struct):
+    schema_version: Any = None
+    scenario: Any = msgspec.UNSET
+
+
 def encode(report: Report | ScenarioReport) -> bytes:
-    """The report as indented UTF-8 JSON, ending with a line break."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    """The report as indented UTF-8 JSON, ending with a line break; what could steer a terminal is an escape in it."""
+    try:
+        data = msgspec.json.encode(report)
+    except UnicodeEncodeError:  # a lone surrogate, out of a manifest: it has no UTF-8
+        data = msgspec.json.encode(_encodable(msgspec.to_builtins(report)))
+    text = msgspec.json.format(data, indent=1).decode()
+    return _STEERING.sub(lambda match: json.dumps(match[0])[1:-1], text).encode() + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, list) else value
+
+
+def render(report: Report | ScenarioReport) -> str:
+    """The report as text: JSON with every control character written as an escape."""
+    return encode(report).decode()
+
+
+render_scenario = render
 
 
 def decode(data: bytes, name: str = "the report") -> Report | ScenarioReport:
@@ -25,23 +54,22 @@ def decode(data: bytes, name: str = "the report") -> Report | ScenarioReport:
     Raises:
         GradcheckError: E701 no report, E702 of another schema version.
     """
+    # The head first, then the whole into its types at once: a detour through dictionaries takes ten times the memory.
     try:
-        content = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        head = msgspec.json.decode(data, type=_Head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _no_report(name, str(error)) from error
-    if not isinstance(content, dict):
-        raise _no_report(name, f"it holds {type(content).__name__}, not an object")
-    version = content.get("schema_version")
+    version = head.schema_version
     if version != REPORT_SCHEMA_VERSION:
         raise GradcheckError(
             f"{name} has report schema version {version!r}; this gradcheck reads version {REPORT_SCHEMA_VERSION}. "
             "Read it with the gradcheck that wrote it, or judge its run folder again.",
             code="E702",
         )
-    kind: type[Report | ScenarioReport] = ScenarioReport if "scenario" in content else Report
+    kind: type[Report | ScenarioReport] = Report if head.scenario is msgspec.UNSET else ScenarioReport
     try:
-        return msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _no_report(name, str(error)) from error
 
 

@@ -23,20 +23,20 @@ _MARKUP = re.compile(r"[\\*_\[\]#|>~$]|^[-+=](?=\s|[-+=]|$)|(?<=^\d)[.)](?=\s)")
 
 def render(report: Report) -> str:
     """One run's report as Markdown."""
-    tool = f"<sub>{text(report.tool.name)} {text(report.tool.version)}</sub>"
-    return _fit([MARK, *_parts(build(report)), tool], MAX_BYTES)
+    tool = f"<sub>{text(printable(report.tool.name, 80))} {text(printable(report.tool.version, 80))}</sub>"
+    return fit([MARK, *parts(build(report)), tool], MAX_BYTES)
 
 
 def render_scenario(report: ScenarioReport) -> str:
     """A scenario's reports as Markdown: the summary, then one folded report a variant."""
     sentence, lines = scenario_summary(report)
-    head = [MARK, f"### {'✅' if report.as_expected else '❌'} {text(sentence)}", _bullets(lines)]
+    head = [MARK, f"### {'✅' if report.as_expected else '❌'} {text(sentence)}", bullets(lines)]
     share = (MAX_BYTES - 8_000) // max(1, len(report.variants))
     for variant in report.variants:
         if variant.report is not None:
-            body = _fit(_parts(build(variant.report)), share)
-            head.append(_folded(printable(variant.variant, 80), body))
-    return _fit(head, MAX_BYTES)
+            body = fit(parts(build(variant.report)), share)
+            head.append(folded(printable(variant.variant, 80), body))
+    return fit(head, MAX_BYTES)
 
 
 def code(value: str) -> str:
@@ -63,7 +63,8 @@ def _inert(value: str) -> str:
     return re.sub(r"(?i)(:)(?=//)|(\bwww)(?=\.)", lambda match: match[0] + "&#8203;", value)
 
 
-def _parts(document: Document) -> Iterable[str]:
+def parts(document: Document) -> Iterable[str]:
+    """A report's parts, the most important first."""
     yield f"### {_SIGNS[document.verdict]} gradcheck: {text(document.headline)}"
     yield f"**Why** {text(document.why)}"
     yield f"**Next** {text(document.next)}"
@@ -75,17 +76,17 @@ def _parts(document: Document) -> Iterable[str]:
 
 
 def _details(document: Document) -> Iterable[str]:
-    yield _folded("Run and coverage", _bullets([document.title, *document.coverage]))
+    yield folded("Run and coverage", bullets([document.title, *document.coverage]))
     for index, finding in enumerate(document.findings[:20]):
-        yield _folded(f"{finding.title}: the finding in full", _finding(finding, with_culprit=index > 0))
+        yield folded(f"{finding.title}: the finding in full", _finding(finding, with_culprit=index > 0))
     if len(document.findings) > 20:
         yield f"{plural(len(document.findings) - 20, 'more finding')} in the JSON report."
     for table in document.tables[1:]:
-        yield _folded("More weights", "\n\n".join(_table(table)))
+        yield folded("More weights", "\n\n".join(_table(table)))
 
 
 def _finding(finding: FindingText, *, with_culprit: bool) -> str:
-    lines = _bullets([finding.factor, finding.where, finding.explanation, finding.fix, *finding.facts])
+    lines = bullets([finding.factor, finding.where, finding.explanation, finding.fix, *finding.facts])
     if with_culprit and finding.culprit:
         return "\n\n".join([lines, *_culprit(finding.culprit)])
     return lines
@@ -98,7 +99,7 @@ def _culprit(culprit: Culprit) -> Iterable[str]:
         body = "\n".join(rows)
         fence = "`" * max(3, max((len(run) for run in re.findall("`+", body)), default=0) + 1)
         yield f"{fence}text\n{body}\n{fence}"
-    yield _bullets(culprit.facts)
+    yield bullets(culprit.facts)
 
 
 def _table(table: WeightTable) -> Iterable[str]:
@@ -115,18 +116,20 @@ def _table(table: WeightTable) -> Iterable[str]:
     yield "\n".join(rows)
 
 
-def _bullets(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
+    """A list of prose."""
     return "\n".join(f"- {text(line)}" for line in lines if line)
 
 
-def _folded(title: str, body: str) -> str:
+def folded(title: str, body: str) -> str:
+    """A part that opens on a click."""
     return f"<details><summary>{text(title)}</summary>\n\n{body}\n\n</details>"
 
 
-def _fit(parts: Iterable[str], limit: int) -> str:
+def fit(pieces: Iterable[str], limit: int) -> str:
     """The parts that fit, whole, with a word about those that do not."""
     kept, size, left_out = [], 200, 0
-    for part in parts:
+    for part in pieces:
         cost = len(part.encode()) + 2
         if size + cost > limit:
             left_out += 1

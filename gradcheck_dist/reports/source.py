@@ -66,6 +66,15 @@ def _lines(file: str) -> list[str]:
         return []
 
 
+def modified_s(file: str | None) -> float | None:
+    """When the file was last written (unix time), None where it cannot be shown."""
+    found = _locate(file) if file else None
+    try:
+        return found[0].stat().st_mtime if found is not None else None
+    except OSError:
+        return None
+
+
 def line_text(file: str | None, line: int | None) -> str | None:
     """One line of source without its indent, None where it cannot be read."""
     lines = _lines(file) if file and line else []

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# Control characters, terminal escapes, invisible and direction-changing characters, lone surrogates.
+# Control characters, terminal escapes, invisible and direction-changing characters, lone surrogates, and what XML 1.0
+# has no way to write.
 _UNPRINTABLE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff"
+    "\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f]"
 )
 
 
 def printable(text: str, limit: int = 400) -> str:
     """`text` on one line, at most `limit` characters, with every character visible that could steer a terminal."""
-    return clip(_UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text), limit)
+    # A megabyte is cut before the work, not after it: no character becomes shorter by being made visible.
+    return clip(_UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text[: limit + 1]), limit)
 
 
 def prose(text: str, limit: int = 2000) -> str:
     """Like `printable` for sentences: line breaks and runs of blanks become one blank."""
-    return printable(" ".join(text.split()), limit)
+    return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
 def clip(text: str, limit: int) -> str:

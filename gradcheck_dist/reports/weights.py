@@ -84,20 +84,19 @@ def _group(weights: Iterable[Weight], same: float) -> list[_Group]:
     for weight in weights:
         key = weight.contribution
         holders[weight.unit, weight.holder_rank][key.data_rank, key.accumulation_step, key.microbatch] = weight
-    groups: list[_Group] = []
+    groups: dict[frozenset[Contribution], list[_Group]] = defaultdict(list)
     for member, cells in holders.items():
         ratios = {contribution: weight.ratio for contribution, weight in cells.items()}
-        group = next((group for group in groups if _agree(group.ratios, ratios, same)), None)
+        alike = groups[frozenset(ratios)]
+        group = next((group for group in alike if _agree(group.ratios, ratios, same)), None)
         if group is None:
             group = _Group(ratios)
-            groups.append(group)
+            alike.append(group)
         group.add(member, cells)
-    return groups
+    return [group for alike in groups.values() for group in alike]
 
 
 def _agree(left: dict[Contribution, float | None], right: dict[Contribution, float | None], same: float) -> bool:
-    if left.keys() != right.keys():
-        return False
     for contribution, ratio in left.items():
         other = right[contribution]
         if ratio is None or other is None:

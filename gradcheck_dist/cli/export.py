@@ -1,0 +1,68 @@
+"""gradcheck export RUN"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradcheck_dist.cli.diagnose import Objective, Steps, parse_steps
+from gradcheck_dist.cli.output import check_writable
+from gradcheck_dist.cli.progress import Progress
+from gradcheck_dist.errors import GradcheckError
+
+
+class ExportFormat(StrEnum):
+    """For which program."""
+
+    csv = "csv"
+    parquet = "parquet"
+    perfetto = "perfetto"
+    tensorboard = "tensorboard"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="csv, parquet: tables. perfetto: a timeline for ui.perfetto.dev. tensorboard: scalars."
+        ),
+    ] = ExportFormat.csv,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder (perfetto: file) to write. Default: RUN/export/FORMAT."),
+    ] = None,
+    objective: Objective = None,
+    steps: Steps = None,
+) -> None:
+    """Write a run's tables, timeline or scalars for other programs.
+
+    Exit codes: 0 written, 2 it could not be.
+    """
+    chosen = parse_steps(steps)
+    from gradcheck_dist.diagnosis.engine import diagnose
+    from gradcheck_dist.reports import exports
+    from gradcheck_dist.trace.run import read_run
+
+    is_file = form == ExportFormat.perfetto
+    with Progress(f"reading {run}") as progress:
+        recorded = read_run(run)
+        progress.update(f"judging {run}")
+        report = diagnose(recorded, objective=objective, steps=chosen)
+        place = output or run / "export" / (f"{form.value}.json" if is_file else form.value)
+        progress.update(f"writing {place}")
+        try:
+            if output is None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            if is_file:
+                check_writable(place)
+            written = exports.write(report, recorded, form.value, place)
+        except OSError as error:
+            raise GradcheckError(
+                f"cannot write {place}: {error.strerror or error}. Name another with --output.", code="E711"
+            ) from error
+    for path in written:
+        typer.echo(str(path))

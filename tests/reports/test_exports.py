@@ -1,0 +1,116 @@
+"""Tables, timeline and scalars for other programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from hostile import hostile_report
+from sample_reports import finding, report
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports import exports
+from gradcheck_dist.reports.tables import COLUMNS, table
+from gradcheck_dist.trace.run import Run
+
+Judged = tuple[Report, Run]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_holds_every_table_and_tells_what_its_columns_are(faulty: Judged, tmp_path: Path) -> None:
+    written = exports.write(*faulty, "csv", tmp_path / "out")
+    assert {path.name for path in written} == {f"{name}.csv" for name in COLUMNS} | {"columns.csv"}
+    weights = rows_of(tmp_path / "out" / "weights.csv")
+    assert len(weights) == len(faulty[0].weights)
+    assert float(weights[0]["ratio"]) == pytest.approx(0.5)
+    described = rows_of(tmp_path / "out" / "columns.csv")
+    assert {"table": "weights", "column": "observed", "kind": "float", "unit": "1/tokens"}.items() <= next(
+        row for row in described if row["column"] == "observed"
+    ).items()
+    assert len(described) == sum(map(len, COLUMNS.values()))
+
+
+def test_hostile_names_are_no_formulas_and_no_lines_of_csv(tmp_path: Path) -> None:
+    bad = hostile_report()
+    bad.findings.append(finding(name="=HYPERLINK('https://evil.example')", fix="+1", explanation="@x"))
+    exports.write(bad, None, "csv", tmp_path / "out")
+    findings = rows_of(tmp_path / "out" / "findings.csv")
+    assert len(findings) == 2
+    for row in findings:
+        assert not any(value.startswith(("=", "+", "-", "@", "\t")) for value in row.values())
+        assert not any("\x1b" in value or "\n" in value for value in row.values())
+
+
+def test_parquet_keeps_types_and_units(faulty: Judged, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    exports.write(*faulty, "parquet", tmp_path / "out")
+    found = parquet.read_table(tmp_path / "out" / "weights.parquet")
+    assert found.num_rows == len(faulty[0].weights)
+    assert str(found.schema.field("ratio").type) == "double"
+    assert found.schema.field("observed").metadata[b"unit"] == b"1/tokens"
+    exports.write(hostile_report(), None, "parquet", tmp_path / "hostile")
+
+
+def test_without_pyarrow_the_way_out_is_told(faulty: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(GradcheckError, match=r"gradcheck-dist\[parquet\].*--format csv"):
+        exports.write(*faulty, "parquet", tmp_path / "out")
+
+
+def test_perfetto_has_a_process_a_rank_with_named_lanes_and_marks_the_culprit(faulty: Judged, tmp_path: Path) -> None:
+    (path,) = exports.write(*faulty, "perfetto", tmp_path / "trace.json")
+    content = json.loads(path.read_text())
+    entries = content["traceEvents"]
+    names = {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1"}
+    lanes = {entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    assert {"step", "backward", "reduce", "loss"} <= lanes
+    for entry in entries:
+        assert entry["ph"] in ("M", "X", "i")
+        assert {"name", "pid"} <= entry.keys()
+        if entry["ph"] != "M":
+            assert entry["ts"] >= 0
+            assert isinstance(entry["tid"], int)
+        if entry["ph"] == "X":
+            assert entry["dur"] > 0
+    backward = [entry for entry in entries if entry["name"].startswith("backward")]
+    assert len(backward) == 2 * 2 * 3
+    culprits = [entry["name"] for entry in entries if entry.get("cat") == "culprit"]
+    assert len(culprits) == 1
+    assert culprits[0].endswith("<- GS101")
+
+
+def test_a_timeline_needs_the_run(tmp_path: Path) -> None:
+    with pytest.raises(GradcheckError, match="run folder"):
+        exports.write(report(), None, "perfetto", tmp_path / "trace.json")
+
+
+def test_tensorboard_reads_scalars_and_findings_and_keeps_what_was_there(faulty: Judged, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    exports.write(*faulty, "tensorboard", tmp_path)
+    exports.write(*faulty, "tensorboard", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    log = EventAccumulator(str(next(tmp_path.iterdir())))
+    log.Reload()
+    tags = log.Tags()
+    assert [event.value for event in log.Scalars("gradcheck/ratio/all")] == pytest.approx([0.5, 0.5])
+    assert {"gradcheck/loss", "gradcheck/norm_after_clip", "gradcheck/ratio/data_rank/1"} <= set(tags["scalars"])
+    assert b"GS101" in log.Tensors("gradcheck/findings")[0].tensor_proto.string_val[0]
+
+
+def test_an_unknown_format_is_refused(faulty: Judged, tmp_path: Path) -> None:
+    with pytest.raises(GradcheckError, match="parquet"):
+        exports.write(*faulty, "parket", tmp_path)
+
+
+def test_a_report_alone_has_no_events() -> None:
+    assert table("events", report(), None).rows == []
+    assert len(table("findings", report(), None).rows) == 1

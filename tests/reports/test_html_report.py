@@ -1,0 +1,134 @@
+"""The page without a browser: what is in it, what size it has, and figures that plotly accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+from hostile import ATTACK, hostile_report
+from sample_reports import report, weight
+
+from gradcheck_dist.diagnosis.finding import Report, RunInfo
+from gradcheck_dist.reports import figures, formats, html_report, json_report, timeline
+from gradcheck_dist.reports.figure import label
+from gradcheck_dist.trace.run import Run
+
+NUM_RANKS, NUM_STEPS = 1024, 10
+
+
+def large_report() -> Report:
+    """1024 ranks x 10 steps, eight contributions each."""
+    weights = []
+    for step in range(NUM_STEPS):
+        for rank in range(NUM_RANKS):
+            for k in range(8):
+                one = weight(rank, k, 0.5, holder=rank)
+                one.step = step
+                weights.append(one)
+    made = report(weights=weights)
+    made.run = RunInfo(
+        id="large",
+        world_size=NUM_RANKS,
+        axes={"dp_replicate": 8, "dp_shard": 16, "tp": 8},
+        objective="global-token-mean",
+        steps=list(range(NUM_STEPS)),
+    )
+    made.metrics = {name: [1.0 + step for step in range(NUM_STEPS)] for name in ("loss", "grad_norm", "num_tokens")}
+    return made
+
+
+def test_a_page_is_one_file_that_names_no_other(faulty: tuple[Report, Run]) -> None:
+    text = html_report.render(*faulty)
+    without_data = re.sub(r"<script\b.*?</script>", "", text, flags=re.S)
+    assert not re.search(r"\b(src|href)=", without_data)
+    assert "url(" not in without_data
+    assert "default-src 'none'" in text
+    assert len(text.encode()) < 8_000_000
+
+
+def test_the_verdict_comes_before_any_figure(faulty: tuple[Report, Run]) -> None:
+    text = html_report.render(*faulty)
+    assert text.index("FOUND GS101") < text.index('class="plot"') < text.index("<table")
+
+
+def test_a_report_without_its_run_lacks_the_timeline_only(faulty: tuple[Report, Run]) -> None:
+    with_run = {figure.name for figure in html_report.report_figures(*faulty)}
+    without = {figure.name for figure in html_report.report_figures(faulty[0], None)}
+    assert with_run - without == {"timeline"}
+    assert without == {"weights", "norms", "ratio"}
+
+
+def test_plotly_accepts_every_figure(faulty: tuple[Report, Run]) -> None:
+    for judged, run in (faulty, (hostile_report(), None), (large_report(), None)):
+        for figure in html_report.report_figures(judged, run):
+            go.Figure(figure.spec)
+            json.dumps(figure.spec, allow_nan=False)
+
+
+def test_a_run_that_diverged_is_drawn_with_gaps() -> None:
+    judged = large_report()
+    judged.metrics = {"loss": [1.0, math.nan, math.inf], "grad_norm": [math.nan] * 3}
+    judged.weights[0].ratio = math.nan
+    for form in formats.MODULES:
+        assert "double-averaging" in formats.write(judged, form)
+    again = json_report.decode(json_report.encode(judged))
+    assert isinstance(again, Report)
+    assert again.metrics == {"loss": [1.0, None, None], "grad_norm": [None] * 3}
+
+
+def test_the_culprit_is_marked_in_the_timeline(faulty: tuple[Report, Run]) -> None:
+    figure = timeline.timeline_figure(*faulty)
+    assert figure
+    marked = [trace for trace in figure.spec["data"] if trace["name"] == "culprit"]
+    assert len(marked) == 1
+    assert marked[0]["text"] == ["reduce ddp avg over 2 ranks k=2 m=0"]
+
+
+def test_labels_of_figures_hold_no_tags() -> None:
+    assert "<" not in label(ATTACK)
+    text = json.dumps([figure.spec for figure in html_report.report_figures(hostile_report(), None)])
+    assert "<img" not in text
+    assert "<a " not in text
+
+
+def test_many_ranks_are_reduced_and_the_reduction_is_stated() -> None:
+    figure = figures.weights_figure(large_report())
+    assert figure
+    assert "1024 holders" in figure.note
+    assert "farthest off" in figure.note
+    heat = figure.spec["data"][0]
+    assert len(heat["z"]) <= figures.MAX_ROWS
+    assert len(heat["z"][0]) <= figures.MAX_COLUMNS
+    ratio = figures.ratio_figure(large_report())
+    assert ratio
+    assert "data rank (1024 to" in ratio.note
+
+
+def test_the_one_weight_that_is_off_survives_the_reduction() -> None:
+    judged = large_report()
+    for one in judged.weights:
+        one.ratio = 1.0
+    judged.weights[5003].ratio = 4.0
+    figure = figures.weights_figure(judged)
+    assert figure
+    assert max(value for row in figure.spec["data"][0]["z"] for value in row if value is not None) == 2.0
+
+
+@pytest.mark.parametrize("form", sorted(formats.MODULES))
+def test_a_thousand_ranks_and_ten_steps_are_written_in_time_and_size(form: str) -> None:
+    judged = large_report()
+    started = time.perf_counter()
+    text = formats.write(judged, form)
+    assert time.perf_counter() - started < 5
+    if form != "json":
+        assert len(text.encode()) < 8_000_000
+
+
+def test_the_assets_are_shipped_beside_the_code() -> None:
+    folder = Path(html_report.__file__).parent / "assets"
+    assert {file.name for file in folder.iterdir()} == {"report.css", "report.js"}

@@ -1,0 +1,124 @@
+"""Fault and fix side by side, and a scale that is frozen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hostile import MEGABYTE, hostile_report
+from sample_reports import finding, report, weight
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports import golden
+from gradcheck_dist.reports.pair import compare
+from gradcheck_dist.reports.pair_render import as_html, as_markdown
+from gradcheck_dist.trace.run import Run
+
+Judged = tuple[Report, Run]
+
+
+def test_a_fix_is_told_as_mended_with_the_norms_as_the_factor_says(faulty: Judged, fixed: Judged) -> None:
+    pair = compare(faulty[0], fixed[0])
+    assert pair.state == "clean"
+    assert pair.headline.startswith("MENDED: GS101 double-averaging")
+    assert "the first step's norm changed by x 2, as the factor 0.5 says (x 2)" in pair.facts
+    rows = {row.what: (row.before, row.after, row.relation) for row in pair.rows}
+    assert rows["weights, observed / expected"] == ("0.5", "1", "x 2")
+    assert rows["weights off"] == ("12 of 12", "0 of 12", "")
+    assert rows["gradient norm, step 1"][2] == "x 2"
+
+
+def test_a_fix_that_changes_nothing_is_not_mended(faulty: Judged) -> None:
+    pair = compare(faulty[0], faulty[0])
+    assert (pair.state, pair.headline) == ("findings", "NOT MENDED: 1 finding left")
+
+
+def test_a_fix_that_breaks_something_else_is_told() -> None:
+    pair = compare(report(), report([finding(code="GS201", name="rescaled-accumulation")]))
+    assert pair.headline == "NOT MENDED: 1 new finding"
+    assert any(fact.startswith("new: GS201") for fact in pair.facts)
+
+
+def test_two_clean_runs_show_no_fix(fixed: Judged) -> None:
+    assert compare(fixed[0], fixed[0]).state == "undetermined"
+
+
+def test_a_fix_that_could_not_be_judged_is_no_evidence() -> None:
+    pair = compare(report(), report([], verdict="undetermined"))
+    assert (pair.state, pair.headline) == ("undetermined", "COULD NOT JUDGE the run after the fix")
+
+
+def test_what_else_differs_is_told() -> None:
+    other = report([])
+    other.run.dtype, other.run.world_size = "bfloat16", 4
+    facts = compare(report(), other).facts
+    assert any("dtype float32 before, bfloat16 after" in fact for fact in facts)
+    assert any("world size 2 before, 4 after" in fact for fact in facts)
+
+
+def test_several_pairs_make_one_comment_that_fits(faulty: Judged, fixed: Judged) -> None:
+    huge = compare(hostile_report(MEGABYTE), hostile_report(MEGABYTE))
+    text = as_markdown([compare(faulty[0], fixed[0])] * 3 + [huge] * 3)
+    assert len(text.encode()) < 60_000
+    assert text.count("MENDED: GS101") >= 3
+    assert "<img" not in as_html([huge])
+
+
+def test_a_run_agrees_with_itself(faulty: Judged, fixed: Judged) -> None:
+    for judged, _ in (faulty, fixed):
+        frozen = golden.decode(golden.encode(golden.freeze(judged)).encode())
+        assert golden.differences(frozen, judged) == []
+
+
+def test_a_change_of_scale_is_named_with_its_factor(faulty: Judged, fixed: Judged) -> None:
+    told = golden.differences(golden.freeze(fixed[0]), faulty[0])
+    assert told[0] == "new finding GS101 double-averaging, factor 1/dp_replicate"
+    assert told[1].startswith("weights x 0.5: 12 of 12, first step 0, all parameters, data rank 0, accumulation step 0")
+    assert told[1].endswith("ratio 1 frozen, 0.5 now")
+    assert any(line.startswith("grad_norm, recorded step 0:") and "(x 0.5)" in line for line in told)
+
+
+def test_a_fault_that_was_frozen_and_is_gone_is_a_change_too(faulty: Judged, fixed: Judged) -> None:
+    told = golden.differences(golden.freeze(faulty[0]), fixed[0])
+    assert told[0].startswith("gone finding GS101")
+
+
+def test_rounding_is_no_change() -> None:
+    frozen = golden.freeze(report([], [weight(0, 0, 1.0)]))
+    assert golden.differences(frozen, report([], [weight(0, 0, 1.0 + 5e-5)])) == []
+    assert golden.differences(frozen, report([], [weight(0, 0, 1.001)])) != []
+
+
+def test_weights_that_come_and_go_are_told() -> None:
+    frozen = golden.freeze(report([], [weight(0, 0, 1.0), weight(0, 1, 1.0)]))
+    told = golden.differences(frozen, report([], [weight(0, 0, 1.0), weight(1, 0, 1.0)]))
+    assert "1 weights missing" in told
+    assert "1 weight more than was frozen" in told
+
+
+def test_many_differences_are_counted_and_not_listed() -> None:
+    frozen = golden.freeze(report([], [weight(0, k, 1.0) for k in range(60)]))
+    told = golden.differences(frozen, report([], [weight(0, k, 2.0 + k) for k in range(60)]))
+    assert len(told) == golden.MAX_TOLD + 1
+    assert told[-1] == "and 40 more differences"
+
+
+def test_what_could_not_be_judged_freezes_nothing() -> None:
+    with pytest.raises(GradcheckError, match="no loss was seen") as caught:
+        golden.freeze(report([], verdict="undetermined", reasons=["no loss was seen"]))
+    assert caught.value.code == "E705"
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"\xff", b'{"golden_schema_version": 1}', b"[" * 100_000])
+def test_what_is_no_golden_file_is_refused(data: bytes) -> None:
+    with pytest.raises(GradcheckError, match=r"scale\.json is no golden file") as caught:
+        golden.decode(data, "scale.json")
+    assert caught.value.code == "E704"
+
+
+def test_a_golden_file_of_another_version_is_refused() -> None:
+    content = json.loads(golden.encode(golden.freeze(report([]))))
+    content["golden_schema_version"] = 2
+    with pytest.raises(GradcheckError, match="its version is 2"):
+        golden.decode(json.dumps(content).encode())
