@@ -1,7 +1,7 @@
 """accelerate's own loop with accumulate(). FAULT=double-division divides by hand what backward() divides already.
 
-    gradcheck run -- accelerate launch --cpu --num_processes 1 examples/accelerate_loop.py
-    gradcheck run -- torchrun --nproc-per-node 2 examples/accelerate_loop.py
+gradcheck run -- accelerate launch --cpu --num_processes 1 examples/accelerate_loop.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 FAULT = os.environ.get("FAULT")
-VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 2, 5
+VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 3, 5
 
 set_seed(0)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)

@@ -1,6 +1,6 @@
 """torch.compile around the whole model; BACKEND chooses the compiler. FAULT=no-division forgets to divide.
 
-    gradcheck run -- python examples/compiled.py
+gradcheck run -- python examples/compiled.py
 """
 
 import os

@@ -1,6 +1,6 @@
-"""DDP with no_sync on all but the last batch of a step. FAULT=double-averaging divides by the tokens of all ranks alone.
+"""DDP with no_sync on all but the last batch of a step. FAULT=double-averaging lets DDP divide once more.
 
-    gradcheck run -- torchrun --nproc-per-node 2 examples/ddp_no_sync.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/ddp_no_sync.py
 """
 
 import contextlib

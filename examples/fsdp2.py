@@ -1,6 +1,6 @@
 """FSDP2, each layer its own unit. FAULT=double-averaging divides by the tokens of all ranks, FSDP averages once more.
 
-    gradcheck run -- torchrun --nproc-per-node 2 examples/fsdp2.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Loss scaling and clipping. FAULT=no-unscale steps the optimizer itself, so the loss scale stays in the gradients.
 
-    gradcheck run -- python examples/grad_scaler.py
+gradcheck run -- python examples/grad_scaler.py
 """
 
 import os

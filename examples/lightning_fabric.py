@@ -1,6 +1,6 @@
 """Lightning Fabric with no_backward_sync. FAULT=no-division forgets to divide by the accumulation steps.
 
-    gradcheck run -- python examples/lightning_fabric.py              # DEVICES=2: two processes
+gradcheck run -- python examples/lightning_fabric.py              # DEVICES=2: two processes
 """
 
 import os
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 FAULT = os.environ.get("FAULT")
-VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 2, 5
+VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 3, 5
 DEVICES = int(os.environ.get("DEVICES", "1"))
 
 fabric = Fabric(accelerator="cpu", devices=DEVICES, strategy="ddp" if DEVICES > 1 else "auto")

@@ -1,6 +1,6 @@
 """Lightning's Trainer. MANUAL=1: manual optimisation. FAULT=double-division / no-division divides once too often / not.
 
-    gradcheck run -- python examples/lightning_trainer.py             # DEVICES=2: two processes
+gradcheck run -- python examples/lightning_trainer.py             # DEVICES=2: two processes
 """
 
 import logging
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 FAULT = os.environ.get("FAULT")
-VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 2, 5
+VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 3, 5
 MANUAL = os.environ.get("MANUAL") == "1"
 DEVICES = int(os.environ.get("DEVICES", "1"))
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

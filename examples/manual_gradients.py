@@ -1,6 +1,6 @@
 """Gradients by torch.autograd.grad, summed by hand into .grad. FAULT=overwritten keeps those of the last batch only.
 
-    gradcheck run -- python examples/manual_gradients.py
+gradcheck run -- python examples/manual_gradients.py
 """
 
 import os

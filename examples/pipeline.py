@@ -1,6 +1,6 @@
 """A 1F1B pipeline of two stages inside gradient accumulation. FAULT=rescaled lets the schedule divide, every time anew.
 
-    gradcheck run -- torchrun --nproc-per-node 2 examples/pipeline.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/pipeline.py
 """
 
 import os

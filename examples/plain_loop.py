@@ -1,6 +1,6 @@
 """One process, gradient accumulation over batches of unequal length. FAULT=no-division forgets to divide.
 
-    gradcheck run -- python examples/plain_loop.py
+gradcheck run -- python examples/plain_loop.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Two optimizers share a step. FAULT=zeroed empties the second one's gradients before every batch, not every step.
 
-    gradcheck run -- python examples/several_optimizers.py
+gradcheck run -- python examples/several_optimizers.py
 """
 
 import os

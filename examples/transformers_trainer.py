@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer on sequences of unequal length. FAULT=per-batch-mean overrides the loss as many a subclass does.
+"""Hugging Face's Trainer on sequences of unequal length. FAULT=per-batch-mean overrides the loss.
 
-    gradcheck run -- python examples/transformers_trainer.py
-    gradcheck run -- torchrun --nproc-per-node 2 examples/transformers_trainer.py
+gradcheck run -- python examples/transformers_trainer.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on its default loss. FAULT=per-batch-mean averages each batch by itself.
 
-    gradcheck run -- python examples/trl_sft.py
+gradcheck run -- python examples/trl_sft.py
 """
 
 import os

@@ -30,7 +30,7 @@ def is_launcher(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     kind, name = _program(command)
     if kind == "module":
         return any(name == module or name.startswith(f"{module}.") for module in _MODULES)
-    return "RANK" not in environment and os.path.basename(name) in _PROGRAMS
+    return "RANK" not in environment and name.rpartition(os.sep)[2] in _PROGRAMS
 
 
 def _program(command: Sequence[str]) -> tuple[str, str]:

@@ -29,11 +29,15 @@ def run(
     steps: Annotated[str, typer.Option(metavar="A:B", help="Record the optimizer steps A to B-1.")] = "0:3",
     every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And every N-th step after them.")] = None,
     objective: Objective = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")
+    ] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report too: .md as Markdown, else JSON.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", help="text: on stderr. json, md: on stdout, at the end.")] = Format.text,
+    form: Annotated[
+        Format, typer.Option("--format", help="text: on stderr. json, md: on stdout, at the end.")
+    ] = Format.text,
 ) -> None:
     """Record and judge anybody's trainer, without changing it.
 
@@ -92,6 +96,9 @@ def _judge(folder: Path, command: list[str]) -> Report | None:
             return diagnose(read_run(folder))
     except GradcheckError as error:
         _say(f"could not judge. error {error.code}: {error}")
+        return None
+    except Exception as error:  # the command's result must not be lost with ours
+        _say(f"could not judge: {type(error).__name__}: {error}. `gradcheck diagnose {folder}` shows where.")
         return None
 
 

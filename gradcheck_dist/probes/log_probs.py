@@ -1,0 +1,124 @@
+"""Losses written by hand as log-probabilities of the labels: log_softmax and gather, and TRL's chunked kernel.
+
+The gradient that arrives at a picked log-probability is minus the weight of that token's loss. Labels that are masked
+away later get a zero gradient, so the valid tokens are counted in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes.loss import label_hash
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.sites import caller_site
+
+_MAX_HOPS = 6
+_PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    for owner in (torch, Tensor):
+        patches.replace(owner, "gather", lambda original: _watch_gather(recorder, original))
+
+    def on_trl(module: ModuleType) -> None:
+        patches.replace(module.ChunkedLogProbFunction, "apply", lambda original: _watch_trl(recorder, original))
+
+    patches.when_imported("trl.kernels.chunked_logprob", functools.partial(_try, recorder, on_trl))
+
+
+def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        apply(module)
+    except Exception as error:  # the user's import must not fail on it
+        recorder.status("log_probs", False, f"{module.__name__} differs: {error}")
+
+
+def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def gather(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        picked = original(input, *args, **kwargs)
+        if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended:
+            return picked
+        if picked.requires_grad and is_log_softmax(input):
+            labels = kwargs.get("index", args[1] if len(args) > 1 else None)
+            evaluated(recorder, picked, labels, "log_softmax gather")
+        return picked
+
+    return gather
+
+
+def _watch_trl(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *args: Any) -> Any:
+        outputs = original(hidden, weight, bias, targets, *args)
+        if recorder.recording and not recorder.suspended and isinstance(outputs, tuple) and outputs[0].requires_grad:
+            evaluated(recorder, outputs[0], targets, "trl chunked_logprob")
+        return outputs
+
+    return apply
+
+
+def is_log_softmax(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of log_softmax, seen through views, slices and copies."""
+    node = tensor.grad_fn
+    for _ in range(_MAX_HOPS):
+        if node is None:
+            return False
+        name = node.name().rpartition("::")[2]
+        if name.startswith("LogSoftmaxBackward"):
+            return True
+        if not name.startswith(_PASS_THROUGH) or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+@guarded("log_probs")
+def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: str) -> None:
+    recorder.ensure_step()
+    if not recorder.recording:
+        return
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=caller_site(),
+        loss_id=loss_id,
+        op=op,
+        reduction="none",
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+        dtype=str(log_probs.dtype).removeprefix("torch."),
+    )
+    log_probs.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id))
+
+
+@guarded("log_probs")
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
+    current = recorder.current
+    if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
+        return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
+    local = getattr(grad, "_local_tensor", grad).detach()
+    used = local != 0
+    num_tokens = used.sum()
+    weights = -local.double()
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=weights.sum() / num_tokens.clamp_min(1),
+        weight_min=torch.where(used, weights, weights.max()).min(),
+        weight_max=torch.where(used, weights, weights.min()).max(),
+        num_tokens=num_tokens,
+        stage=current.stage,
+    )

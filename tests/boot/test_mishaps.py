@@ -1,0 +1,120 @@
+"""Whatever happens to a rank: training goes on as it would, and the trace is judged as far as it goes."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gradcheck_dist.trace.run import read_run
+
+from .conftest import Run
+
+END = {
+    "os._exit": "os._exit(0)",
+    "an exception": "raise RuntimeError('mine')",
+    "SIGKILL": "os.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.parametrize(("how", "code"), END.items())
+def test_a_rank_that_ends_mid_step_is_judged_up_to_there(run: Run, how: str, code: str) -> None:
+    body = f"""
+def end(step, k):
+    if (step, k) == (2, 1):
+        {code}
+train(divide=False, before=end)
+"""
+    done = run(body, options=("--steps", "0:9"))
+    assert done.code == {"os._exit": 0, "an exception": 1, "SIGKILL": 137}[how]
+    assert "GS303" in done.stderr
+
+
+@pytest.mark.parametrize("space", [0, 3000], ids=["no space", "space for the header"])
+def test_a_full_disk_costs_the_trace_only(run: Run, space: int) -> None:
+    body = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, ({space}, {space}))
+train()
+print("trained", flush=True)
+"""
+    done = run(body)
+    assert (done.code, done.stdout) == (0, "trained\n")
+    assert "CLEAN" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_vanished_or_refuses_costs_the_trace_only(run: Run) -> None:
+    body = """
+import shutil
+folder = __import__("json").loads(os.environ["GRADCHECK_BOOT"])["run_dir"]
+shutil.rmtree(folder)
+open(folder, "w").close()
+train()
+os.unlink(folder)
+print("trained")
+"""
+    done = run(body)
+    assert (done.code, done.stdout) == (0, "trained\n")
+    assert done.stderr.count("gradcheck: not recording: ") == 1
+
+
+def test_data_loader_workers_write_nothing(run: Run) -> None:
+    body = """
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    for context in ("fork", "spawn"):
+        loader = DataLoader(torch.arange(8).float(), batch_size=4, num_workers=1, multiprocessing_context=context)
+        for batch in loader:
+            train(2)
+    print(sorted(os.listdir(__import__("json").loads(os.environ["GRADCHECK_BOOT"])["run_dir"])))
+"""
+    done = run(body)
+    assert done.stdout == "['manifest.json', 'rank-00000.trace']\n"
+    assert "CLEAN" in done.stderr
+    assert "not recording" not in done.stderr
+
+
+SPAWNED = """
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+def worker(rank, method):
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DDP(torch.nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for step in range(4):
+        cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,))).backward()
+        optimizer.step(); optimizer.zero_grad()
+    dist.barrier()
+    os._exit(0)
+if __name__ == "__main__":
+    mp.start_processes(worker, (sys.argv[1],), nprocs=2, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ranks_that_multiprocessing_starts_are_found_by_their_process_group(run: Run, method: str) -> None:
+    done = run(SPAWNED, method, prelude="")
+    assert done.traces == ["rank-00000.trace", "rank-00001.trace"]
+    assert "CLEAN" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_elastic_restart_writes_its_own_files_and_the_last_is_judged(run: Run) -> None:
+    body = """
+def fail(step, k):
+    if step == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(7)
+train(before=fail)
+os._exit(0)
+"""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1")
+    done = run(body, command=torchrun)
+    assert done.code == 0
+    assert done.traces == ["rank-00000.1.trace", "rank-00000.trace"]
+    assert read_run(done.folder).ranks[0].path.name == "rank-00000.1.trace"
+    assert "CLEAN" in done.stderr

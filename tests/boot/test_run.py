@@ -1,0 +1,184 @@
+"""`gradcheck run -- CMD`: the command is as it was, and the verdict follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.events import StepEnd
+from gradcheck_dist.trace.run import read_run
+
+from .conftest import TRAINER, Run
+
+
+def steps_of(folder: Path) -> set[int]:
+    events = [event for trace in read_run(folder).ranks.values() for event in trace.events]
+    return {event.step for event in events if isinstance(event, StepEnd)}
+
+
+def test_output_arguments_and_exit_code_pass_through(run: Run) -> None:
+    done = run("train(); print('said', sys.argv[1:], os.environ['MINE']); sys.exit(3)", "--a", "b", env={"MINE": "1"})
+    assert done.code == 3
+    assert done.stdout == "said ['--a', 'b'] 1\n"
+    first, *rest = done.stderr.splitlines()
+    assert first == f"gradcheck: recording into {done.folder}"
+    assert any("verdict  CLEAN" in line for line in rest)
+
+
+def test_the_run_folder_is_private(run: Run) -> None:
+    folder = run("train()").folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "rank-00000.trace").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("divide", "code"), [("True", 0), ("False", 1)])
+def test_strict_turns_findings_into_exit_1(run: Run, divide: str, code: int) -> None:
+    done = run(f"train(divide={divide})", options=("--strict", "--format", "json"))
+    assert done.code == code
+    report = json.loads(done.stdout)
+    assert [finding["code"] for finding in report["findings"]] == ([] if code == 0 else ["GS303"])
+    if code:
+        assert report["findings"][0]["factor"]["expression"] == "accumulation_steps"
+        assert Path(report["findings"][0]["first_event"]["file"]).name == "train.py"
+
+
+def test_strict_says_2_when_nothing_could_be_judged(run: Run) -> None:
+    done = run("print('no training')", options=("--strict",))
+    assert (done.code, done.stdout) == (2, "no training\n")
+    assert "nothing was recorded" in done.stderr
+    assert done.traces == []
+
+
+def test_the_commands_own_failure_comes_before_ours(run: Run) -> None:
+    assert run("train(divide=False); sys.exit(5)", options=("--strict",)).code == 5
+
+
+@pytest.mark.parametrize("flags", [("-E",), ("-I",)])
+def test_isolated_interpreters_are_recorded_too(run: Run, flags: tuple[str, ...]) -> None:
+    assert run("train()", command=(sys.executable, *flags)).traces == ["rank-00000.trace"]
+
+
+def test_three_steps_are_recorded_by_default_and_others_on_request(run: Run, tmp_path: Path) -> None:
+    assert steps_of(run("train(8)").folder) == {0, 1, 2}
+    (tmp_path / "run").rename(tmp_path / "earlier")
+    assert steps_of(run("train(12)", options=("--steps", "1:3", "--every", "4")).folder) == {1, 2, 4, 8}
+
+
+def test_behind_the_last_step_the_probes_are_gone(run: Run) -> None:
+    code = """
+import torch.nn.functional as F
+watched = F.cross_entropy
+train(5)
+print(watched is not F.cross_entropy, model.weight._backward_hooks in (None, {}))
+"""
+    assert run(code).stdout == "True True\n"
+
+
+def test_parameters_are_bit_identical_with_and_without(run: Run, tmp_path: Path) -> None:
+    code = "train(); print([parameter.flatten().tolist() for parameter in model.parameters()])"
+    watched = run(code)
+    alone = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=60)
+    assert watched.stdout == alone.stdout != ""
+
+
+def test_a_process_that_trains_nothing_leaves_no_file(run: Run) -> None:
+    code = """
+import subprocess, sys
+evaluation = "import torch; torch.nn.functional.cross_entropy(torch.zeros(1, 2), torch.zeros(1).long())"
+subprocess.run([sys.executable, "-c", evaluation])
+subprocess.run([sys.executable, "-m", "pip", "--version"], stdout=subprocess.DEVNULL)
+"""
+    assert run(code, prelude="").traces == []
+
+
+def test_booting_twice_attaches_once(run: Run) -> None:
+    code = """
+from gradcheck_dist.boot import start
+start.boot(); start._booted = False; start.boot()
+train()
+"""
+    done = run(code)
+    assert "not recording" not in done.stderr
+    assert "CLEAN" in done.stderr
+
+
+def test_torch_keeps_its_own_loader(run: Run) -> None:
+    done = run("print(torch.__spec__.loader.__class__.__name__, torch.__loader__ is torch.__spec__.loader)")
+    assert done.stdout == "SourceFileLoader True\n"
+
+
+def test_a_variable_that_nobody_understands_is_told_and_harmless(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(1)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "GRADCHECK_BOOT": "nonsense"},
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.startswith("gradcheck: not recording: ")
+
+
+def test_without_the_variable_nothing_of_ours_is_loaded() -> None:
+    code = "import sys; print([name for name in sys.modules if name.startswith('gradcheck')])"
+    environment = {name: value for name, value in os.environ.items() if name != "GRADCHECK_BOOT"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout == "[]\n"
+
+
+def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
+    own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(tmp_path / "run"), "--", "no-such-command"]
+    done = subprocess.run(own, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 127
+    assert "error E714: cannot start 'no-such-command'" in done.stderr
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(run: Run) -> None:
+    run("train()")
+    done = run("train(); print('ran')")
+    assert (done.code, done.stdout) == (2, "")
+    assert "error E511" in done.stderr
+
+
+def test_sigterm_reaches_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        "print('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(tmp_path / "run"), "--"]
+    with subprocess.Popen(
+        [*own, sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 9
+
+
+def test_a_command_that_a_signal_ended_is_told_as_shells_do(run: Run) -> None:
+    done = run("train(4); os.kill(os.getpid(), 9)")
+    assert done.code == 137
+    assert "CLEAN" in done.stderr
+
+
+@pytest.mark.parametrize("options", [("--steps", "3:1"), ("--objective", "nonsense"), ("--every", "0")])
+def test_a_wrong_option_is_told_before_the_command_starts(run: Run, options: tuple[str, ...]) -> None:
+    started = time.monotonic()
+    done = run("print('ran')", options=options)
+    assert (done.code, done.stdout) == (2, "")
+    assert time.monotonic() - started < 20
+
+
+def test_the_trainer_of_these_tests_is_no_client_of_ours() -> None:
+    assert "gradcheck" not in TRAINER

@@ -1,0 +1,70 @@
+"""Running a client's script as it is, below `gradcheck run`, and with its seeded fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_EXIT_ABORT = "terminate called without an active exception"
+"""torch 2.13 with gloo now and then aborts while the interpreter shuts down, after everything is done."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """A script of examples/, how it is started, the fault it can be given, and what must then be found."""
+
+    script: str
+    fault: str
+    code: str
+    expression: str | None
+    line: str
+    nproc: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    needs: str = "torch"
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}={value}" for name, value in self.env.items())
+        return f"{self.script.removesuffix('.py')}{f' x{self.nproc}' if self.nproc else ''}{options}"
+
+    @property
+    def command(self) -> list[str]:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc)] if self.nproc else []
+        return [sys.executable, *launcher, str(EXAMPLES / self.script)]
+
+
+@dataclass
+class Trained:
+    """The line that a script prints about its parameters, and the report, when there was one."""
+
+    parameters: str
+    report: dict[str, Any]
+
+
+def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
+    """Train once; below `gradcheck run` when a folder is given."""
+    own: list[str] = []
+    report = Path(f"{folder}.json")
+    if folder is not None:
+        own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("FAULT", "GRADCHECK_BOOT")}
+    environment |= {"OMP_NUM_THREADS": "1", **client.env, **({"FAULT": client.fault} if fault else {})}
+    done = subprocess.run(
+        [*own, *client.command], capture_output=True, text=True, timeout=110, env=environment, check=False
+    )
+    printed = re.findall(r"^parameters .*$", done.stdout, re.MULTILINE)
+    assert printed, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0 or _EXIT_ABORT in done.stderr, done.stderr[-3000:]
+    return Trained(printed[0], json.loads(report.read_text()) if folder is not None else {})
+
+
+def source_line(finding: dict[str, Any]) -> str:
+    """The source line that a finding points at."""
+    event = finding["first_event"]
+    return Path(event["file"]).read_text().splitlines()[event["line"] - 1].strip()
