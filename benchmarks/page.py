@@ -1,0 +1,107 @@
+"""docs/benchmarks.md out of the figures that `make bench` kept.
+
+python benchmarks/page.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measure import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Written by `python benchmarks/page.py` out of `benchmarks/results/`; measure your own machine with `make bench`.
+Ratios come from rounds that alternate within one run: median [lower quartile, upper quartile]. Times are CPU time.
+"""
+
+
+def ratio(value: dict[str, float]) -> str:
+    """1.020 [1.010, 1.030]"""
+    return f"{value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """A Markdown table, first column to the left."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|---" + "|---:" * (len(head) - 1) + "|"
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+
+
+def overhead(results: dict[str, Any]) -> Iterator[str]:
+    """Recording every step, beside other tools."""
+    yield "\n## Recording every step\n"
+    yield "CPU time of a step as a multiple of the same step without any tool.\n"
+    for name, found in results.items():
+        goal = f" (goal {found['goal']:.2f})" if found["goal"] else ""
+        yield f"\n**{name}**: {found['plain_ms']:.1f} ms a step{goal}\n"
+        rows = [[tool, ratio(of["ratio"]), f"{of['added_ms']:+.2f}"] for tool, of in found["tools"].items()]
+        yield from table(["tool", "times the plain step", "added ms"], rows)
+
+
+def trace(results: dict[str, Any]) -> Iterator[str]:
+    """Writing, tailing, and being killed."""
+    write, tail, kill = results["write"], results["tail"], results["kill"]
+    yield "\n## The trace\n"
+    rows = [
+        ["an event", f"{write['ns_per_event']} ns", f"{write['bytes_per_event']} bytes"],
+        [f"a row of {write['values_per_row']} samples", f"{write['ns_per_row']} ns", f"{write['bytes_per_row']} bytes"],
+    ]
+    yield from table(["written", "CPU time", "size"], rows)
+    yield f"\nLive tail, nobody calling flush: {tail['p50_ms']} ms median, {tail['p99_ms']} ms at the 99th percentile."
+    yield f"{kill['num_rounds']} processes killed at random moments: {kill['acknowledged_lost']} of "
+    yield f"{kill['acknowledged']} acknowledged events lost."
+
+
+def statistics_cpu(results: dict[str, Any]) -> Iterator[str]:
+    """Statistics of all gradients of a small model."""
+    yield "\n## Statistics of gradients on a CPU\n"
+    yield "39 tensors, 3.9 M elements, one thread.\n"
+    rows = [[name, f"{found['ms']:.2f}", ratio(found["times_numpy"])] for name, found in results.items()]
+    yield from table(["way", "ms", "times the numpy way"], rows)
+
+
+def kernels_gpu(results: dict[str, Any]) -> Iterator[str]:
+    """The kernel beside torch's own ways."""
+    yield f"\n## Statistics of gradients on {results['name']}\n"
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        found = results[dtype]
+        rows.append(
+            [
+                f"{dtype}, {found['gigabytes']} GB",
+                f"{found['kernel']['ms']:.3f}",
+                ratio(found["kernel"]["share_of_copy_bandwidth"]),
+                ratio(found["foreach"]["times_the_kernel"]),
+                ratio(found["compile"]["times_the_kernel"]),
+            ]
+        )
+    yield from table(["gradients", "kernel ms", "of copy bandwidth", "torch._foreach", "torch.compile"], rows)
+
+
+SECTIONS = {"overhead": overhead, "trace": trace, "statistics_cpu": statistics_cpu, "kernels_gpu": kernels_gpu}
+
+
+def page() -> str:
+    """The whole page; what was not measured is left out."""
+    lines = [HEAD]
+    for name, section in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            document = json.loads(path.read_text(encoding="utf-8"))
+            machine = document["machine"]
+            lines += section(document["results"])
+            lines.append(
+                f"\n{machine['cpu']}, {machine['num_cores']} cores, load {machine['load_average_1_min']} at the end; "
+                f"Python {machine['python']}, torch {machine['torch']}."
+            )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
