@@ -6,6 +6,8 @@ torch.autograd.graph, torch.nn.modules.module.register_module_forward_pre_hook.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,13 +107,7 @@ class Discovery:
         if id(leaf) in self._hooked or not leaf.requires_grad:
             return
         self._hooked.update((id(leaf), id(info.param)))
-        recorder = self._recorder
-
-        def on_gradient(grad: Tensor) -> None:
-            if recorder.recording and recorder.current is not None:
-                arrived(recorder, info, grad)
-
-        self._hooks.append(leaf.register_hook(on_gradient))
+        self._hooks.append(leaf.register_hook(functools.partial(arrived, self._recorder, info)))
 
     def hook_accumulated(self, info: ParamInfo) -> None:
         """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
@@ -125,12 +121,20 @@ class Discovery:
         self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
 
 
-@guarded("autograd")
 def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> None:
+    """A contribution's own gradient arrived at a parameter. Runs once a parameter: guarded by hand and kept short."""
     current = recorder.current
-    if current is not None and info.wrapper in recorder.armed and info.wrapper not in current.armed:
-        current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
-    recorder.leaf(info, grad)
+    if current is None:
+        return
+    start = time.perf_counter_ns()
+    try:
+        if recorder.armed and info.wrapper in recorder.armed and info.wrapper not in current.armed:
+            current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
+        recorder.leaf(current, info, grad)
+    except Exception as error:
+        recorder.failed("autograd", error)
+    finally:
+        recorder.probe_ns += time.perf_counter_ns() - start
 
 
 @guarded("autograd")

@@ -41,7 +41,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 def op_name(op: Any) -> str:
     """ "sum", "avg", "premul_sum", ... of a ReduceOp."""
-    return str(op).rsplit(".", 1)[-1].split(":")[0].strip("<>").lower()
+    return str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
 
 
 @guarded("collectives")

@@ -42,7 +42,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         apply(module)
-    except AttributeError as error:
+    except Exception as error:  # the user's import must not fail on it
         recorder.status("fsdp", False, f"torch {torch.__version__} has no {error}")
 
 

@@ -107,6 +107,7 @@ def record_loss(
 def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens: int | Tensor, reduction: str) -> None:
     if not recorder.recording or recorder.current is None:
         return
+    recorder.loss_seen_in = recorder.current.seq
     local = getattr(grad, "_local_tensor", grad).detach()
     low: Tensor | None = None
     high: Tensor | None = None

@@ -25,10 +25,13 @@ CLIP_EPSILON = 1e-6
 def install(recorder: Recorder, patches: Patches) -> None:
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # With a closure the gradients are computed inside step: they are read after it.
-        if not _closure(args, kwargs):
+        if _closure(args, kwargs):
+            recorder.closure_passes = 0
+        else:
             stepping(recorder, optimizer)
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.closure_passes = None
         if _closure(args, kwargs):
             stepping(recorder, optimizer)
         stepped(recorder, optimizer)
@@ -113,6 +116,7 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
         params: Iterable[Tensor] = (param for group in owner.param_groups for param in group["params"])
     else:
         params = owner.parameters()
+    recorder.abandon_evaluation()
     found = (recorder.registry.find(param) for param in params)
     infos = [info for info in found if info is not None]
     if infos:

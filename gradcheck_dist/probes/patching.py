@@ -84,6 +84,10 @@ class _Loader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        # Whoever asks the module for its loader (inspect, importlib.resources) finds its own.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
         self._inner.exec_module(module)
         self._apply(module)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from array import array
 from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast
 
@@ -25,7 +24,8 @@ from gradcheck_dist.events import (
     Site,
     StepEnd,
 )
-from gradcheck_dist.probes.registry import ParamInfo, Registry
+from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
+from gradcheck_dist.probes.samples import HostCopies, Sampler
 from gradcheck_dist.probes.sites import caller_site
 from gradcheck_dist.trace.writer import TraceWriter
 
@@ -41,6 +41,7 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "leaves",
         "microbatch",
         "reduce_ops",
         "seq",
@@ -59,12 +60,13 @@ class BackwardPass:
         self.start_ns = time.perf_counter_ns()
         self.sync: bool | None = None
         self.touched: dict[int, ParamInfo] = {}
+        self.leaves: list[tuple[LocalPlan, Tensor]] = []  # sampled; their rows are made when the pass is over
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
 
 
-class Recorder:
+class Recorder(Sampler):
     """Collects events and samples of one rank and hands them to the writer.
 
     A step begins with the first loss or backward after an optimizer step and ends with the next optimizer step, so
@@ -72,14 +74,16 @@ class Recorder:
     """
 
     def __init__(self, writer: TraceWriter, *, steps: Container[int] | None, sample_size: int) -> None:
+        super().__init__(Registry(writer.append, sample_size))
         self.writer = writer
-        self.registry = Registry(writer.append, sample_size)
         self.step = 0
         self.accumulation_step = 0
         self.current: BackwardPass | None = None
         self.suspended = 0
         self.in_pipeline = False
         self.in_loss = False
+        self.closure_passes: int | None = None  # backward passes inside a running optimizer.step(closure)
+        self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
         self.pipeline_site: Site | None = None
         self.discovery: Any = None  # set by the autograd probe
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
@@ -93,9 +97,9 @@ class Recorder:
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
         self._seq = 0
-        self._rows = array("i")
-        self._values: list[Tensor] = []
         self._flushed_ns = 0
+        self.copies = HostCopies()
+        self._deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]] = []
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
 
@@ -127,6 +131,15 @@ class Recorder:
             self.writer.flush()
         self._stepped = True
 
+    def abandon_evaluation(self) -> None:
+        """An optimizer that evaluates its closure more than once (LBFGS) empties the gradients in between: what came
+        before is a step of its own, which never reached the optimizer."""
+        if self.closure_passes:
+            self.closure_passes = 0
+            self.flush_samples()
+            self._stepped = True
+            self.ensure_step()
+
     def end_step_if_open(self) -> None:
         """A step that was skipped (a GradScaler found an overflow) ends here all the same."""
         if not self._stepped:
@@ -135,12 +148,25 @@ class Recorder:
     # ---- events
 
     def emit(self, kind: Callable[..., Event], *, seq: int | None = None, **fields: Any) -> None:
-        """Append an event. Fields may be 0-d tensors: on CPU they are read here."""
+        """Append an event. Fields may be 0-d tensors: on CPU they are read here, on an accelerator later."""
+        fields["seq"] = self.next_seq() if seq is None else seq
+        on_device: dict[str, Tensor] = {}
         for name, value in fields.items():
             if isinstance(value, Tensor):
-                fields[name] = value.item()
-        event = kind(seq=self.next_seq() if seq is None else seq, t_ns=time.time_ns(), step=self.step, **fields)
-        self.writer.append(cast(AnyRecord, event))
+                if self.is_host(value):
+                    fields[name] = value.item()
+                else:
+                    on_device[name] = value.detach()
+        if on_device:
+            rest = {name: value for name, value in fields.items() if name not in on_device}
+            self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
+        else:
+            self.writer.append(cast(AnyRecord, kind(t_ns=time.time_ns(), step=self.step, **fields)))
+
+    @staticmethod
+    def is_host(value: Tensor) -> bool:
+        """Whether a value can be read without waiting for an accelerator."""
+        return value.device.type == "cpu"
 
     def status(self, probe: str, active: bool, reason: str = "") -> None:
         self.emit(ProbeStatus, probe=probe, active=active, reason=reason)
@@ -153,52 +179,32 @@ class Recorder:
 
     # ---- samples
 
-    def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
-        """Keep the sampled elements of a gradient. Nothing is copied to the host here. False: layout not known.
-
-        `like`: a DTensor whose local part `tensor` stands for.
-        """
-        registry = self.registry
-        plan = registry.plan(info, tensor) if like is None else registry.local_plan(info, tensor, like)
-        if plan is None:
-            return False
-        plan_id, local, indices = plan
-        self._rows.extend((seq, role, info.id, plan_id))
-        self._values.append(local.detach().take(indices))
-        return True
-
-    def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
-        """Sample `.grad` of parameters that have one."""
-        for info in infos:
-            grad = info.param.grad
-            if grad is not None and grad.layout is torch.strided:
-                self.sample(seq, role, info, grad)
-
     def flush_samples(self) -> None:
         """Hand the rows to the writer, one record a dtype; on an accelerator this is the one copy to the host."""
         self._flushed_ns = time.perf_counter_ns()
-        if not self._values:
-            return
-        rows, values = self._rows, self._values
-        self._rows, self._values = array("i"), []
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, value in enumerate(values):
-            by_dtype.setdefault(value.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
-            flat = torch.cat([values[index] for index in indices]).cpu()
-            chosen = rows
-            if len(by_dtype) > 1:
-                chosen = array("i")
-                for index in indices:
-                    chosen.extend(rows[4 * index : 4 * index + 4])
-            self.writer.append(
-                Samples(
-                    step=self.step,
-                    rows=chosen.tobytes(),
-                    dtype=str(dtype).removeprefix("torch."),
-                    values=flat.view(torch.uint8).numpy().tobytes(),
-                )
-            )
+        if self.current is not None:  # an optimizer that steps inside backward
+            self.keep_leaves(self.current.seq, self.current.leaves)
+        for dtype, rows, values in self.drain():
+            self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows))
+        if self._deferred:
+            deferred, self._deferred = self._deferred, []
+            numbers = [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+            self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
+        self.copies.poll()
+
+    def finish(self) -> None:
+        """Write all that is left, waiting for what is still on its way."""
+        self.flush_samples()
+        self.copies.poll(wait=True)
+
+    def _write_samples(self, step: int, dtype: str, rows: bytes, values: Tensor) -> None:
+        self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values.numpy().tobytes()))
+
+    def _write_deferred(self, deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]], host: Tensor) -> None:
+        numbers = iter(host)
+        for make, tensors in deferred:
+            read = {name: _from_int64(next(numbers), tensor.dtype) for name, tensor in tensors.items()}
+            self.writer.append(cast(AnyRecord, make(**read)))
 
     # ---- backward
 
@@ -212,13 +218,14 @@ class Recorder:
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         return self.current
 
-    def leaf(self, info: ParamInfo, grad: Tensor) -> None:
+    def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
-        current = self.current
-        if current is None:
-            return
         current.touched[info.id] = info
-        self.sample(current.seq, LEAF, info, grad)
+        plan = info.plain
+        if plan is not None and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
+            current.leaves.append((plan, grad.take(plan.indices)))
+        else:
+            self.sample(current.seq, LEAF, info, grad)
 
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
@@ -226,6 +233,7 @@ class Recorder:
         touched = list(current.touched.values())
         if not touched:
             return
+        self.keep_leaves(current.seq, current.leaves)
         reduced = set(current.armed)
         self.emit(
             Backward,
@@ -241,8 +249,10 @@ class Recorder:
         if sample_after:
             plain = [info for info in touched if info.managed_by != "fsdp" and info.wrapper not in reduced]
             self.sample_grads(current.seq, AFTER, plain)
-        if time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
+        if self._stepped or time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
             self.flush_samples()
+        if self.closure_passes is not None:
+            self.closure_passes += 1
         if not self.in_pipeline:
             self.accumulation_step += 1
 
@@ -256,6 +266,18 @@ class Recorder:
             microbatch=current.microbatch if current else 0,
             **{"site": current.site if current else caller_site(), **fields},
         )
+
+
+def _as_int64(value: Tensor) -> Tensor:
+    """A number as 64 bits, so that numbers of all types travel in one copy."""
+    value = value.reshape(())
+    return value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)
+
+
+def _from_int64(bits: Tensor, dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return bits.view(torch.float64).item()
+    return bool(bits) if dtype is torch.bool else int(bits)
 
 
 def guarded(probe: str) -> Callable[[F], F]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,21 @@ from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-class ParamInfo:
-    """A parameter as the probes know it. `plans` caches, per layout, the plan id and the local indices."""
+class LocalPlan:
+    """Which elements of a local tensor are sampled: flat indices on its device."""
 
-    __slots__ = ("id", "managed_by", "name", "param", "plans", "positions", "shape", "stage", "wrapper")
+    __slots__ = ("id", "indices", "param_id")
+
+    def __init__(self, id: int, param_id: int, indices: Any, device: torch.device) -> None:
+        self.id = id
+        self.param_id = param_id
+        self.indices = torch.as_tensor(indices, dtype=torch.int64).to(device)
+
+
+class ParamInfo:
+    """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor."""
+
+    __slots__ = ("id", "managed_by", "name", "param", "plain", "plans", "positions", "shape", "stage", "wrapper")
 
     def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
         self.id = id
@@ -26,9 +38,18 @@ class ParamInfo:
         self.stage = stage
         self.shape = tuple(param.shape)
         self.positions = sample_positions(name, param.numel(), sample_size)
-        self.plans: dict[Any, tuple[int, Tensor]] = {}
+        self.plans: dict[Any, LocalPlan] = {}
+        self.plain: LocalPlan | None = None
         self.managed_by: str | None = None
         self.wrapper: int | None = None
+
+
+def _fingerprint(param: Tensor, positions: Any) -> int | None:
+    """A checksum of a plain parameter's values at the sampled positions; read once, when it is first seen."""
+    if hasattr(param, "_local_tensor") or not param.numel() or param.is_meta:
+        return None
+    values = param.detach().take(torch.as_tensor(positions, device=param.device)).cpu()
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def clean_name(name: str) -> str:
@@ -86,6 +107,7 @@ class Registry:
                 stage=stage,
                 placements=str(getattr(param, "placements", "")),
                 requires_grad=param.requires_grad,
+                fingerprint=None if stage is not None else _fingerprint(param, info.positions),
             )
         )
         return info
@@ -109,12 +131,14 @@ class Registry:
             self._write(Wrapper(id=found, impl=impl, name=name, group=group, site=site, **groups))
         return found
 
-    def plan(self, info: ParamInfo, tensor: Tensor) -> tuple[int, Tensor, Tensor] | None:
-        """How to sample `tensor`, the gradient of a parameter: (plan id, local tensor, flat local indices).
+    def plan(self, info: ParamInfo, tensor: Tensor) -> tuple[LocalPlan, Tensor] | None:
+        """How to sample `tensor`, the gradient of a parameter, and its local part.
 
         None when the tensor's layout in the parameter is not known (its size is neither the parameter's nor a
         DTensor's).
         """
+        if info.plain is not None and type(tensor) is Tensor and tensor.is_cpu:
+            return info.plain, tensor
         local = getattr(tensor, "_local_tensor", None)
         if local is None:
             key: Any = tensor.device
@@ -123,39 +147,39 @@ class Registry:
                 if tensor.numel() != info.param.numel():
                     return None
                 found = info.plans[key] = self._new_plan(info, None, info.positions, tensor.device, False)
-            return found[0], tensor, found[1]
+                if type(tensor) is Tensor and tensor.is_cpu:
+                    info.plain = found
+            return found, tensor
         key = (tensor.placements, id(tensor.device_mesh))  # type: ignore[attr-defined]
         found = info.plans.get(key)
         if found is None:
             if tuple(tensor.shape) != info.shape:
                 return None
-            found = info.plans[key] = self._dtensor_plan(info, tensor, local.device)
-        return found[0], local, found[1]
+            found = info.plans[key] = self._dtensor_plan(info, tensor, local)
+        return found, local
 
-    def local_plan(self, info: ParamInfo, local: Tensor, like: Any) -> tuple[int, Tensor, Tensor] | None:
+    def local_plan(self, info: ParamInfo, local: Tensor, like: Any) -> tuple[LocalPlan, Tensor] | None:
         """How to sample a local tensor that lies as the DTensor `like` does (whose local part it stands for)."""
         if tuple(like.shape) != info.shape or local.shape != like._local_tensor.shape:
             return None
         key = ("local", like.placements, id(like.device_mesh))
         found = info.plans.get(key)
         if found is None:
-            found = info.plans[key] = self._dtensor_plan(info, like, local.device)
-        return found[0], local, found[1]
+            found = info.plans[key] = self._dtensor_plan(info, like, local)
+        return found, local
 
-    def _dtensor_plan(self, info: ParamInfo, tensor: Any, device: torch.device) -> tuple[int, Tensor]:
+    def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        which, local = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
+        which, indices = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
         partial = any(placement.is_partial() for placement in tensor.placements)
         chosen = None if len(which) == len(info.positions) else which
-        return self._new_plan(info, chosen, local, device, partial)
+        return self._new_plan(info, chosen, indices, local.device, partial)
 
-    def _new_plan(
-        self, info: ParamInfo, which: Any, local: Any, device: torch.device, partial: bool
-    ) -> tuple[int, Tensor]:
-        plan_id = self._num_plans
+    def _new_plan(self, info: ParamInfo, which: Any, indices: Any, device: torch.device, partial: bool) -> LocalPlan:
+        plan = LocalPlan(self._num_plans, info.id, indices, device)
         self._num_plans += 1
         positions = None if which is None else which.astype("<i4").tobytes()
-        self._write(Plan(id=plan_id, param=info.id, num_values=len(local), positions=positions, partial=partial))
-        return plan_id, torch.as_tensor(local, dtype=torch.int64).to(device)
+        self._write(Plan(id=plan.id, param=info.id, num_values=len(indices), positions=positions, partial=partial))
+        return plan

@@ -25,7 +25,7 @@ from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.trace.run import join_run_dir, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
-PROBES = ("autograd", "loss", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
+PROBES = ("autograd", "loss", "log_probs", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 
@@ -48,7 +48,7 @@ class Session:
             return
         self._open = False
         self._patches.restore()
-        self.recorder.flush_samples()
+        self.recorder.finish()
         self.recorder.emit(RunEnd, reason="detached")
         self.recorder.writer.close()
         atexit.unregister(self.detach)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,9 @@ import torch
 from gradcheck_dist.events import Site
 
 _SKIP_DIRS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+_INSTALLED_DIRS = tuple(
+    path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
 _SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__}
 
 
@@ -23,12 +27,28 @@ def _is_foreign(filename: str) -> bool:
     return filename.startswith("<") or filename in _SKIP_FILES or filename.startswith(_SKIP_DIRS)
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(_INSTALLED_DIRS)
+
+
 def caller_site() -> Site | None:
     """The innermost frame that belongs neither to torch nor to the probes; None when there is none."""
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = frame.f_code
+    called_from = _users_line(frame) if _is_installed(code.co_filename) else None
+    return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
+
+
+def _users_line(frame: FrameType | None) -> str | None:
+    """ "file:line" of the innermost frame at or above `frame` that belongs to no installed package."""
     while frame is not None:
-        code = frame.f_code
-        if not _is_foreign(code.co_filename):
-            return Site(code.co_filename, frame.f_lineno, code.co_qualname)
+        name = frame.f_code.co_filename
+        if not _is_foreign(name) and not _is_installed(name):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return None

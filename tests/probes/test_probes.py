@@ -182,7 +182,8 @@ def test_a_loss_that_no_wrapper_sees_is_completed_by_mark_loss(tmp_path: Path) -
     def own_loss(model: nn.Module, marked: bool) -> Tensor:
         tokens, labels = batch(0, 0)
         valid = labels >= 0
-        picked = model(tokens).log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        logits = model(tokens)
+        picked = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
         total = -(picked * valid).sum()
         if marked:
             mark_loss(total, int(valid.sum()), labels=labels)
@@ -231,7 +232,7 @@ def test_an_error_inside_a_probe_is_recorded_and_training_goes_on(
     def broken(*args: object) -> None:
         raise RuntimeError("a probe in trouble")
 
-    monkeypatch.setattr(Recorder, "leaf", broken)
+    monkeypatch.setattr(Recorder, "sample_grads", broken)
     model = record(healthy, tmp_path / "broken")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     errors = events_of(tmp_path / "broken", ProbeError)
@@ -327,3 +328,22 @@ def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_pat
     report = judged(tmp_path)
     assert (report.verdict, report.run.steps) == ("clean", [1])
     assert any("skipped the optimizer" in problem for problem in report.coverage.problems)
+
+
+def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_last_one(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = token_sum(model, batch(0, 1)) / int((batch(0, 1)[1] >= 0).sum())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    def lbfgs(params: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(params, lr=lr, max_iter=4)
+
+    record(step, tmp_path, make=lbfgs)
+    report = judged(tmp_path)
+    assert report.findings == []
+    assert report.verdict == "clean"

@@ -1,0 +1,108 @@
+"""Taking samples of gradients, and bringing them and other device values to the host without making anyone wait."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import LEAF
+from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
+
+
+class HostCopies:
+    """Copies of device tensors on their way to the host.
+
+    A CPU tensor arrives at once. One on an accelerator is copied on its own stream's time into pinned memory, and is
+    handed on when an event says that it is there: at the next poll, never by waiting inside training.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Any, Tensor, Callable[[Tensor], None]]] = deque()
+
+    def bring(self, tensor: Tensor, arrived: Callable[[Tensor], None]) -> None:
+        """Call arrived(host tensor) when the copy is there; copies arrive in the order in which they were asked for."""
+        event, host = self.start(tensor)
+        if event is None and not self._waiting:
+            arrived(host)
+        else:
+            self._waiting.append((event, host, arrived))
+
+    def start(self, tensor: Tensor) -> tuple[Any, Tensor]:
+        """Begin a copy: (event or None when it is there already, host tensor)."""
+        if tensor.device.type == "cpu":
+            return None, tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        host.copy_(tensor, non_blocking=True)
+        event = torch.get_device_module(tensor.device).Event()
+        event.record()
+        return event, host
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Hand on what has arrived; `wait` for all of it (when recording ends)."""
+        while self._waiting:
+            event, host, arrived = self._waiting[0]
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._waiting.popleft()
+            arrived(host)
+
+
+class Sampler:
+    """Keeps sampled elements of gradients, apart by type, until they are written."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self._rows: dict[torch.dtype, array[int]] = {}
+        self._values: dict[torch.dtype, list[Tensor]] = {}
+
+    def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
+        """Keep the sampled elements of a gradient, on its device. False: its layout in the parameter is not known.
+
+        `like`: a DTensor whose local part `tensor` stands for.
+        """
+        registry = self.registry
+        found = registry.plan(info, tensor) if like is None else registry.local_plan(info, tensor, like)
+        if found is None:
+            return False
+        plan, local = found
+        self._keep(seq, role, plan, local.detach().take(plan.indices))
+        return True
+
+    def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
+        """Sample `.grad` of parameters that have one."""
+        for info in infos:
+            grad = info.param.grad
+            if grad is not None and grad.layout is torch.strided:
+                self.sample(seq, role, info, grad)
+
+    def keep_leaves(self, seq: int, leaves: list[tuple[LocalPlan, Tensor]]) -> None:
+        """Keep what a backward pass sampled at its leaves, one entry a parameter; empties the list."""
+        for plan, values in leaves:
+            self._keep(seq, LEAF, plan, values)
+        leaves.clear()
+
+    def _keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
+        dtype = values.dtype
+        rows = self._rows.get(dtype)
+        if rows is None:
+            rows = self._rows[dtype] = array("i")
+            self._values[dtype] = []
+        rows.extend((seq, role, plan.param_id, plan.id))
+        self._values[dtype].append(values)
+
+    def drain(self) -> list[tuple[str, bytes, Tensor]]:
+        """(type, rows, values end to end as bytes on their device) of all that waits."""
+        rows, values = self._rows, self._values
+        self._rows, self._values = {}, {}
+        return [
+            (str(dtype).removeprefix("torch."), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8))
+            for dtype in rows
+        ]

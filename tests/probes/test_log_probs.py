@@ -1,0 +1,57 @@
+"""Losses that are log-probabilities picked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradcheck_dist
+from gradcheck_dist.events import Event, LossGradient
+from gradcheck_dist.probes.log_probs import is_log_softmax
+from gradcheck_dist.trace.run import read_run
+
+
+def gradients(folder: Path, loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[LossGradient]:
+    """What was recorded of losses in one backward pass over logits of 6 tokens, the last two masked away."""
+    model = nn.Linear(4, 5)
+    with gradcheck_dist.attach(folder / "run"):
+        loss_of(model(torch.randn(6, 4)), torch.randint(5, (6,))).backward()
+    events: list[Event] = read_run(folder / "run").ranks[0].events
+    return [event for event in events if isinstance(event, LossGradient)]
+
+
+MASK = torch.tensor([1.0, 1, 1, 1, 0, 0])
+
+
+def test_log_softmax_and_gather_is_a_loss_whose_masked_tokens_do_not_count(tmp_path: Path) -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        log_probs = torch.log_softmax(logits, -1).view(2, 3, 5)
+        return -(torch.gather(log_probs, -1, labels.view(2, 3, 1)).flatten() * MASK).sum() / 8
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
+    assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
+
+
+def test_a_declared_loss_is_counted_once(tmp_path: Path) -> None:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        summed = -(logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1) * MASK).sum()
+        return gradcheck_dist.mark_loss(summed, 4) / 8
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (4, pytest.approx(1 / 8))
+
+
+def test_other_gathers_are_no_losses(tmp_path: Path) -> None:
+    assert gradients(tmp_path, lambda logits, labels: logits.gather(-1, labels[:, None]).sum()) == []
+
+
+def test_a_log_softmax_is_known_through_views_and_not_through_arithmetic() -> None:
+    log_probs = torch.randn(4, 5, requires_grad=True).log_softmax(-1)
+    assert is_log_softmax(log_probs.view(2, 2, 5)[:, :1])
+    assert not is_log_softmax(log_probs * 2)
+    assert not is_log_softmax(torch.randn(4, 5))

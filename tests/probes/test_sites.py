@@ -1,0 +1,36 @@
+"""Which line is named: the innermost that is neither torch nor a probe, and the user's own that led there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradcheck_dist.probes import sites
+
+
+def load(file: Path, code: str) -> ModuleType:
+    module = ModuleType(file.stem)
+    exec(compile(code, str(file), "exec"), module.__dict__)
+    return module
+
+
+def test_a_users_line_is_named_alone(tmp_path: Path) -> None:
+    user = load(tmp_path / "train.py", "def step(site):\n    return site()\n")
+    site = user.step(sites.caller_site)
+    assert (site.file, site.line, site.function, site.called_from) == (str(tmp_path / "train.py"), 2, "step", None)
+
+
+def test_a_librarys_line_is_named_with_the_users_line_that_led_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    monkeypatch.setattr(sites, "_INSTALLED_DIRS", (f"{packages}/",))
+    sites._is_installed.cache_clear()
+    library = load(packages / "library.py", "def backward(site):\n    return site()\n")
+    user = load(tmp_path / "train.py", "def step(backward, site):\n\n    return backward(site)\n")
+    site = user.step(library.backward, sites.caller_site)
+    sites._is_installed.cache_clear()
+    assert (site.file, site.line) == (str(packages / "library.py"), 2)
+    assert site.called_from == f"{tmp_path / 'train.py'}:3"
