@@ -20,11 +20,16 @@ ROLE_NAMES = ("leaf", "before", "after")
 
 
 class Site(msgspec.Struct, array_like=True, frozen=True):
-    """A place in the user's source: the innermost frame that is neither torch nor a probe."""
+    """A place in the source: the innermost frame that is neither torch nor a probe.
+
+    `called_from` is "file:line" of the innermost frame outside of installed packages, where that is another one: the
+    user's own line that led into a library (accelerate, Lightning, transformers).
+    """
 
     file: str
     line: int
     function: str
+    called_from: str | None = None
 
 
 class Record(msgspec.Struct, tag_field="kind", omit_defaults=True, kw_only=True):
@@ -36,7 +41,9 @@ class Param(Record, tag="param"):
 
     `shape` is the global shape (of the whole parameter, whatever part of it this rank holds). `stage` is the
     pipeline stage that owns it. Samples are taken at `num_positions` fixed positions of the flattened global
-    parameter; `positions` of a Plan index into them.
+    parameter; `positions` of a Plan index into them. `fingerprint` is a checksum of the values at these positions when
+    the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
+    parameter (experts, hand-sharded layers).
     """
 
     id: int
@@ -48,6 +55,7 @@ class Param(Record, tag="param"):
     placements: str = ""
     wrapper: int | None = None
     requires_grad: bool = True
+    fingerprint: int | None = None
 
 
 class ParamSet(Record, tag="param_set"):

@@ -16,8 +16,8 @@ from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 
 @dataclass
 class Case:
-    """Everything known about one suspected fault. `names` are names of the pattern's factor, `base_names` of the base
-    of a geometric pattern, simplest first."""
+    """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
+    the pattern's factor, `base_names` of the base of a geometric pattern, simplest first."""
 
     context: StepContext
     culprit: Culprit
@@ -25,6 +25,7 @@ class Case:
     cells: list[tuple[Held, Cell]]
     patterns: list[Pattern]
     configured_at: str | None = None
+    everywhere: bool = False
     names: list[Name] = field(default_factory=list)
     base_names: list[Name] = field(default_factory=list)
 
@@ -35,6 +36,12 @@ class Case:
     @property
     def event(self) -> Event | None:
         return self.culprit.event
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a recorded event is to blame, and did no more and no less than it is documented to do."""
+        culprit = self.culprit
+        return not culprit.absent and not culprit.unrecorded and culprit.documented(self.pattern.tolerance)
 
     @property
     def reduce(self) -> Reduce | None:
@@ -141,6 +148,7 @@ def first_event(case: Case) -> FirstEvent | None:
         nominal_factor=culprit.nominal if culprit.nominal == culprit.nominal else None,
         observed_factor=culprit.factor,
         configured_at=case.configured_at,
+        called_from=site.called_from if site else None,
         unrecorded=culprit.unrecorded,
         before=None
         if before is None

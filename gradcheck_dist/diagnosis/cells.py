@@ -8,9 +8,10 @@ from fractions import Fraction
 import numpy as np
 
 from gradcheck_dist.events import AmpUnscale, Clip, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.leaves import build_basis
-from gradcheck_dist.ledger.replay import Entry, Replay, replay
+from gradcheck_dist.ledger.replay import replay
 from gradcheck_dist.ledger.solve import EPSILON, solve
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
@@ -18,6 +19,10 @@ MAX_STDERR = 0.1
 """Relative standard error above which one parameter's weight is not known well enough to be judged alone."""
 
 SIGMAS = 6.0
+MATERIAL = 1e-5
+"""A weight nearer to its expected value than this is right at any precision: two orders of summing one step's gradients
+in float32 differ by about as much, and no scale bug is a factor so near to 1."""
+
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
 TOO_FEW = "too few of its elements are sampled on this rank"
@@ -43,8 +48,9 @@ class Cell:
 
     @property
     def margin(self) -> float:
-        """The tolerance as a difference of ratios."""
-        return self.tolerance * max(abs(self.ratio), 1.0)
+        """The tolerance as a difference of ratios: what is off once for all scales with the ratio, noise does not."""
+        noise = SIGMAS * self.stderr
+        return max(self.tolerance - noise, 0.0) * abs(self.ratio) + noise * max(abs(self.ratio), 1.0)
 
     @property
     def right(self) -> bool:
@@ -56,7 +62,9 @@ class Held:
     """One parameter on one rank that holds it: its cells, or the reason why there are none.
 
     `observed`, `stderr` and `nominal` are transfers from the columns of the basis to the gradient that the optimizer
-    read, freed of clipping; None where they could not be measured.
+    read, freed of clipping; None where they could not be measured. `visible` tells of each column whether it reaches
+    into the part of the parameter that this rank holds: an expert's leaf on its own rank holds the tokens of the whole
+    expert-parallel group, and the other ranks' leaves are of other experts.
     """
 
     param: ParamKey
@@ -66,6 +74,7 @@ class Held:
     stderr: np.ndarray | None = None
     nominal: np.ndarray | None = None
     partial: bool = False
+    visible: list[bool] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
     num_unknown: int = 0
     reason: str = ""
@@ -134,6 +143,8 @@ def _optimized(data: StepData, track: Track) -> bool:
 
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
     held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
+    part = _part(track)
+    held.visible = [bool((np.isfinite(values) & part).any()) for values in played.basis.values]
     final = played.final(track.rank)
     if final is None or not final.sampled:
         if not any(isinstance(entry.event, OptimizerStep) for entry in played.entries.get(track.rank, ())):
@@ -148,6 +159,15 @@ def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
     else:
         held.observed, held.stderr = final.observed / final.clip, final.stderr / final.clip
         held.nominal = final.nominal / final.clip
+    return held
+
+
+def _part(track: Track) -> np.ndarray:
+    """Which of a parameter's sampled positions a rank holds at the end: of the sharded gradient, else of the leaves."""
+    last = [track.points[-1].values] if track.points else [values for _, values in track.leaves.values()]
+    held = np.zeros(track.param.num_positions, dtype=bool)
+    for values in last:
+        held |= ~np.isnan(values.data)
     return held
 
 
@@ -177,12 +197,16 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
         if weight is None or contribution is None or contribution.weight is None or contribution.spread > MAX_SPREAD:
             continue
         root = contribution.weight
-        loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "float32", 2.0**-23)
+        # A loss that was not seen may have been of any dtype.
+        loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "bfloat16", 2.0**-23)
         for group in groups:
+            if not any(held.visible[column] for column in group):
+                continue
             seen = float(held.observed[group].sum()) * root
             size = max(abs(seen), float(weight))
             error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / size
-            if np.isnan(seen) or error > MAX_STDERR:
+            surely_wrong = abs(seen - float(weight)) > 2 * SIGMAS * error * size
+            if np.isnan(seen) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1
                 continue
             result.cells.append(
@@ -220,9 +244,9 @@ def systematic(epsilon: float, loss_epsilon: float, num_scalings: int) -> float:
     What is rounded element by element has mean zero and widens the standard error of the solve, of which SIGMAS are
     allowed. What is rounded once for all elements is off by up to half a spacing each: the loss's upstream gradient in
     the loss's dtype, the constant of every scaling event (an average, a clip coefficient), and one constant more in the
-    gradient's dtype.
+    gradient's dtype. Never less than MATERIAL.
     """
-    return 0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon
+    return max(0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon, MATERIAL)
 
 
 def pool(judged: list[Held]) -> list[Held]:

@@ -9,10 +9,11 @@ from fractions import Fraction
 from gradcheck_dist import __version__
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
+from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
-from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, judge, measure, pool
+from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import StepContext, step_context
-from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, find, good_values, repeats
+from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
 from gradcheck_dist.diagnosis.rules import all_rules
@@ -22,6 +23,9 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, 
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective, expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.trace.run import Run
+
+EXACT = 1e-6
+"""Tolerance of ratios that token counts alone determine."""
 
 
 @dataclass
@@ -124,11 +128,14 @@ def _all_cases(
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(aim[loudest] / expected[loudest]))
     judged = judge(measured, verdict.contributions, aim)
     cells = [
-        (held, replace(cell, ratio=float(aim[cell.key] / expected[cell.key])))
+        (held, replace(cell, ratio=float(aim[cell.key] / expected[cell.key]), tolerance=EXACT, stderr=0.0))
         for held in verdict.held
         for cell in held.cells
     ]
-    return [_case(verdict, culprit, cells), *_cases(verdict, judged if held_alone else pool(judged))]
+    return [
+        _case(verdict, Blame(culprit, cells, [0] * len(cells))),
+        *_cases(verdict, judged if held_alone else pool(judged)),
+    ]
 
 
 def _tokens_known(run: Run, data: StepData) -> bool:
@@ -172,73 +179,38 @@ def _why_not(run: Run, data: StepData, contributions: Contributions, num_counted
 
 
 def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
-    """Group the wrong cells by culprit, and explain each group's matrix."""
-    good = good_values(judged)
-    culprits: dict[tuple[object, ...], Culprit] = {}
-    wrong: dict[tuple[object, ...], list[Held]] = {}
-    blamed: dict[tuple[int, int], tuple[object, ...]] = {}
-    cache: dict[tuple[object, ...], Culprit] = {}
-    for held in judged:
-        for cell in held.cells:
-            if cell.right:
-                continue
-            key = (held.signature, cell.key, cell.column)
-            culprit = cache.get(key)
-            if culprit is None:
-                culprit = cache[key] = find(verdict.data, verdict.contributions, held, cell, good)
-            identity = culprit.identity
-            blamed[id(held), cell.column] = identity
-            first = culprits.get(identity)
-            if first is None or _order(culprit) < _order(first):
-                culprits[identity] = culprit
-            if not wrong.setdefault(identity, []) or wrong[identity][-1] is not held:
-                wrong[identity].append(held)
-    # The right cells of the same parameters and ranks belong to the shape: 4 2 1 is not 4 2.
-    return [
-        _case(
-            verdict,
-            culprits[identity],
-            [
-                (held, cell)
-                for held in holders
-                for cell in held.cells
-                if cell.right or blamed.get((id(held), cell.column)) == identity
-            ],
-        )
-        for identity, holders in wrong.items()
-    ]
+    """The wrong cells by culprit, each group with its shape and names."""
+    quantities = verdict.context.quantities
+    return [_case(verdict, blamed) for blamed in blame(verdict.data, verdict.contributions, judged, quantities)]
 
 
-def _order(culprit: Culprit) -> tuple[int, int, int]:
-    event = culprit.event
-    step = getattr(event, "accumulation_step", 0) or 0
-    return (step, culprit.rank, event.seq if event is not None else 0)
-
-
-def _case(verdict: StepVerdict, culprit: Culprit, cells: list[tuple[Held, Cell]]) -> Case:
+def _case(verdict: StepVerdict, blamed: Blame) -> Case:
     case = Case(
         context=verdict.context,
-        culprit=culprit,
-        held=list({id(held): held for held, _ in cells}.values()),
-        cells=cells,
-        patterns=_explain(verdict, culprit, cells),
-        configured_at=summary.configured_at(verdict.data, culprit),
+        culprit=blamed.culprit,
+        held=list({id(held): held for held, _ in blamed.cells}.values()),
+        cells=blamed.cells,
+        patterns=_explain(verdict, blamed),
+        configured_at=summary.configured_at(verdict.data, blamed.culprit),
     )
+    case.everywhere = len(case.held) == sum(bool(held.cells) for held in verdict.held)
     name_case(case)
     return case
 
 
-def _explain(verdict: StepVerdict, culprit: Culprit, cells: list[tuple[Held, Cell]]) -> list[Pattern]:
-    coordinate = verdict.contributions.coordinate
-    unique: dict[tuple[object, ...], Sample] = {}
-    for held, cell in cells:
-        key = (held.rank, cell.key, round(cell.ratio, 4))
-        found = unique.get(key)
-        if found is None or cell.margin < found.margin:
-            times = found.repeats if found is not None else repeats(held, cell, culprit)
-            holder = coordinate.get(held.rank, -1)
-            unique[key] = Sample(cell.key, held.rank, holder, cell.ratio, cell.margin, times)
-    return explain(list(unique.values()), verdict.context)
+def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
+    cells: dict[tuple[int, ContributionKey], list[tuple[Cell, int]]] = {}
+    for (held, cell), times in zip(blamed.cells, blamed.repeats, strict=True):
+        cells.setdefault((held.rank, cell.key), []).append((cell, times))
+    samples = []
+    largest = min(1.0, max((abs(cell.ratio) for _, cell in blamed.cells), default=1.0) or 1.0)
+    for (rank, key), found in cells.items():
+        together = average([cell for cell, _ in found])
+        alike = all(abs(cell.ratio - together.ratio) <= cell.margin + together.margin for cell, _ in found)
+        for cell, times in [(together, found[0][1])] if alike else found:
+            holder = verdict.contributions.coordinate.get(rank, -1)
+            samples.append(Sample(key, rank, holder, cell.ratio, cell.margin, times, largest))
+    return explain(samples, verdict.context)
 
 
 def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:

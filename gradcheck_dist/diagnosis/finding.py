@@ -7,6 +7,7 @@ stands beside its number as a string. Indices are 0-based, ranks are global.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -61,6 +62,7 @@ class FirstEvent(msgspec.Struct, kw_only=True):
     nominal_factor: float | None = None
     observed_factor: float | None = None
     configured_at: str | None = None
+    called_from: str | None = None
     unrecorded: bool = False
     before: dict[str, Any] | None = None
 
@@ -191,7 +193,8 @@ class Report(msgspec.Struct, kw_only=True):
     units: list[UnitInfo] = []
     weights: list[Weight] = []
     overhead: Overhead
-    metrics: dict[str, list[float]] = {}
+    metrics: Mapping[str, Sequence[float | None]] = {}
+    """Series by step; null where a value was no finite number, as the loss of a run that diverged."""
     tolerance: float | None = None
     """Relative tolerance of the weights' comparison, the largest that was used."""
 

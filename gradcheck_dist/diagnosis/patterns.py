@@ -21,7 +21,7 @@ from gradcheck_dist.ledger.solve import EPSILON
 @dataclass(frozen=True)
 class Sample:
     """One cell as a hypothesis sees it. `holder_data_rank` is the data coordinate of the rank that holds it, `repeats`
-    how often events like the culprit acted on the contribution."""
+    how often events like the culprit acted on the contribution, `largest` the matrix's largest ratio, 1 at most."""
 
     key: ContributionKey
     holder: int
@@ -29,6 +29,7 @@ class Sample:
     ratio: float
     margin: float
     repeats: int = 0
+    largest: float = 1.0
 
     @property
     def tolerance(self) -> float:
@@ -36,9 +37,13 @@ class Sample:
         return self.margin / max(abs(self.ratio), 1e-12)
 
     @property
+    def wrong(self) -> bool:
+        return abs(self.ratio - 1) > self.margin
+
+    @property
     def gone(self) -> bool:
         """The contribution weighs nothing."""
-        return abs(self.ratio) <= max(1e-3, self.margin)
+        return abs(self.ratio) <= max(1e-3 * self.largest, self.margin)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ def _uniform(samples: list[Sample], context: StepContext) -> Pattern | None:
         return None
     ratios, tolerances = _arrays(samples)
     factor = _constant(ratios, tolerances)
-    if factor is None:
-        return None
+    if factor is None or (abs(factor - 1) <= tolerance_of(samples) and any(sample.wrong for sample in samples)):
+        return None  # a common factor of 1 explains nothing
     return Pattern("uniform", f"every contribution x {factor:.6g}", factor, tolerance=tolerance_of(samples))
 
 
@@ -234,8 +239,8 @@ def own_objective(
     if any(not root for root in roots.values()):
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)
-    dtypes = {c.loss.dtype for c in contributions.by_key.values() if c.loss is not None}
-    rounding = 4 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
+    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
+    rounding = 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
     if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
         return None
     for name in OBJECTIVES:

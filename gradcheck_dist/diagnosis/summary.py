@@ -22,7 +22,7 @@ from gradcheck_dist.diagnosis.finding import (
     UnitInfo,
     Weight,
 )
-from gradcheck_dist.events import Clip, Metric, ProbeError, ProbeStatus, Reduce, StepEnd
+from gradcheck_dist.events import Clip, Metric, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.trace.run import Run
@@ -147,11 +147,15 @@ def configured_at(data: StepData, culprit: Culprit) -> str | None:
     """The other line that matters, "file:line": where the wrapper that reduced was made, where a loss went backward."""
     event = culprit.event
     if culprit.gradient is not None and culprit.gradient.site is not None:
-        return f"{culprit.gradient.site.file}:{culprit.gradient.site.line}"
+        return _users_line(culprit.gradient.site)
     if not isinstance(event, Reduce) or event.wrapper is None:
         return None
     wrapper = data.wrappers.get(culprit.rank, {}).get(event.wrapper)
-    return f"{wrapper.site.file}:{wrapper.site.line}" if wrapper is not None and wrapper.site else None
+    return _users_line(wrapper.site) if wrapper is not None and wrapper.site else None
+
+
+def _users_line(site: Site) -> str:
+    return site.called_from or f"{site.file}:{site.line}"
 
 
 def coverage(run: Run, steps: list[list[Held]]) -> Coverage:

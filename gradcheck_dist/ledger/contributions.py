@@ -116,6 +116,8 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
 def _contribution(
     key: ContributionKey, ranks: tuple[int, ...], owner: int, pairs: list[tuple[LossGradient, Loss | None]]
 ) -> Contribution:
+    # Whatever follows the leaf treats all terms alike: the main loss tells the weights, auxiliary terms do not.
+    pairs = [pair for pair in pairs if pair[1] is None or pair[1].term == "main"] or pairs
     gradient, loss = max(pairs, key=lambda pair: pair[0].num_tokens or 0)
     counts = [entry.num_tokens for entry, _ in pairs]
     num_tokens = None if None in counts else sum(count or 0 for count in counts)

@@ -8,8 +8,6 @@ over contributions are composed from those of its columns. So each solve is smal
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from gradcheck_dist.events import (
@@ -17,97 +15,19 @@ from gradcheck_dist.events import (
     Backward,
     Clip,
     Event,
-    OptimizerStep,
     Reduce,
     ScaleGrads,
     ZeroGrad,
 )
+from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
 from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import EPSILON, Solution, solve
 from gradcheck_dist.ledger.tracks import Point, StepData, Track
 
 _SHARDED = {"fsdp", "hsdp", "replicate"}
+HEALTHY = 0.75
+"""Residual in units of epsilon up to which nothing but rounding speaks (measured: 0.25 at most on healthy runs)."""
 LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
-
-
-@dataclass
-class Column:
-    """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient."""
-
-    data: np.ndarray
-    weights: np.ndarray | None
-    stderr: np.ndarray
-    nominal: float
-
-
-@dataclass
-class Entry:
-    """The state of a buffer on a rank after something happened to it. Vectors run over the columns of the basis.
-
-    `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
-    `clip` is the product of the recorded clip coefficients so far.
-    """
-
-    rank: int
-    seq: int
-    order: int
-    event: Event | None
-    buffer: str
-    nominal: np.ndarray
-    observed: np.ndarray | None = None
-    stderr: np.ndarray | None = None
-    clip: float = 1.0
-    sources: tuple[int, ...] = ()
-    solution: Solution | None = None
-    sampled: bool = False
-
-
-@dataclass
-class Buffer:
-    nominal: np.ndarray
-    columns: list[Column] = field(default_factory=list)
-    clip: float = 1.0
-
-    def scale(self, factor: float) -> None:
-        self.nominal = self.nominal * factor
-        for column in self.columns:
-            column.nominal *= factor
-
-    def clear(self) -> None:
-        self.nominal = np.zeros_like(self.nominal)
-        self.columns = []
-        self.clip = 1.0
-
-    def add(self, other: Buffer, factor: float) -> None:
-        self.nominal = self.nominal + factor * other.nominal
-        self.columns += [
-            Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns
-        ]
-
-
-@dataclass
-class Replay:
-    """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not."""
-
-    basis: Basis
-    epsilon: float
-    entries: dict[int, list[Entry]] = field(default_factory=dict)
-    incomplete: set[int] = field(default_factory=set)
-
-    def history(self, rank: int) -> list[Entry]:
-        """What happened on a rank up to and with the last optimizer step."""
-        entries = self.entries.get(rank, [])
-        steps = [index for index, entry in enumerate(entries) if isinstance(entry.event, OptimizerStep)]
-        return entries[: steps[-1] + 1] if steps else entries
-
-    def final(self, rank: int) -> Entry | None:
-        """The state that the optimizer read; the last state when the step never got there."""
-        entries = [entry for entry in self.history(rank) if entry.buffer == "grad"]
-        if len(entries) > 1 and isinstance(entries[-1].event, OptimizerStep):
-            before = entries[-2]
-            if before.sampled and before.seq == entries[-1].seq:
-                return before
-        return entries[-1] if entries else None
 
 
 Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
@@ -116,6 +36,10 @@ Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
 def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     """Run all ranks' operations in an order in which every reduction finds its members ready."""
     epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
+    hooks = {event.hook or "" for of_rank in data.events.values() for event in of_rank if isinstance(event, Reduce)}
+    for compressed, dtype in (("bf16_compress", "bfloat16"), ("fp16_compress", "float16")):
+        if any(compressed in hook for hook in hooks):
+            epsilon = max(epsilon, EPSILON[dtype])
     result = Replay(basis, epsilon)
     machines = {rank: _Machine(data, track, basis, result) for rank, track in tracks.items()}
     while True:
@@ -287,15 +211,17 @@ class _Machine:
 
     def _measure(self, point: Point, buffer: Buffer) -> tuple[np.ndarray | None, np.ndarray | None, Solution | None]:
         chain = self._solve(point, buffer.columns)
-        if chain is not None and chain[2].fits:
+        if chain is not None and chain[2].residual <= HEALTHY * self.result.epsilon:
             return chain
         everything = [
             Column(values, unit, np.zeros(len(self.basis)), 1.0)
             for values, unit in zip(self.basis.values, np.eye(len(self.basis)), strict=True)
         ]
         direct = self._solve(point, everything)
-        if direct is not None and direct[2].fits:
+        if direct is not None and direct[2].fits and (chain is None or direct[2].sigma < 0.5 * chain[2].sigma):
             return direct
+        if chain is not None and chain[2].fits:
+            return chain
         solution = chain[2] if chain is not None else direct[2] if direct is not None else None
         return None, None, solution
 
@@ -322,5 +248,11 @@ class _Machine:
                 weights[holds] = np.nan
                 continue
             weights = weights + coefficient * column.weights
-            variance = variance + (error * column.weights) ** 2 + (coefficient * column.stderr) ** 2
+            variance = variance + (coefficient * column.stderr) ** 2
+            if solution.covariance is None:
+                variance = variance + (error * column.weights) ** 2
+        if solution.covariance is not None and usable:
+            # What several columns have in common is known better than the share of each.
+            stacked = np.stack([np.nan_to_num(column.weights) for column in usable if column.weights is not None])
+            variance = variance + np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
         return weights, np.sqrt(variance), solution

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradcheck_dist.events import LEAF, AmpUnscale, Backward, Event, OptimizerStep, Param, Samples, Wrapper
+from gradcheck_dist.events import LEAF, AmpUnscale, Backward, Event, OptimizerStep, Param, Reduce, Samples, Wrapper
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -87,13 +87,39 @@ def step_data(run: Run, step: int) -> StepData:
         for rank, trace in run.ranks.items()
     }
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
+    names = _distinct_names(run)
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
-            tracks[param_key(track.param)][rank] = track
+            tracks[names[rank, track.param.id]][rank] = track
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     return StepData(step, events, sets, dict(tracks), complete, wrappers)
+
+
+def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
+    """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
+    parameters, unless a reduction combines them: each group of equal ones gets a key, named after its first rank."""
+    begun: dict[ParamKey, dict[int | None, int]] = defaultdict(dict)
+    for rank, trace in sorted(run.ranks.items()):
+        for param in trace.params.values():
+            begun[param_key(param)].setdefault(param.fingerprint, rank)
+    reduced = {
+        (rank, param)
+        for rank, trace in run.ranks.items()
+        for event in trace.events
+        if isinstance(event, Reduce) and len(event.group) > 1
+        for param in trace.param_sets.get(event.params, ())
+    }
+    names: dict[tuple[int, int], ParamKey] = {}
+    for rank, trace in run.ranks.items():
+        for param in trace.params.values():
+            stage, name = param_key(param)
+            groups = begun[stage, name]
+            if len(groups) > 1 and param.fingerprint is not None and (rank, param.id) not in reduced:
+                name = f"{name} (as on rank {groups[param.fingerprint]})"
+            names[rank, param.id] = (stage, name)
+    return names
 
 
 def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:

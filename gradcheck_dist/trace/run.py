@@ -83,7 +83,7 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     found: dict[int, tuple[int, Path]] = {}
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _TRACE_NAME.fullmatch(entry.name)
-        if match:
+        if match and entry.is_file():  # a device or a pipe of that name could be read for ever
             rank, restart = int(match[1]), int(match[2] or 0)
             if rank not in found or restart > found[rank][0]:
                 found[rank] = (restart, entry)

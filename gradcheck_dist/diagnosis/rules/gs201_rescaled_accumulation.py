@@ -42,7 +42,7 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.event
-    if not isinstance(event, ScaleGrads) or case.culprit.absent or case.culprit.unrecorded:
+    if not isinstance(event, ScaleGrads) or not case.recorded:
         return None
     divisor, steps = event.divisor, case.context.num_accumulation
     if case.pattern.kind == "geometric":

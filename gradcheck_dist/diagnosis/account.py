@@ -1,0 +1,239 @@
+"""The account of one weight: the loss's share, what each recorded event did by its documentation, and what nobody did.
+
+Along the way of a contribution from its loss to the gradient that the optimizer read,
+
+    observed / expected  =  root  *  product of documented factors  *  product of measured gaps
+
+A gap is what the gradient did between two neighbouring measurements beyond what was documented in between: 1 when
+nothing happened behind the records' back. Steps name culprits by their event, gaps by the two events that enclose them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.tracks import StepData
+
+SAME = 1e-3
+"""Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
+
+
+Hand = tuple[object, ...]
+SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A recorded event that multiplied the weight, be it by 1. `opaque`: by a factor that no documentation gives and
+    that was measured."""
+
+    event: Event
+    rank: int
+    factor: float
+    opaque: bool = False
+
+    @property
+    def hand(self) -> Hand:
+        """Equal for events that are one and the same line doing one and the same thing."""
+        event = self.event
+        site = (event.site.file, event.site.line) if event.site is not None else None
+        return (type(event).__name__, getattr(event, "op", None), len(getattr(event, "group", ()) or ()), site)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A measured factor that no record accounts for. `start` None: the loss. `noise` is its relative standard error.
+
+    `inside`: both measurements belong to one event, or to one backward pass: it is this event that did it.
+    """
+
+    start: Event | None
+    end: Event | None
+    rank: int
+    factor: float
+    noise: float
+    inside: bool
+
+
+@dataclass
+class Account:
+    root: float
+    steps: list[Step] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    arrived: bool = True
+
+    @cached_property
+    def documented(self) -> float:
+        """What the weight's ratio would be had only the recorded happened."""
+        return self.root * prod(step.factor for step in self.steps)
+
+    @cached_property
+    def factors(self) -> dict[Hand, list[float]]:
+        """What each recorded hand did, time after time."""
+        found: dict[Hand, list[float]] = {}
+        for step in self.steps:
+            found.setdefault(step.hand, []).append(step.factor)
+        return found
+
+    @cached_property
+    def doings(self) -> tuple[object, ...]:
+        """Equal for weights to which the same was done."""
+        return tuple((hand, tuple(factors)) for hand, factors in self.factors.items())
+
+
+def account(data: StepData, held: Held, cell: Cell) -> Account:
+    """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
+    replay, column, holder = held.replay, cell.column, held.rank
+    origin = replay.basis.origin[column]
+    result = Account(cell.root_ratio)
+    slot = replay.basis.keys[column][1:]
+    leaf = _leaf_event(data, held, origin, slot)
+    entries, carried_over = _route(replay, column, origin, holder)
+    result.arrived = holder == origin or carried_over
+    if not carried_over and holder != origin:
+        lost = [entry for entry in entries if isinstance(entry.event, ZeroGrad)]
+        entries, leaf = (entries, leaf) if lost else _by_hand(data, held, column)
+        result.arrived = bool(entries)
+    _walk(data, result, entries, column, leaf)
+    last = replay.final(holder)
+    if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
+        step = next((e for e in reversed(data.events[holder]) if isinstance(e, OptimizerStep)), None)
+        start = result.gaps[-1].end if result.gaps else leaf
+        result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
+    return result
+
+
+def _walk(data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None) -> None:
+    """Collect steps and gaps. Only measured states bound a gap: what is carried on by documentation proves nothing."""
+    start, start_rank = leaf, entries[0].rank if entries else 0
+    measured, nominal, since = result.root, 1.0, 1.0
+    opaque: Step | None = None
+    for entry in entries:
+        value = float(entry.nominal[column]) / entry.clip
+        if entry.event is not None:
+            factor = _documented(entry.event, value / nominal if nominal else 1.0)
+            if np.isnan(factor):
+                opaque = Step(entry.event, entry.rank, 1.0, opaque=True)
+            elif isinstance(entry.event, SCALING):
+                result.steps.append(Step(entry.event, entry.rank, factor))
+                since *= factor
+        if not np.isnan(value):
+            nominal = value
+        if not (entry.sampled and entry.observed is not None and entry.stderr is not None):
+            continue
+        seen = float(entry.observed[column]) / entry.clip
+        if np.isnan(seen):
+            continue
+        ratio = seen * result.root
+        end = event_at(data, entry.rank, entry.seq)
+        factor = ratio / (measured * since) if measured * since else float(ratio != 0)
+        if opaque is not None:
+            result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))
+            nominal, factor, opaque = seen, 1.0, None
+        noise = float(entry.stderr[column]) / entry.clip / max(abs(seen), 1e-30)
+        inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
+        result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
+        start, start_rank, measured, since = end, entry.rank, ratio, 1.0
+
+
+def _documented(event: Event, change: float) -> float:
+    """By what an event multiplies a weight; of a reduction that is told by what the replay made of all its inputs."""
+    if isinstance(event, ScaleGrads):
+        return 1.0 / event.divisor
+    if isinstance(event, AmpUnscale):
+        return 1.0 / event.scale
+    if isinstance(event, ZeroGrad):
+        return 0.0
+    return change if isinstance(event, Reduce) else 1.0
+
+
+def _same_doing(start: Event, end: Event) -> bool:
+    if start is end:
+        return True
+    return (
+        isinstance(start, Backward)
+        and isinstance(end, Reduce)
+        and (start.accumulation_step, start.microbatch) == (end.accumulation_step, end.microbatch)
+        and end.impl != "all_reduce"
+    )
+
+
+def _leaf_event(data: StepData, held: Held, rank: int, slot: tuple[int, int]) -> Event | None:
+    track = data.tracks[held.param].get(rank)
+    if track is None or slot not in track.leaves:
+        return None
+    return event_at(data, rank, track.leaves[slot][0])
+
+
+def event_at(data: StepData, rank: int, seq: int) -> Event | None:
+    return next((event for event in data.events[rank] if event.seq == seq), None)
+
+
+def _route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
+    """The entries that concern a contribution: on its origin until a reduction carried it over, then on the holder.
+
+    The second value tells whether a recorded reduction carried it.
+    """
+    own = replay.history(holder)
+    first = next((i for i, entry in enumerate(own) if _contains(entry, column)), None)
+    if origin == holder:
+        return (_one_buffer(own[first:]) if first is not None else []), False
+    before: list[Entry] = []
+    elsewhere = replay.history(origin)
+    start = next((i for i, entry in enumerate(elsewhere) if _contains(entry, column)), None)
+    carried = False
+    for entry in _one_buffer(elsewhere[start:]) if start is not None else ():
+        if isinstance(entry.event, Reduce) and holder in entry.sources:
+            carried = True
+            break
+        before.append(entry)
+    if not carried:
+        return before, False
+    received = next((i for i, entry in enumerate(own) if _brings(entry, column, origin)), None)
+    return before + (_one_buffer(own[received:]) if received is not None else []), True
+
+
+def _brings(entry: Entry, column: int, origin: int) -> bool:
+    return isinstance(entry.event, Reduce) and origin in entry.sources and bool(entry.nominal[column] != 0)
+
+
+def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None]:
+    """A contribution of another rank that turns up without a recorded reduction: the entries from its first measured
+    appearance on, and the last measured event of the holder before."""
+    own, holder = held.replay.history(held.rank), held.rank
+    first = next((i for i, entry in enumerate(own) if entry.sampled and _contains(entry, column)), None)
+    if first is None:
+        return [], None
+    leaves = [seq for seq, _ in data.tracks[held.param][holder].leaves.values() if seq < own[first].seq]
+    seen = max([*leaves, *(entry.seq for entry in own[:first] if entry.sampled)], default=-1)
+    return _one_buffer([entry for entry in own if entry.seq > seen]), event_at(data, holder, seen)
+
+
+def _contains(entry: Entry, column: int) -> bool:
+    value = entry.nominal[column]
+    if not np.isnan(value) and value != 0:
+        return True
+    if not entry.sampled or entry.observed is None or entry.stderr is None:
+        return False
+    size = float(np.nanmax(np.abs(entry.observed)))
+    return bool(abs(entry.observed[column]) > max(SAME * size, 6 * entry.stderr[column]))
+
+
+def _one_buffer(entries: list[Entry]) -> list[Entry]:
+    """Follow a contribution out of the unsharded buffer into the sharded one: a reduction is the only way over."""
+    if not entries:
+        return []
+    chosen, name = [], entries[0].buffer
+    for entry in entries:
+        if isinstance(entry.event, Reduce):
+            name = entry.buffer
+        if entry.buffer == name:
+            chosen.append(entry)
+    return chosen

@@ -1,0 +1,172 @@
+"""Whose fault a wrong weight is: every wrong cell is given to the culprits whose factors make it up.
+
+What was measured and not documented is a fault of its own, between the two measurements that enclose it. What is wrong
+although everything did what it documents is the fault of the fewest recorded hands that, taken away, or made to act
+once instead of again and again, leave every weight right. Where no hand helps, the loss is wrong from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log, prod
+
+from gradcheck_dist.diagnosis.account import SAME, Account, Gap, account
+from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
+from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, order
+from gradcheck_dist.diagnosis.hands import Judged, blame_losses, excuse, recorded, still_wrong
+from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+
+@dataclass
+class Blame:
+    """One culprit with its part of the matrix: the ratios of `cells` are its share alone. `repeats` tells for each cell
+    how often events like the culprit acted on it."""
+
+    culprit: Culprit
+    cells: list[tuple[Held, Cell]]
+    repeats: list[int]
+
+
+def blame(
+    data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]
+) -> list[Blame]:
+    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
+    accounts: dict[tuple[object, ...], Account] = {}
+    every: list[Judged] = []
+    for held in judged:
+        largest = max((abs(cell.ratio) for cell in held.cells), default=1.0) or 1.0
+        for cell in held.cells:
+            key = (held.signature, cell.key, cell.column)
+            if key not in accounts:
+                accounts[key] = account(data, held, cell)
+            every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0)))
+    wrong = [one for one in every if not one.cell.right]
+    wrong = _never_arrived(data, contributions, wrong)
+    changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
+    quiet = [one for one in changed if not _give_loud(one)]
+    known = {culprit.identity for one in changed for culprit, _ in one.shares}
+    for one in quiet:
+        _give_likely(one, known)
+    _merge_gaps(wrong)
+    # What came out right in spite of its records speaks for no record.
+    right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
+    excuse(wrong, right, {one.cell.key for one in every if one.cell.right}, quantities)
+    recorded(contributions, [one for one in wrong if still_wrong(one)], right)
+    blame_losses(contributions, [one for one in wrong if not one.shares])
+    return _collect(every)
+
+
+def _never_arrived(data: StepData, contributions: Contributions, wrong: list[Judged]) -> list[Judged]:
+    """Contributions of other ranks that no reduction brought here, and the holder's own beside them."""
+    missing: set[tuple[int, tuple[int, int]]] = set()
+    for one in wrong:
+        if not one.account.arrived and one.gone:
+            missing.add((id(one.held), one.cell.key[1:]))
+    rest = []
+    for one in wrong:
+        own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
+        if (id(one.held), one.cell.key[1:]) in missing and (own or not one.account.arrived):
+            event = last_backward(data, one.held, one.held.rank)
+            one.shares.append(
+                (Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True), one.cell.ratio)
+            )
+        else:
+            rest.append(one)
+    return rest
+
+
+def _give_loud(one: Judged) -> bool:
+    """Give what the documented factors do not explain to the gaps in which it was measured beyond doubt."""
+    loud = [
+        gap for gap in one.account.gaps if abs(gap.factor - 1) > max(SAME, SIGMAS * gap.noise, 2 * one.cell.tolerance)
+    ]
+    if one.gone:
+        loud = [gap for gap in one.account.gaps if abs(gap.factor) < 0.5]
+    factor = one.cell.ratio / one.documented
+    for gap in loud:
+        one.shares.append((_culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))
+    return bool(loud)
+
+
+def _give_likely(one: Judged, known: set[tuple[object, ...]]) -> None:
+    """A change that no single measurement shows beyond doubt: where others saw theirs, else where it is loudest."""
+    gaps = [(gap, _culprit_of_gap(gap, one.account)) for gap in one.account.gaps]
+    gaps = [item for item in gaps if item[1].identity in known] or gaps
+    _, culprit = max(gaps, key=lambda item: _loudness(item[0]))
+    one.shares.append((culprit, one.cell.ratio / one.documented))
+
+
+def _loudness(gap: Gap) -> float:
+    return abs(log(gap.factor)) / (gap.noise + 1e-9) if gap.factor > 0 else float("inf")
+
+
+def _culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
+    if gap.inside:
+        event = gap.end if gap.start is gap.end else gap.start
+        assert event is not None
+        documented = next((step.factor for step in accounted.steps if step.event is event), 1.0)
+        return Culprit(kind_of(event), gap.rank, event, nominal=documented, factor=gap.factor * documented)
+    kind = kind_of(gap.start) if gap.start is not None else "loss"
+    return Culprit(kind, gap.rank, gap.start, nominal=1.0, factor=gap.factor, unrecorded=True, before=gap.end)
+
+
+def _merge_gaps(wrong: list[Judged]) -> None:
+    """One cause seen in several brackets is one: the same factor, from the same line on, is told by the narrowest."""
+    shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
+    chosen: list[tuple[Culprit, float, float]] = []
+    for one, index in sorted(shares, key=lambda item: item[0].shares[item[1]][0].unrecorded):
+        culprit, share = one.shares[index]
+        for known, factor, tolerance in chosen:
+            close = abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
+            if close and known.start == culprit.start and known.identity != culprit.identity:
+                one.shares[index] = (known, share)
+                break
+        else:
+            if not any(known.identity == culprit.identity for known, _, _ in chosen):
+                chosen.append((culprit, share, one.tolerance))
+
+
+def _collect(every: list[Judged]) -> list[Blame]:
+    """A matrix for each culprit. The right cells of the same parameters and ranks belong to the shape: 4 2 1 is not
+    4 2. A cell that one culprit alone made wrong shows its measured ratio, one of several its share."""
+    culprits: dict[tuple[object, ...], Culprit] = {}
+    holders: dict[tuple[object, ...], dict[int, None]] = {}
+    of_holder: dict[int, list[Judged]] = {}
+    for one in every:
+        of_holder.setdefault(id(one.held), []).append(one)
+        for culprit, _ in one.shares:
+            identity = culprit.identity
+            if identity not in culprits or order(culprit) < order(culprits[identity]):
+                culprits[identity] = culprit
+            holders.setdefault(identity, {}).setdefault(id(one.held))
+    result = []
+    for identity in sorted(culprits, key=lambda identity: _place(culprits[identity])):
+        cells, repeats = [], []
+        culprit = culprits[identity]
+        for one in (one for holder in holders[identity] for one in of_holder[holder]):
+            shares = [share for blamed, share in one.shares if blamed.identity == identity]
+            if one.shares and not shares and one.gone:
+                continue  # another's doing hides what this one did
+            cell = one.cell
+            if (one.shares and len(one.shares) != len(shares)) or len(shares) > 1:
+                cell = replace(cell, ratio=prod(shares))
+            cells.append((one.held, cell))
+            repeats.append(_repeats(one, culprit))
+        result.append(Blame(culprit, cells, repeats))
+    return result
+
+
+def _repeats(one: Judged, culprit: Culprit) -> int:
+    event = culprit.event
+    return sum(type(step.event) is type(event) and step.event.site == event.site
+               for step in one.account.steps if event is not None)  # fmt: skip
+
+
+def _place(culprit: Culprit) -> tuple[int, int, int]:
+    event = culprit.event
+    last = isinstance(culprit.before, OptimizerStep)
+    seq = event.seq if event is not None else 0
+    return (int(culprit.kind != "loss"), int(last), seq)

@@ -1,0 +1,57 @@
+"""Everything was scaled down alike, behind the last reduction and before the optimizer: what a hand-written clip does.
+
+## What it does
+Finds one factor below 1 that no recorded event accounts for, the same on every parameter, rank and contribution, that
+came between the last reduction (or backward) and the optimizer. Clipping by norm leaves just this. The trace holds no
+norms, so whether it is a clip or a mistake cannot be told from one step: this is a remark, not an accusation.
+
+## Why it matters
+A clip scales all weights of a step alike and is meant. A forgotten constant looks the same in one step and is not: it
+moves weight decay's and epsilon's share and the step length of every optimizer without scale invariance.
+
+## Example
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    for p in model.parameters():
+        p.grad.mul_(min(1.0, max_norm / norm))
+
+## Fix
+Look at the factor in several steps. A clip's factor changes with the gradient's norm and is 1 in quiet steps; a
+constant stays. `torch.nn.utils.clip_grad_norm_` is recorded, and its coefficient is taken out of the weights.
+
+## References
+- torch/nn/utils/clip_grad.py, clip_grad_norm_; gradient scaling by hand in nanoGPT-style loops.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import Clip, OptimizerStep
+
+CODE = "GS501"
+NAME = "clip-by-hand"
+SIMPLE = 3.5
+EXACT = 2e-3
+
+
+def triggered(context: StepContext) -> bool:
+    return False  # nothing can be said to be right by not finding it
+
+
+def judge(case: Case) -> Answer | None:
+    culprit, pattern = case.culprit, case.pattern
+    ends = isinstance(culprit.before, OptimizerStep | Clip)
+    if not culprit.unrecorded or not ends or pattern.kind != "uniform" or not 0 < pattern.factor < 1:
+        return None
+    named = any(name.cost < SIMPLE and abs(name.value / pattern.factor - 1) < EXACT for name in case.names)
+    if not case.everywhere or named:
+        return None  # a constant of degrees and counts is somebody's formula, not a norm
+    return Answer(
+        severity="warning",
+        explanation=f"Between the {culprit.kind} event and the {culprit.before.__struct_config__.tag} event every "  # type: ignore[union-attr]
+        f"gradient was multiplied by {pattern.factor:.6g}, alike on all parameters and ranks, by nothing recorded. A "
+        "hand-written clip does just this; so does a forgotten constant. The trace holds no norms that would tell.",
+        fix="If it is a clip, nothing is wrong. Otherwise look at what runs between these two lines.",
+        suggested_experiment="Judge more steps: a clip's factor changes from step to step, a constant's does not.",
+    )

@@ -1,0 +1,96 @@
+"""Gradient buffers as linear combinations, their states over time, and the history that a replay leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradcheck_dist.events import Event, OptimizerStep
+from gradcheck_dist.ledger.leaves import Basis
+from gradcheck_dist.ledger.solve import Solution
+
+
+@dataclass
+class Column:
+    """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient."""
+
+    data: np.ndarray
+    weights: np.ndarray | None
+    stderr: np.ndarray
+    nominal: float
+
+
+@dataclass
+class Entry:
+    """The state of a buffer on a rank after something happened to it. Vectors run over the columns of the basis.
+
+    `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
+    `clip` is the product of the recorded clip coefficients so far.
+    """
+
+    rank: int
+    seq: int
+    order: int
+    event: Event | None
+    buffer: str
+    nominal: np.ndarray
+    observed: np.ndarray | None = None
+    stderr: np.ndarray | None = None
+    clip: float = 1.0
+    sources: tuple[int, ...] = ()
+    solution: Solution | None = None
+    sampled: bool = False
+
+
+@dataclass
+class Buffer:
+    nominal: np.ndarray
+    columns: list[Column] = field(default_factory=list)
+    clip: float = 1.0
+
+    def scale(self, factor: float) -> None:
+        self.nominal = self.nominal * factor
+        for column in self.columns:
+            column.nominal *= factor
+
+    def clear(self) -> None:
+        self.nominal = np.zeros_like(self.nominal)
+        self.columns = []
+        self.clip = 1.0
+
+    def add(self, other: Buffer, factor: float) -> None:
+        # What is not there stays so, even where the factor is not known.
+        self.nominal = self.nominal + np.where(other.nominal == 0, 0.0, factor * other.nominal)
+        self.columns += [
+            Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns
+        ]
+
+
+@dataclass
+class Replay:
+    """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not."""
+
+    basis: Basis
+    epsilon: float
+    entries: dict[int, list[Entry]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)
+    _histories: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def history(self, rank: int) -> list[Entry]:
+        """What happened on a rank up to and with the last optimizer step. Asked for when the replay is over."""
+        found = self._histories.get(rank)
+        if found is None:
+            entries = self.entries.get(rank, [])
+            steps = [index for index, entry in enumerate(entries) if isinstance(entry.event, OptimizerStep)]
+            found = self._histories[rank] = entries[: steps[-1] + 1] if steps else entries
+        return found
+
+    def final(self, rank: int) -> Entry | None:
+        """The state that the optimizer read; the last state when the step never got there."""
+        entries = [entry for entry in self.history(rank) if entry.buffer == "grad"]
+        if len(entries) > 1 and isinstance(entries[-1].event, OptimizerStep):
+            before = entries[-2]
+            if before.sampled and before.seq == entries[-1].seq:
+                return before
+        return entries[-1] if entries else None

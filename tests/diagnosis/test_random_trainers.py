@@ -1,0 +1,96 @@
+"""Random trainers of which the truth is known: none that is right is accused, none that is wrong is missed.
+
+`benchmarks/bench_detection.py` prints the same by family, over thousands.
+"""
+
+from __future__ import annotations
+
+import pytest
+from held_back import hold_back
+from random_trainers import Culprit, Outcome, culprit_of, judge
+from simulator import World
+from trainer_families import FAMILIES, make_case
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.events import (
+    AmpUnscale,
+    Backward,
+    Clip,
+    Event,
+    Loss,
+    LossGradient,
+    PipelineStep,
+    Reduce,
+    ScaleGrads,
+    ZeroGrad,
+)
+
+RIGHT = ("healthy-trainers", "reduced-by-hand", "clip-by-hand")
+SMOKE = 5
+MANY = 60
+
+
+def told(outcome: Outcome) -> str:
+    found = [(finding.code, culprit_of(finding), finding.pattern) for finding in outcome.report.findings]
+    return f"{outcome.case.family} {outcome.case.seed}: {outcome.report.verdict} {found}"
+
+
+def check(name: str, seeds: range, needed: float) -> None:
+    outcomes = [judge(make_case(name, seed)) for seed in seeds]
+    assert [told(outcome) for outcome in outcomes if outcome.accused and not outcome.case.faults] == []
+    assert [told(outcome) for outcome in outcomes if outcome.missed] == []
+    wrong = [told(outcome) for outcome in outcomes if not outcome.right]
+    assert len(wrong) <= (1 - needed) * len(outcomes), wrong
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_few_of_every_family_are_judged_rightly(name: str) -> None:
+    check(name, range(SMOKE), 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_of_every_family_are_judged_rightly(name: str) -> None:
+    check(name, range(1000, 1000 + MANY), 0.97)
+
+
+@pytest.mark.parametrize("kind", [AmpUnscale, Backward, Clip, Loss, LossGradient, PipelineStep, ScaleGrads, ZeroGrad])
+def test_a_right_trainer_is_not_accused_when_one_probe_is_missing(kind: type[Event]) -> None:
+    for seed in range(4):
+        for name in RIGHT:
+            case = make_case(name, seed)
+            report = diagnose(hold_back(World(case.trainer, seed).run(), kind))
+            assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reduction_that_was_not_recorded_leaves_a_bracket_and_not_the_name_of_a_reduction(seed: int) -> None:
+    case = make_case("double-averaging", seed)
+    findings = diagnose(hold_back(World(case.trainer, seed).run(), Reduce)).findings
+    assert {finding.code for finding in findings} == {"GS000"}
+    assert all(culprit_of(finding).unrecorded for finding in findings)
+    assert findings[0].factor.observed == pytest.approx(1 / case.trainer.data_ranks, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schedule_whose_scaling_was_not_recorded_leaves_a_bracket(seed: int) -> None:
+    case = make_case("rescaled-accumulation", seed)
+    findings = diagnose(hold_back(World(case.trainer, seed).run(), ScaleGrads)).findings
+    assert {finding.code for finding in findings} == {"GS000"}
+    assert all(culprit_of(finding).unrecorded for finding in findings)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_zero_grad_that_was_not_recorded_leaves_a_bracket(seed: int) -> None:
+    case = make_case("zeroed-accumulation", seed)
+    findings = diagnose(hold_back(World(case.trainer, seed).run(), ZeroGrad)).findings
+    assert {finding.code for finding in findings} == {"GS000"}
+    for finding in findings:
+        assert culprit_of(finding) in {Culprit("backward", True, "backward"), Culprit("backward", True, "reduce")}
+
+
+@pytest.mark.parametrize("kind", [Backward, LossGradient])
+def test_without_losses_or_passes_nothing_is_judged(kind: type[Event]) -> None:
+    case = make_case("double-averaging", 0)
+    assert diagnose(hold_back(World(case.trainer).run(), kind)).verdict == "undetermined"

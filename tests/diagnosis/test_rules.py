@@ -1,0 +1,149 @@
+"""Each rule finds its own case and leaves the healthy twin alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_trainers import Culprit, culprit_of, global_mean, microbatch_mean, rank_mean
+from simulator import Hand, Trainer, World
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.rules import all_rules, find_rule
+from gradcheck_dist.events import ZeroGrad
+
+HEALTHY = Trainer(root=global_mean(), op="sum", accumulation=3, data_ranks=2)
+AVERAGING = replace(HEALTHY, op="avg", root=global_mean(2))
+PIPELINE = Trainer(root=global_mean(), impl="none", data_ranks=1, stages=2, microbatches=2, accumulation=3)
+HEADINGS = ("## What it does", "## Why it matters", "## Example", "## Fix", "## References")
+
+CASES = {
+    "GS101": (AVERAGING, replace(AVERAGING, root=global_mean())),
+    "GS102": (HEALTHY, replace(HEALTHY, sync="every")),
+    "GS103": (HEALTHY, replace(HEALTHY, sync="never")),
+    "GS201": (PIPELINE, replace(PIPELINE, scale_grads=True, root=global_mean(2))),
+    "GS301": (AVERAGING, replace(AVERAGING, root=microbatch_mean(2))),
+    "GS302": (AVERAGING, replace(AVERAGING, root=rank_mean(2))),
+    "GS303": (HEALTHY, replace(HEALTHY, root=global_mean(3))),
+    "GS401": (HEALTHY, replace(HEALTHY, zero_between=True)),
+    "GS501": (HEALTHY, replace(HEALTHY, hands=(Hand("before_optimizer", 0.0317),))),
+    "GS000": (HEALTHY, replace(HEALTHY, hands=(Hand("before_step", 1.7),))),
+}
+
+
+def judged(trainer: Trainer, seed: int = 5) -> Report:
+    return diagnose(World(trainer, seed).run())
+
+
+def only(report: Report) -> str:
+    return " ".join(finding.code for finding in report.findings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("code", CASES)
+def test_a_rule_finds_its_case_and_not_its_healthy_twin(code: str, dtype: str) -> None:
+    twin, faulty = (replace(trainer, dtype=dtype) for trainer in CASES[code])
+    assert only(judged(faulty)) == code
+    assert judged(twin).verdict == "clean"
+
+
+def test_every_rule_has_a_case_here() -> None:
+    assert set(CASES) == {rule.CODE for rule in all_rules()}
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.CODE)
+def test_every_rule_is_a_page_with_all_its_headings(rule: object) -> None:
+    page = rule.__doc__ or ""
+    assert [heading for heading in HEADINGS if heading not in page] == []
+    assert page.index(HEADINGS[0]) > 0
+    assert find_rule(rule.CODE) is rule  # type: ignore[attr-defined]
+    assert find_rule(rule.NAME) is rule  # type: ignore[attr-defined]
+
+
+def test_the_culprit_of_a_reduction_is_its_line() -> None:
+    event = judged(CASES["GS101"][1]).findings[0].first_event
+    assert event is not None
+    assert (event.kind, event.op, event.file, event.line) == ("reduce", "avg", "train.py", 14)
+    assert event.nominal_factor == pytest.approx(0.5)
+    assert event.observed_factor == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_culprit_of_a_repetition_is_the_first_that_was_too_much() -> None:
+    event = judged(CASES["GS102"][1]).findings[0].first_event
+    assert event is not None and event.accumulation_step == 1
+
+
+def test_what_nobody_recorded_lies_between_two_recorded_events() -> None:
+    finding = judged(CASES["GS000"][1]).findings[0]
+    assert culprit_of(finding) == Culprit("reduce", True, "optimizer_step")
+    assert finding.factor.observed == pytest.approx(1.7, rel=1e-5)
+    assert finding.factor.expression is None
+    assert "1.7" in finding.explanation
+
+
+def test_a_factor_on_one_parameter_names_this_parameter() -> None:
+    hand = Hand("before_step", 1.7, params=frozenset({"norm.weight"}))
+    finding = judged(replace(HEALTHY, hands=(hand,))).findings[0]
+    assert (finding.units, finding.num_parameters) == (["norm.weight"], 1)
+
+
+def test_where_ranks_and_accumulation_steps_are_equal_the_event_decides() -> None:
+    finding = judged(replace(AVERAGING, accumulation=2, root=global_mean())).findings[0]
+    assert finding.factor.expression == "1/dp_replicate"
+
+
+def test_where_nothing_decides_both_names_are_told_with_an_experiment() -> None:
+    finding = judged(replace(HEALTHY, accumulation=2, root=global_mean(2))).findings[0]
+    names = {candidate.expression for candidate in finding.factor.candidates}
+    assert {"accumulation_steps", "dp_replicate"} <= names
+    assert finding.suggested_experiment is not None and "3" in finding.suggested_experiment
+
+
+def test_two_faults_are_two_findings_with_their_own_factors() -> None:
+    report = judged(replace(AVERAGING, root=global_mean(), hands=(Hand("before_optimizer", 2.6),)))
+    factors = {finding.code: finding.factor.observed for finding in report.findings}
+    assert factors == {"GS101": pytest.approx(0.5, rel=1e-3), "GS000": pytest.approx(2.6, rel=1e-3)}
+
+
+def test_a_constant_of_degrees_is_no_clip() -> None:
+    assert only(judged(replace(HEALTHY, hands=(Hand("before_optimizer", 0.5),)))) == "GS000"
+
+
+def test_a_factor_on_some_parameters_is_no_clip() -> None:
+    hand = Hand("before_optimizer", 0.0317, params=frozenset({"norm.weight"}))
+    assert only(judged(replace(HEALTHY, hands=(hand,)))) == "GS000"
+
+
+def test_a_clip_by_hand_is_a_remark_and_no_error() -> None:
+    finding = judged(CASES["GS501"][1]).findings[0]
+    assert finding.severity == "warning"
+
+
+def test_a_trace_without_losses_is_undetermined() -> None:
+    run = World(HEALTHY).run()
+    for trace in run.ranks.values():
+        trace.events = [event for event in trace.events if "loss" not in type(event).__struct_config__.tag]
+    assert diagnose(run).verdict == "undetermined"
+
+
+def test_a_rank_whose_trace_is_missing_leaves_the_verdict_open() -> None:
+    run = World(CASES["GS101"][1]).run()
+    del run.ranks[1]
+    report = diagnose(run)
+    assert report.verdict == "undetermined"
+    assert any("rank(s) 1" in reason for reason in report.reasons)
+
+
+def test_another_objective_makes_the_same_run_right() -> None:
+    run = World(CASES["GS301"][1]).run()
+    assert diagnose(run, objective="microbatch-mean").verdict == "clean"
+
+
+def test_a_zero_grad_that_nobody_recorded_is_a_gap_and_not_a_rule() -> None:
+    run = World(CASES["GS401"][1]).run()
+    for trace in run.ranks.values():
+        trace.events = [event for event in trace.events if not isinstance(event, ZeroGrad)]
+    finding = diagnose(run).findings[0]
+    assert finding.code == "GS000"
+    assert culprit_of(finding) == Culprit("backward", True, "backward")

@@ -1,0 +1,115 @@
+"""The nominal and the observed ledger of simulated trainers, against the weights that the simulator knows exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_trainers import global_mean
+from simulator import Hand, Trainer, World
+from trainer_families import make_case
+
+from gradcheck_dist.diagnosis.cells import Held, measure
+from gradcheck_dist.events import AmpUnscale, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.ledger.contributions import Contributions, collect
+from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.tracks import step_data
+
+PLAIN = Trainer(root=global_mean(), accumulation=3, sync="last", op="sum")
+
+
+def ledgers(trainer: Trainer) -> tuple[World, Contributions, list[Held]]:
+    world = World(trainer, seed=1)
+    data = step_data(world.run(), 0)
+    contributions = collect(data.events)
+    return world, contributions, measure(data, contributions)
+
+
+def roots(contributions: Contributions, held: Held) -> np.ndarray:
+    return np.array([contributions.by_key[key].weight for key in held.replay.basis.keys], dtype=float)
+
+
+def truth(world: World, held: Held) -> np.ndarray:
+    weights = world.ranks[held.rank].final[held.param[1]]
+    return np.array([weights[world.trainer.keys.index(key)] for key in held.replay.basis.keys])
+
+
+SEMANTICS = {
+    "a sum adds the ranks": {},
+    "an average divides by the ranks": {"op": "avg"},
+    "reducing every time multiplies what was reduced already": {"sync": "every"},
+    "averaging every time changes nothing": {"op": "avg", "sync": "every"},
+    "without a reduction each rank keeps its own": {"sync": "never"},
+    "all but the last backward reduce": {"sync": "inverted"},
+    "FSDP adds what it reduced to what it holds": {"impl": "fsdp", "sync": "every"},
+    "FSDP reduces what it accumulated": {"impl": "fsdp"},
+    "FSDP divides by the factor that was set": {"impl": "fsdp", "divide": 8.0},
+    "HSDP reduces over both axes": {"impl": "hsdp", "data_ranks": 4, "replicas": 2, "op": "avg"},
+    "scale_grads divides everything accumulated": {
+        "stages": 2, "microbatches": 2, "scale_grads": True, "impl": "none", "data_ranks": 1,
+    },
+    "zero_grad in between empties": {"zero_between": True},
+    "unscaling undoes the loss scale": {"loss_scale": 1024.0},
+    "clipping is kept apart": {"clip": 0.001},
+    "a parameter left out of the reduction stays local": {"not_reduced": frozenset({"norm.weight"})},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", SEMANTICS.values(), ids=SEMANTICS)
+def test_each_event_does_to_the_weights_what_it_does_in_torch(changes: dict[str, object]) -> None:
+    world, contributions, measured = ledgers(replace(PLAIN, **changes))  # type: ignore[arg-type]
+    assert measured
+    for held in measured:
+        assert held.nominal is not None and held.observed is not None
+        root = roots(contributions, held)
+        np.testing.assert_allclose(held.nominal * root, truth(world, held), rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(held.observed * root, truth(world, held), rtol=1e-4, atol=1e-6 * root.max())
+
+
+def test_what_nobody_recorded_is_in_the_observed_ledger_only() -> None:
+    world, contributions, measured = ledgers(replace(PLAIN, hands=(Hand("before_step", 0.3),)))
+    for held in measured:
+        assert held.nominal is not None and held.observed is not None
+        np.testing.assert_allclose(held.observed, 0.3 * held.nominal, rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(held.observed * roots(contributions, held), truth(world, held), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_observed_weights_are_the_true_ones_within_their_errors(seed: int) -> None:
+    case = make_case(
+        ["healthy-trainers", "one-rank-scaled", "last-microbatch-scaled", "reduced-by-hand"][seed % 4], seed
+    )
+    world = World(case.trainer, seed)
+    data = step_data(world.run(), 0)
+    contributions = collect(data.events)
+    for held in measure(data, contributions):
+        if held.observed is None or held.stderr is None or held.param[1] == "k.bias":
+            continue
+        root = roots(contributions, held)
+        seen = ~np.isnan(held.observed)
+        off = np.abs(held.observed * root - truth(world, held))[seen]
+        systematic = 3 * held.replay.epsilon * np.abs(truth(world, held))[seen]
+        assert np.all(off <= 8 * (held.stderr * np.abs(root))[seen] + systematic + 1e-12)
+
+
+def test_a_reduction_with_every_factor_set_multiplies_by_all_of_them() -> None:
+    event = Reduce(seq=1, t_ns=0, step=0, impl="hsdp", op="avg", group=(0, 1), params=0, pre_divide=2.0,
+                   post_divide=4.0, replicate_group=(0, 2, 4), replicate_op="avg")  # fmt: skip
+    assert nominal_factor(event) == pytest.approx(1 / (2 * 4 * 2 * 3))
+    assert np.isnan(nominal_factor(Reduce(seq=1, t_ns=0, step=0, impl="ddp", op="unknown", group=(0, 1), params=0)))
+
+
+@pytest.mark.parametrize("kind", [Reduce, ScaleGrads, AmpUnscale, ZeroGrad])
+def test_a_lost_event_leaves_the_observed_weights_right(kind: type) -> None:
+    """The observed ledger rests on samples: documentation only helps it to name what happened."""
+    trainer = replace(PLAIN, stages=2, microbatches=2, op="avg", sync="every", loss_scale=1024.0)
+    world = World(trainer, seed=3)
+    run = world.run()
+    for trace in run.ranks.values():
+        trace.events = [event for event in trace.events if not isinstance(event, kind)]
+    data = step_data(run, 0)
+    contributions = collect(data.events)
+    for held in measure(data, contributions):
+        assert held.observed is not None
+        np.testing.assert_allclose(held.observed * roots(contributions, held), truth(world, held), rtol=1e-3)

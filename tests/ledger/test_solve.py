@@ -1,0 +1,80 @@
+"""Small least-squares problems: what can be seen is exact, what cannot be seen is said to be so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcheck_dist.ledger.solve import EPSILON, solve
+
+RANDOM = np.random.default_rng(0)
+SINGLE = EPSILON["float32"]
+COLUMNS = RANDOM.normal(size=(64, 3))
+
+
+def test_coefficients_are_found_with_their_error() -> None:
+    found = solve(COLUMNS, COLUMNS @ [1.0, 0.25, 4.0], SINGLE)
+    assert found is not None and found.fits
+    assert found.coefficients == pytest.approx([1.0, 0.25, 4.0], abs=1e-9)
+    assert np.all(found.stderr < 1e-6)
+
+
+def test_parallel_columns_share_the_coefficient_that_gives_their_sum() -> None:
+    columns = np.stack([COLUMNS[:, 0], 3 * COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
+    found = solve(columns, columns @ [0.5, 0.5, 2.0], SINGLE)
+    assert found is not None
+    assert found.coefficients == pytest.approx([0.5, 0.5, 2.0], abs=1e-9)
+
+
+def test_opposite_columns_are_not_told_apart() -> None:
+    columns = np.stack([COLUMNS[:, 0], -COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
+    found = solve(columns, columns @ [1.0, 1.0, 2.0], SINGLE)
+    assert found is not None
+    assert np.isnan(found.coefficients[:2]).all()
+    assert found.coefficients[2] == pytest.approx(2.0)
+
+
+def test_a_column_of_zeros_cannot_be_seen() -> None:
+    columns = COLUMNS.copy()
+    columns[:, 1] = 0
+    found = solve(columns, columns @ [1.0, 1.0, 1.0], SINGLE)
+    assert found is not None
+    assert np.isnan(found.coefficients[1])
+    assert found.coefficients[[0, 2]] == pytest.approx([1.0, 1.0])
+
+
+def test_what_is_no_combination_of_the_columns_does_not_fit() -> None:
+    found = solve(COLUMNS, COLUMNS @ [1.0, 1.0, 1.0] + 1e-3 * RANDOM.normal(size=64), SINGLE)
+    assert found is not None and not found.fits
+
+
+def test_nothing_is_answered_when_nothing_would_check_the_answer() -> None:
+    assert solve(COLUMNS[:3], COLUMNS[:3] @ [1.0, 1.0, 1.0], SINGLE) is None
+
+
+def test_summands_that_cancel_have_errors_as_large_as_their_rounding() -> None:
+    """A key bias: each contribution is large, their sum is nothing but rounding."""
+    noise = 1e-8 * RANDOM.normal(size=(64, 2))
+    columns = np.stack([COLUMNS[:, 0], -COLUMNS[:, 0]], axis=1) + noise
+    found = solve(columns, columns.sum(axis=1), SINGLE, np.ones(2))
+    assert found is not None
+    assert np.isnan(found.coefficients).any() or np.all(found.stderr > 0.1)
+
+
+def test_a_loss_scale_that_was_not_undone_in_the_documents_does_not_blow_up_the_errors() -> None:
+    found = solve(COLUMNS, COLUMNS.sum(axis=1) / 65536, SINGLE, np.ones(3))
+    assert found is not None
+    assert np.all(found.stderr < 1e-4 / 65536)
+
+
+@given(st.lists(st.floats(-8, 8).filter(lambda value: abs(value) > 0.01), min_size=1, max_size=5))
+def test_what_was_rounded_to_bfloat16_lies_within_six_standard_errors(weights: list[float]) -> None:
+    random = np.random.default_rng(len(weights))
+    columns = random.normal(size=(256, len(weights)))
+    exact = columns @ weights
+    rounding = EPSILON["bfloat16"] * exact * random.uniform(-0.5, 0.5, size=256)
+    found = solve(columns, exact + rounding, EPSILON["bfloat16"], np.array(weights))
+    assert found is not None and found.fits
+    assert np.all(np.abs(found.coefficients - weights) <= 6 * found.stderr)

@@ -1,0 +1,61 @@
+"""The vocabulary is frozen: a field that is renamed or gone needs a new SCHEMA_VERSION, a new one needs a line here."""
+
+from __future__ import annotations
+
+import typing
+
+from gradcheck_dist import events
+
+FROZEN = {
+    "loss": "loss_id term op reduction num_tokens num_labels label_hash value requires_grad dtype seq t_ns step site",
+    "loss_gradient": (
+        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage seq t_ns step site"
+    ),
+    "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
+    "reduce": (
+        "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
+        "replicate_group replicate_op all_reduced seq t_ns step site"
+    ),
+    "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
+    "zero_grad": "params set_to_none seq t_ns step site",
+    "amp_unscale": "scale params found_inf seq t_ns step site",
+    "clip": "params max_norm norm_type total_norm coefficient partial seq t_ns step site",
+    "optimizer_step": "optimizer params lr hyperparameters grads_missing seq t_ns step site",
+    "pipeline_step": (
+        "schedule num_microbatches scale_grads group stages num_stages accumulation_step seq t_ns step site"
+    ),
+    "metric": "name value seq t_ns step site",
+    "step_end": "duration_s probe_s seq t_ns step site",
+    "probe_status": "probe active reason seq t_ns step site",
+    "probe_error": "probe message count seq t_ns step site",
+    "run_end": "reason seq t_ns step site",
+    "header": (
+        "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "
+        "objective axes sample_size"
+    ),
+    "param": "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint",
+    "param_set": "id params",
+    "plan": "id param num_values positions partial",
+    "wrapper": "id impl name group shard_group replicate_group site",
+    "samples": "step rows dtype values",
+}
+
+
+def vocabulary() -> dict[str, str]:
+    kinds = typing.get_args(events.AnyRecord)
+    return {str(kind.__struct_config__.tag): " ".join(kind.__struct_fields__) for kind in kinds}
+
+
+def test_the_version_is_the_one_that_is_frozen_here() -> None:
+    assert events.SCHEMA_VERSION == 1
+
+
+def test_no_event_lost_or_renamed_a_field() -> None:
+    now = vocabulary()
+    for kind, fields in FROZEN.items():
+        assert kind in now
+        assert set(fields.split()) <= set(now[kind].split()), kind
+
+
+def test_every_field_is_written_down_here() -> None:
+    assert vocabulary() == FROZEN
