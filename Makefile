@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test lint types layers unit bench clean
+.PHONY: help install demo test lint types layers unit test-kernels library simulate matrix bench bench-quick screenshots clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
 	@echo "make test     everything that must hold: lint, types, layers, tests"
-	@echo "make bench    probe overhead, trace cost, wall time of a scenario"
+	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
+	@echo "make simulate  sixty random trainers of every family, judged without any process"
+	@echo "make bench    probe overhead, trace cost, statistics, wall time of a scenario; kept in benchmarks/results"
+	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
 
 install: $(VENV)/.installed
@@ -49,8 +52,35 @@ layers: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Minutes on two cores, so not part of make test, which runs every scenario once and a dozen of the matrix.
+library: $(VENV)/.installed-dev
+	$(BIN)/gradcheck scenario --all
+	$(BIN)/python -m pytest -m library tests/scenarios/test_library.py $(PYTEST_ARGS)
+
+simulate: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m simulation tests/diagnosis $(PYTEST_ARGS)
+
+matrix: install
+	$(BIN)/gradcheck matrix
+
 bench: install
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python benchmarks/page.py
+
+screenshots: install
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	{ $(BIN)/gradcheck scenario ddp-accum --keep "$$folder/runs" >/dev/null || exit 1; } && \
+	$(BIN)/python -m gradcheck_dist.tui.screenshot "$$folder/runs/sum-every-backward" weights 100x24 r r r \
+	  > docs/weights-ddp-accum.svg && echo "wrote docs/weights-ddp-accum.svg"
+
+# Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
+bench-quick: install
+	@for name in overhead trace kernels; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+
+# Beside the environment and not in it: with triton installed torch imports slower and compiles differently.
+test-kernels: $(VENV)/.installed-dev
+	@test -d $(VENV)/triton || $(PIP) --no-deps --target $(VENV)/triton 'triton>=3'
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/stats $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

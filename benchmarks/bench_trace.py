@@ -30,7 +30,7 @@ from gradcheck_dist.trace.writer import TraceWriter
 SAMPLE_SIZE = 96
 ROWS = 156
 """Rows of samples of one step: 39 parameters at a leaf, after backward, before clipping and before the optimizer."""
-SITE = Site("/home/someone/train.py", 42, "train_step")
+SITE = Site("train.py", 42, "train_step")
 
 
 def header() -> Header:

@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.engine import diagnose
     from gradcheck_dist.errors import GradcheckError
+    from gradcheck_dist.notebook import load
     from gradcheck_dist.probes import attach, mark_loss
     from gradcheck_dist.trace.run import read_run
 
 __version__ = "0.1.0"
 
-__all__ = ["GradcheckError", "__version__", "attach", "diagnose", "mark_loss", "read_run"]
+__all__ = ["GradcheckError", "__version__", "attach", "diagnose", "load", "mark_loss", "read_run"]
 
 _HOMES = {
     "GradcheckError": "gradcheck_dist.errors",
     "attach": "gradcheck_dist.probes",
     "diagnose": "gradcheck_dist.diagnosis.engine",
+    "load": "gradcheck_dist.notebook",
     "mark_loss": "gradcheck_dist.probes",
     "read_run": "gradcheck_dist.trace.run",
 }

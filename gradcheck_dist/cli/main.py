@@ -10,7 +10,19 @@ import typer
 
 from gradcheck_dist.errors import GradcheckError
 
-COMMANDS = ("run", "scenario", "diagnose", "report", "explain", "doctor")
+COMMANDS = (
+    "run",
+    "scenario",
+    "matrix",
+    "diagnose",
+    "watch",
+    "report",
+    "compare",
+    "export",
+    "predict",
+    "explain",
+    "doctor",
+)
 """Each is a function of the same name in a module of the same name beside this one."""
 
 INTERRUPTED = 130

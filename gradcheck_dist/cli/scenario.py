@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradcheck_dist.cli.output import FileFormat, Format, check_writable, render, show, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
+
+if TYPE_CHECKING:
+    from gradcheck_dist.scenarios.jobs import Overrides
 
 
 class Dtype(StrEnum):
@@ -24,6 +28,13 @@ class Dtype(StrEnum):
 def scenario(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which bug to reproduce.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios and stop.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Run every scenario; one table, also after a failure.")] = False,
+    new: Annotated[
+        str | None, typer.Option("--new", metavar="NAME", help="Write the skeleton of a scenario of your own and stop.")
+    ] = None,
+    library: Annotated[
+        Path | None, typer.Option("--library", metavar="DIR", help="Scenarios out of this folder, not the package's.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(help="Number of ranks on this machine.")] = None,
     accum: Annotated[int | None, typer.Option(help="Accumulation steps of one optimizer step.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Pipeline microbatches of one accumulation step.")] = None,
@@ -46,18 +57,36 @@ def scenario(
     Exit codes: 0 everything was found exactly as the scenario says, 1 not, 2 it could not run.
     """
     if list_:
-        _list()
+        _list(library)
         return
-    if name is None:
-        raise GradcheckError("no scenario was named. Legal values: " + ", ".join(_names()) + ".", code="E601")
-    from gradcheck_dist.scenarios.jobs import Overrides, check
-    from gradcheck_dist.scenarios.schema import load
+    if new is not None:
+        _new(new, library)
+        return
+    if name is None and not all_:
+        raise GradcheckError(
+            "no scenario was named. Legal values: " + ", ".join(_names(library)) + "; or --all.", code="E601"
+        )
+    if name is not None and all_:
+        raise GradcheckError(f"--all runs {name} too. Name a scenario, or give --all.", code="E601")
+    from gradcheck_dist.scenarios.jobs import Overrides
 
-    chosen = load(name)
     overrides = Overrides(nproc, accum, microbatches, seed, steps, dtype, str(data) if data is not None else None)
-    check(chosen, overrides, keep)
     if report is not None:
         check_writable(report)
+    if name is None:
+        _run_all(library, overrides, keep, report, form)
+    else:
+        _run_one(name, library, overrides, keep, report, form)
+
+
+def _run_one(
+    name: str, library: Path | None, overrides: Overrides, keep: Path | None, report: Path | None, form: Format
+) -> None:
+    from gradcheck_dist.scenarios.jobs import check
+    from gradcheck_dist.scenarios.schema import load
+
+    chosen = load(name, library)
+    check(chosen, overrides, keep)
     from gradcheck_dist.trainer.launch import warm_up
 
     # torch loads in the fork server from here on, while this process loads the rest.
@@ -79,16 +108,76 @@ def scenario(
     raise typer.Exit(result.exit_code)
 
 
-def _names() -> list[str]:
-    from gradcheck_dist.scenarios.schema import library
+def _run_all(library: Path | None, overrides: Overrides, keep: Path | None, report: Path | None, form: Format) -> None:
+    names = _names(library)
+    from gradcheck_dist.trainer.launch import warm_up
 
-    return library()
-
-
-def _list() -> None:
+    warm_up()
+    from gradcheck_dist.scenarios import table
+    from gradcheck_dist.scenarios.runner import run_scenario
     from gradcheck_dist.scenarios.schema import load
 
-    for name in _names():
-        found = load(name)
-        typer.echo(f"{name:<18} {found.title}")
-        typer.echo(f"{'':<18} {', '.join(variant.name for variant in found.variants)}")
+    rows: list[table.Row] = []
+    could_not = False
+    with Progress("starting") as progress:
+        for index, name in enumerate(names, 1):
+            say = _numbered(progress, index, len(names))
+            try:
+                result = run_scenario(
+                    load(name, library),
+                    overrides,
+                    keep=keep / name if keep is not None else None,
+                    command=("gradcheck", *sys.argv[1:]),
+                    on_progress=say,
+                )
+                found, could_not = table.rows(result), could_not or result.error is not None
+            except Exception as error:  # one scenario must not cost the table of all others
+                found, could_not = [table.refused(name, error)], True
+            rows += found
+            if form == Format.text:
+                # Each as it comes: somebody looks on, or keeps the log of a job that may be cut short.
+                typer.echo("\n".join(table.lines(found)))
+    if form == Format.text:
+        typer.echo(table.summary(rows))
+    else:
+        sys.stdout.write(table.markdown(rows) if form == Format.md else table.document(rows))
+    if report is not None:
+        write_file(report, table.markdown(rows) if report.suffix == ".md" else table.document(rows))
+        typer.echo(f"wrote {report}", err=True)
+    raise typer.Exit(2 if could_not else int(not all(row.as_expected for row in rows)))
+
+
+def _numbered(progress: Progress, index: int, count: int) -> Callable[[str], None]:
+    return lambda text: progress.update(f"{index} of {count}: {text}")
+
+
+def _names(folder: Path | None) -> list[str]:
+    from gradcheck_dist.scenarios.schema import library
+
+    return library(folder)
+
+
+def _list(folder: Path | None) -> None:
+    from gradcheck_dist.scenarios.schema import load
+
+    names = _names(folder)
+    width = max(map(len, names), default=0)
+    for name in names:
+        found = load(name, folder)
+        typer.echo(f"{name:<{width}} {found.title}")
+        typer.echo(f"{'':<{width}} {', '.join(variant.name for variant in found.variants)}")
+
+
+def _new(name: str, folder: Path | None) -> None:
+    from gradcheck_dist.scenarios.schema import check_name
+    from gradcheck_dist.scenarios.skeleton import skeleton
+
+    check_name(name)
+    folder = folder or Path()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    if path.exists():
+        raise GradcheckError(f"{path} exists already and is left as it is. Choose another name.", code="E711")
+    write_file(path, skeleton(name))
+    typer.echo(f"wrote {path}", err=True)
+    typer.echo(f"gradcheck scenario {name} --library {folder}")

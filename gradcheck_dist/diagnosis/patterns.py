@@ -126,7 +126,8 @@ def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float, flo
     """(factor, base, relative tolerance) of ratio = factor * base^power; None when it does not fit or the base is 1."""
     ratios, tolerances = _arrays(samples)
     exponents = np.array(powers)
-    if len(set(powers)) < 2 or np.any(ratios <= 0):
+    # A power law has no zeros: a ratio that its tolerance cannot tell from zero refutes it.
+    if len(set(powers)) < 2 or np.any(ratios <= 0) or np.any(tolerances >= 1):
         return None
     design = np.stack([np.ones(len(samples)), exponents], axis=1)
     weights = 1.0 / np.maximum(tolerances, 1e-9)

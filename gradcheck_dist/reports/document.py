@@ -101,7 +101,9 @@ def variant_line(variant: VariantReport) -> str:
         found = "found " + "; ".join(_sentence(finding) for finding in variant.report.findings[:3])
     else:
         found = {"clean": "clean", "undetermined": "could not be judged"}.get(variant.report.verdict, "findings")
-    agreement = "as expected" if variant.as_expected else f"NOT AS EXPECTED: {prose(variant.mismatch)}"
+    agreement = f"NOT AS EXPECTED: {prose(variant.mismatch)}"
+    if variant.as_expected:
+        agreement = prose(variant.mismatch) if variant.mismatch else "as expected"
     return f"{printable(variant.variant)}: {found} ({agreement})"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from gradcheck_dist.diagnosis.finding import ExpectedFinding, Finding, Report, Weight
 from gradcheck_dist.reports.source import line_text, short_path
-from gradcheck_dist.reports.text import number, printable
+from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.scenarios.formula import Formula
+from gradcheck_dist.scenarios.jobs import sizes_of
 from gradcheck_dist.scenarios.schema import Expectation, ExpectedCulprit
 from gradcheck_dist.trainer.config import TrainConfig
 
@@ -16,40 +19,46 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative, of every observed ratio against the formula. bfloat16 sums round at 2^-8."""
 
 
-def published(expect: Expectation | None) -> ExpectedFinding | None:
-    """The expectation as it stands in a scenario's report."""
-    if expect is None:
+def published(expect: Sequence[Expectation]) -> ExpectedFinding | None:
+    """The expectation as it stands in a scenario's report; several findings share its texts, one after the other."""
+    if not expect:
         return None
-    culprit = f"{expect.culprit.kind} {expect.culprit.file}: {expect.culprit.line}"
-    return ExpectedFinding(code=expect.code, name=expect.name, factor=expect.ratio.text, culprit=culprit)
+    culprits = [f"{one.culprit.kind} {one.culprit.file}: {one.culprit.line}" for one in expect]
+    return ExpectedFinding(
+        code=", ".join(one.code for one in expect),
+        name=", ".join(one.name for one in expect),
+        factor=", ".join(one.ratio.text for one in expect),
+        culprit=", ".join(dict.fromkeys(culprits)),
+    )
 
 
-def mismatch(expect: Expectation | None, report: Report, config: TrainConfig) -> str:
+def mismatch(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> str:
     """How the report differs from what must be found, in one sentence; empty when it does not."""
     return "; ".join(_differences(expect, report, config))
 
 
-def _differences(expect: Expectation | None, report: Report, config: TrainConfig) -> Iterator[str]:
-    wanted = {(expect.code, expect.name)} if expect else set()
-    found = {(finding.code, finding.name) for finding in report.findings}
+def _differences(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> Iterator[str]:
+    wanted = sorted((one.code, one.name) for one in expect)
+    found = sorted((finding.code, finding.name) for finding in report.findings)
     verdict = "findings" if expect else "clean"
     if report.verdict != verdict:
         yield f"the verdict is {report.verdict}, not {verdict}"
     if found != wanted:
         yield f"found {_names(found)}, not {_names(wanted)}"
     yield from _wrong_steps(expect, report, config)
-    if expect:
-        for finding in report.findings:
-            if finding.code == expect.code:
-                yield from _wrong_culprit(expect.culprit, finding)
-    yield from _wrong_weights(expect.ratio if expect else Formula("1"), report, config)
+    for one in expect:
+        candidates = [finding for finding in report.findings if (finding.code, finding.name) == (one.code, one.name)]
+        # Of several findings with one code any may be the one that is meant.
+        differences = [list(_wrong_finding(one, finding, report)) for finding in candidates]
+        yield from min(differences, key=len, default=[])
+    yield from _wrong_weights(expect, report, config)
 
 
-def _names(findings: set[tuple[str, str]]) -> str:
-    return ", ".join(f"{code} {printable(name)}" for code, name in sorted(findings)) or "nothing"
+def _names(findings: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{code} {printable(name)}" for code, name in findings) or "nothing"
 
 
-def _wrong_steps(expect: Expectation | None, report: Report, config: TrainConfig) -> Iterator[str]:
+def _wrong_steps(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> Iterator[str]:
     judged = {weight.step for weight in report.weights}
     if len(judged) != config.steps:
         yield f"{len(judged)} of {config.steps} steps have weights"
@@ -57,6 +66,20 @@ def _wrong_steps(expect: Expectation | None, report: Report, config: TrainConfig
         told = {step for finding in report.findings for step in (finding.steps or [finding.step])}
         if told != judged:
             yield f"the finding names the steps {sorted(told)}, not {sorted(judged)}"
+
+
+def _wrong_finding(expected: Expectation, finding: Finding, report: Report) -> Iterator[str]:
+    yield from _wrong_culprit(expected.culprit, finding)
+    named = finding.factor.expression
+    if expected.factor is not None and named != expected.factor:
+        yield f"the factor is called {printable(named or 'nothing')}, not {expected.factor}"
+    if expected.parameters:
+        concerned = {name for unit in report.units for name in unit.parameters if expected.concerns(name)}
+        if finding.num_parameters != len(concerned):
+            yield (
+                f"the finding concerns {plural(finding.num_parameters, 'parameter')}, not the {len(concerned)} of "
+                f"{', '.join(expected.parameters)}"
+            )
 
 
 def _wrong_culprit(expected: ExpectedCulprit, finding: Finding) -> Iterator[str]:
@@ -74,19 +97,32 @@ def _wrong_culprit(expected: ExpectedCulprit, finding: Finding) -> Iterator[str]
         yield f"the culprit's line {event.line} is {text!r}, which does not hold {expected.line!r}"
 
 
-def _wrong_weights(ratio: Formula, report: Report, config: TrainConfig) -> Iterator[str]:
+def _wrong_weights(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> Iterator[str]:
+    members = {unit.unit: unit.parameters for unit in report.units}
+    split = [
+        f"{printable(unit)} holds parameters of {', '.join(one.parameters)} and others"
+        for one in expect
+        for unit, names in members.items()
+        if len({one.concerns(name) for name in names}) > 1
+    ]
+    yield from split[:1]
     steps: dict[int, list[Weight]] = defaultdict(list)
     for weight in report.weights:
         steps[weight.step].append(weight)
     for step, weights in sorted(steps.items()):
         tokens = {_key(weight): weight.num_tokens for weight in weights if weight.num_tokens is not None}
         seen = {_key(weight) for weight in weights if weight.ratio is not None}
-        wanted = config.axes.data_parallel_degree * config.contributions
+        wanted = config.gradient_ranks * config.contributions
         if len(seen) != wanted:
             yield f"step {step} has observed weights of {len(seen)} contributions, not of {wanted}"
-        off = [difference for weight in weights if (difference := _difference(ratio, weight, tokens, config))]
-        if off:
-            yield f"{len(off)} of {len(weights)} weights of step {step} are off: {off[0]}"
+        off = []
+        for weight in weights:
+            names = members.get(weight.unit, [])
+            ratios = [one.ratio for one in expect if not one.parameters or any(map(one.concerns, names))]
+            off.append(_difference(ratios, weight, tokens, config))
+        wrong = [difference for difference in off if difference]
+        if wrong:
+            yield f"{len(wrong)} of {len(weights)} weights of step {step} are off: {wrong[0]}"
 
 
 def _key(weight: Weight) -> tuple[int, int, int]:
@@ -94,28 +130,34 @@ def _key(weight: Weight) -> tuple[int, int, int]:
     return key.data_rank, key.accumulation_step, key.microbatch
 
 
+def _data_rank(rank: int, config: TrainConfig) -> int:
+    """Which contributions a global rank makes: its place on dp_replicate * dp_shard * cp."""
+    axes, position = config.axes, config.axes.coordinates(rank)
+    return (position["dp_replicate"] * axes.dp_shard + position["dp_shard"]) * axes.cp + position["cp"]
+
+
 def _difference(
-    ratio: Formula, weight: Weight, tokens: dict[tuple[int, int, int], int], config: TrainConfig
+    ratios: Sequence[Formula], weight: Weight, tokens: dict[tuple[int, int, int], int], config: TrainConfig
 ) -> str | None:
     if weight.ratio is None:
         return None
     rank, accumulation_step, microbatch = _key(weight)
     values = {
-        "R": config.axes.data_parallel_degree,
-        "K": config.accum,
-        "M": config.microbatches,
+        **sizes_of(config),
         "N": sum(tokens.values()),
         "N_r": sum(count for key, count in tokens.items() if key[0] == rank),
         "n_c": tokens.get((rank, accumulation_step, microbatch), 0),
         "k": accumulation_step,
         "m": microbatch,
         "r": rank,
+        "h": _data_rank(weight.holder_rank, config),
     }
-    wanted = float(ratio.evaluate(values))
-    if abs(weight.ratio - wanted) <= TOLERANCE[config.dtype] * abs(wanted):
+    wanted = float(math.prod((ratio.evaluate(values) for ratio in ratios), start=Fraction(1)))
+    if abs(weight.ratio - wanted) <= TOLERANCE[config.dtype] * (abs(wanted) or 1.0):
         return None
     place = (
         f"data rank {rank}, k={accumulation_step}, microbatch {microbatch}, "
         f"{printable(weight.unit)} on rank {weight.holder_rank}"
     )
-    return f"ratio {number(weight.ratio, 7)} where {ratio.text} = {number(wanted, 7)} ({place})"
+    formula = " * ".join(ratio.text for ratio in ratios) or "1"
+    return f"ratio {number(weight.ratio, 7)} where {formula} = {number(wanted, 7)} ({place})"

@@ -1,4 +1,7 @@
-"""Small arithmetic over named integers, in exact fractions, as scenario files write ratios: "R**(K-1-k)"."""
+"""Small arithmetic over named integers, in exact fractions, as scenario files write ratios: "R**(K-1-k)".
+
+A comparison counts 1 where it holds and 0 where not: "r == h" keeps the own rank's contributions alone.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.errors import GradcheckError
 
 NAMES = {
-    "R": "data-parallel ranks",
+    "R": "data-parallel ranks, times cp",
     "K": "accumulation steps",
     "M": "microbatches of one accumulation step",
     "N": "tokens of the step on all ranks",
@@ -20,14 +24,27 @@ NAMES = {
     "k": "accumulation step of the contribution, from 0",
     "m": "microbatch of the contribution, from 0",
     "r": "data rank of the contribution, from 0",
-}
+    "h": "data rank of the rank that holds the gradient, from 0",
+} | {axis: f"degree of {axis}" for axis in AXIS_NAMES}
 MAX_BITS = 100_000
-_TRIAL = {"R": 3, "K": 5, "M": 4, "N": 997, "N_r": 331, "n_c": 67, "k": 2, "m": 1, "r": 1}
+_TRIAL = {"R": 3, "K": 5, "M": 4, "N": 997, "N_r": 331, "n_c": 67, "k": 2, "m": 1, "r": 1, "h": 2} | dict.fromkeys(
+    AXIS_NAMES, 2
+)
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Fraction, Fraction], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
 }
 
 
@@ -55,7 +72,8 @@ class Formula:
 
     def _error(self, reason: str) -> GradcheckError:
         return GradcheckError(
-            f"formula {self.text!r} cannot be evaluated: {reason}. Legal are integers, + - * / ** and parentheses over "
+            f"formula {self.text!r} cannot be evaluated: {reason}. Legal are integers, + - * / // % **, comparisons (1 "
+            "where they hold, else 0) and parentheses over "
             + ", ".join(f"{name} ({meaning})" for name, meaning in NAMES.items())
             + ".",
             code="E602",
@@ -81,4 +99,7 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> Fraction:
             return left ** int(right)
         if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        left, right = _value(node.left, values), _value(node.comparators[0], values)
+        return Fraction(int(_COMPARISONS[type(node.ops[0])](left, right)))
     raise ValueError(f"{ast.unparse(node)!r} is not allowed")

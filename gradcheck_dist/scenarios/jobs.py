@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,22 +57,29 @@ def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainC
     """
     configs = {variant.name: _configuration(scenario, variant, overrides) for variant in scenario.variants}
     for variant in scenario.variants:
-        if variant.expect is not None and not _shows(variant.expect.ratio, configs[variant.name]):
-            config = configs[variant.name]
-            raise GradcheckError(
-                f"with nproc={config.axes.world_size}, accum={config.accum}, microbatches={config.microbatches} "
-                f"variant {variant.name} of scenario {scenario.name} cannot show its bug: {variant.expect.ratio.text} "
-                "is 1 everywhere. Choose larger sizes.",
-                code="E605",
-            )
+        config = configs[variant.name]
+        for expected in variant.expect:
+            if not _shows(expected.ratio, config):
+                raise GradcheckError(
+                    f"with nproc={config.axes.world_size}, accum={config.accum}, microbatches={config.microbatches} "
+                    f"variant {variant.name} of scenario {scenario.name} cannot show its bug: {expected.ratio.text} "
+                    "is 1 everywhere. Choose larger sizes.",
+                    code="E605",
+                )
     return configs
+
+
+def sizes_of(config: TrainConfig) -> dict[str, int]:
+    """The values of the names in formulas that are the same for every weight of a job."""
+    return {"R": config.gradient_ranks, "K": config.accum, "M": config.microbatches, **config.axes.as_dict()}
 
 
 def _shows(ratio: Formula, config: TrainConfig) -> bool:
     """Whether some weight is off for these sizes, however many tokens there are."""
-    fixed = {"R": config.axes.data_parallel_degree, "K": config.accum, "M": config.microbatches}
-    counts = {"N": 1009, "N_r": 101, "n_c": 11, "m": 0, "r": 0}
-    return any(ratio.evaluate({**fixed, **counts, "k": k}) != 1 for k in range(config.accum))
+    fixed = {**sizes_of(config), "N": 1009, "N_r": 101, "n_c": 11}
+    ranks = {0, config.gradient_ranks - 1}
+    places = itertools.product(range(config.accum), {0, config.microbatches - 1}, ranks, ranks)
+    return any(ratio.evaluate({**fixed, "k": k, "m": m, "r": r, "h": h}) != 1 for k, m, r, h in places)
 
 
 def _configuration(scenario: Scenario, variant: Variant, overrides: Overrides) -> TrainConfig:
@@ -85,9 +93,12 @@ def _configuration(scenario: Scenario, variant: Variant, overrides: Overrides) -
 def _degrees(scenario: Scenario, nproc: int) -> dict[str, int]:
     fixed = {axis: degree for axis, degree in scenario.mesh.items() if isinstance(degree, int)}
     growing = next(axis for axis, degree in scenario.mesh.items() if degree == "nproc")
-    taken, least = math.prod(fixed.values()), scenario.defaults["nproc"]
+    # ep borrows its ranks from the others
+    taken, least = math.prod(degree for axis, degree in fixed.items() if axis != "ep"), scenario.defaults["nproc"]
     if nproc < least or nproc % taken:
-        counts = " * ".join(f"{axis}={degree}" for axis, degree in [*fixed.items(), (growing, "the rest")])
+        counts = " * ".join(
+            f"{axis}={degree}" for axis, degree in [*fixed.items(), (growing, "the rest")] if axis != "ep"
+        )
         raise GradcheckError(
             f"--nproc is {nproc}; scenario {scenario.name} lays its ranks out as {counts}. Legal values: "
             f"{least}, {least + taken}, {least + 2 * taken} and so on. Try --nproc "

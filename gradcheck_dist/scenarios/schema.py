@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, NoReturn
 
-from gradcheck_dist.axes import MESH_AXES
+from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.errors import GradcheckError, nearest, unknown_value
 from gradcheck_dist.scenarios.formula import Formula
 
 SIZES = ("nproc", "accum", "microbatches", "steps", "seed")
 """Integers that a file sets under `defaults` and a command line may override."""
+CLEAN = "clean"
+"""Nothing is wrong, and nothing may be found."""
+GRADIENTS_RIGHT = "gradients-right"
+"""Something is wrong, but no gradient is, so nothing may be found."""
 _CODE = re.compile(r"GS\d{3}")
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_LEGAL_EXPECT = (
+    f"a finding or a list of findings where there are faults, {GRADIENTS_RIGHT} where they are harmless, else clean"
+)
 
 
 @dataclass(frozen=True)
@@ -29,30 +39,42 @@ class ExpectedCulprit:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What must be found in a faulty variant: one finding and the ratio observed / expected of every weight."""
+    """A finding that must come out of a faulty variant.
+
+    Attributes:
+        ratio: observed / expected of every weight that it concerns; those of several findings multiply.
+        parameters: patterns of parameter names (`layers.0.*`); all others have the ratio 1. Without any, all are meant.
+        factor: what the engine has to call the factor; None leaves the name free.
+    """
 
     code: str
     name: str
     ratio: Formula
     culprit: ExpectedCulprit
+    parameters: tuple[str, ...] = ()
+    factor: str | None = None
+
+    def concerns(self, parameter: str) -> bool:
+        return not self.parameters or any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.parameters)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One training job of a scenario. `expect` is None where nothing may be found."""
+    """One training job of a scenario. `expect` is empty where nothing may be found."""
 
     name: str
     story: str
     faults: tuple[str, ...]
     config: Mapping[str, Any]
-    expect: Expectation | None
+    expect: tuple[Expectation, ...]
 
 
 @dataclass(frozen=True)
 class Scenario:
     """A known bug: story, where it was reported, the job that shows it, and its variants with the healthy twins.
 
-    `mesh` gives each axis a degree, or the word "nproc" for the one axis that takes all remaining ranks.
+    `mesh` gives each axis a degree, or the word "nproc" for the one axis that takes all remaining ranks. `torch` holds
+    the versions that a bug of torch's own was seen on; elsewhere it need not show.
     """
 
     name: str
@@ -64,6 +86,11 @@ class Scenario:
     defaults: Mapping[str, int]
     config: Mapping[str, Any]
     variants: tuple[Variant, ...]
+    torch: tuple[str, ...] = ()
+
+    def seen_on(self, version: str) -> bool:
+        """Whether the bug must show on this version of torch."""
+        return not self.torch or any(version == one or version.startswith(f"{one}.") for one in self.torch)
 
 
 class _Fields:
@@ -103,6 +130,18 @@ class _Fields:
     def fields(self, name: str) -> _Fields:
         return _Fields(self._file, f"{self._path}.{name}".lstrip("."), self.mapping(name))
 
+    def entry(self, name: str, index: int) -> _Fields:
+        """One mapping out of a list."""
+        return _Fields(self._file, f"{self._path}.{name}[{index}]".lstrip("."), self.raw(name)[index])
+
+    def text_or_none(self, name: str) -> str | None:
+        self._asked.add(name)
+        return self.text(name) if self._values.get(name) is not None else None
+
+    def text_or_texts(self, name: str) -> tuple[str, ...]:
+        """One text, or a list of them; nothing where the field is missing."""
+        return (self.text(name),) if isinstance(self._values.get(name), str) else self.texts(name, [])
+
     def raw(self, name: str) -> Any:
         self._asked.add(name)
         return self._values.get(name)
@@ -122,25 +161,51 @@ class _Fields:
             )
 
 
-def library() -> list[str]:
-    """The names of all scenarios, sorted."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _folder().iterdir() if entry.name.endswith(".yaml"))
-
-
-def load(name: str) -> Scenario:
-    """A scenario of the library.
+def library(folder: Path | None = None) -> list[str]:
+    """The names of all scenarios of a folder, by default of the ones that come with the package, sorted.
 
     Raises:
-        GradcheckError: E601 no scenario of this name (the nearest names are given), E603 its file is faulty.
+        GradcheckError: E606 there is no such folder.
     """
-    if name not in library():
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in _folder(folder).iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def load(name: str, folder: Path | None = None) -> Scenario:
+    """A scenario of a folder, by default of the package's own.
+
+    Raises:
+        GradcheckError: E601 no scenario of this name (the nearest names are given), E603 its file is faulty, E606
+            there is no such folder.
+    """
+    names = library(folder)
+    if name not in names:
         hint = "`gradcheck scenario --list` tells what each one shows."
-        raise unknown_value("scenario", name, library(), code="E601", hint=hint)
-    return parse(_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8"), f"{name}.yaml")
+        raise unknown_value("scenario", name, names, code="E601", hint=hint)
+    place = _folder(folder).joinpath(f"{name}.yaml")
+    return parse(place.read_text(encoding="utf-8"), f"{name}.yaml" if folder is None else str(place))
 
 
-def _folder() -> Traversable:
-    return resources.files(__package__) / "library"
+def _folder(folder: Path | None) -> Traversable:
+    if folder is None:
+        return resources.files(__package__) / "library"
+    if not folder.is_dir():
+        raise GradcheckError(
+            f"the library {folder} is no folder. Name a folder of scenario files (*.yaml); `gradcheck scenario --new "
+            "NAME --library DIR` makes one.",
+            code="E606",
+        )
+    return folder
+
+
+def check_name(name: str) -> None:
+    """Raise GradcheckError (E607) unless `name` can be a scenario's, and its file's, name."""
+    if not _NAME.fullmatch(name):
+        raise GradcheckError(
+            f"the name {name!r} is unusable; legal are small letters, digits and hyphens, such as my-loss-scale.",
+            code="E607",
+        )
 
 
 def parse(text: str, file: str) -> Scenario:
@@ -168,21 +233,25 @@ def parse(text: str, file: str) -> Scenario:
         defaults=_defaults(top),
         config=top.mapping("config", {}),
         variants=tuple(_variant(name, variants.fields(name)) for name in names),
+        torch=top.texts("torch", []),
     )
     top.done()
     top.check("name", scenario.name, scenario.name == file.rpartition("/")[2].removesuffix(".yaml"), "the file's name")
-    expectations = [variant.expect is None for variant in scenario.variants]
-    top.check("variants", names, any(expectations) and not all(expectations), "a faulty variant and a healthy twin")
+    for name in names:
+        top.check("variants", name, bool(_NAME.fullmatch(name)), "a name of small letters, digits and hyphens")
+    healthy = [not variant.expect and not variant.faults for variant in scenario.variants]
+    top.check("variants", names, any(healthy) and not all(healthy), "a faulty variant and a healthy twin")
     return scenario
 
 
 def _mesh(top: _Fields) -> dict[str, int | str]:
     mesh = top.mapping("mesh")
     for axis, degree in mesh.items():
-        top.check(f"mesh.{axis}", axis, axis in MESH_AXES, f"one of the axes {', '.join(MESH_AXES)}")
+        top.check(f"mesh.{axis}", axis, axis in AXIS_NAMES, f"one of the axes {', '.join(AXIS_NAMES)}")
         top.check(f"mesh.{axis}", degree, degree == "nproc" or _positive(degree), "an integer from 1 up, or nproc")
     growing = [axis for axis, degree in mesh.items() if degree == "nproc"]
-    top.check("mesh", mesh, len(growing) == 1, "exactly one axis with the degree nproc")
+    legal = "exactly one axis with the degree nproc, and not ep, which borrows its ranks from dp_shard * cp"
+    top.check("mesh", mesh, len(growing) == 1 and growing != ["ep"], legal)
     return dict(mesh)
 
 
@@ -205,14 +274,22 @@ def _variant(name: str, fields: _Fields) -> Variant:
     faults = fields.texts("faults", [])
     for fault in faults:
         fields.check("faults", fault, fault in fault_names(), _any_of(fault_names()))
+    variant = Variant(name, fields.text("story"), faults, fields.mapping("config", {}), _expectations(fields))
     expected = fields.raw("expect")
-    expect = None if expected == "clean" else _expectation(fields.fields("expect"))
-    fields.check(
-        "expect", expected, bool(faults) == (expect is not None), "a finding where there are faults, else clean"
-    )
-    variant = Variant(name, fields.text("story"), faults, fields.mapping("config", {}), expect)
+    off = bool(faults) or bool(variant.config and variant.expect)
+    fields.check("expect", expected, off == (expected != CLEAN), _LEGAL_EXPECT)
     fields.done()
     return variant
+
+
+def _expectations(fields: _Fields) -> tuple[Expectation, ...]:
+    expected = fields.raw("expect")
+    if expected in (CLEAN, GRADIENTS_RIGHT):
+        return ()
+    if isinstance(expected, dict):
+        return (_expectation(fields.fields("expect")),)
+    fields.check("expect", expected, isinstance(expected, list) and len(expected) > 0, _LEGAL_EXPECT)
+    return tuple(_expectation(fields.entry("expect", index)) for index in range(len(expected)))
 
 
 def _expectation(fields: _Fields) -> Expectation:
@@ -221,7 +298,14 @@ def _expectation(fields: _Fields) -> Expectation:
     culprit = fields.fields("culprit")
     blamed = ExpectedCulprit(culprit.text("kind"), culprit.text("file"), culprit.text("line"))
     culprit.done()
-    expectation = Expectation(code, fields.text("name"), Formula(str(fields.raw("ratio"))), blamed)
+    expectation = Expectation(
+        code,
+        fields.text("name"),
+        Formula(str(fields.raw("ratio"))),
+        blamed,
+        fields.text_or_texts("parameters"),
+        fields.text_or_none("factor"),
+    )
     fields.done()
     return expectation
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.result import TrainResult
 
 
-def run_rank(run_dir: str, config: TrainConfig, objective: str) -> None:
-    """Train as `config` says and record into `run_dir`."""
+def run_rank(run_dir: str, config: TrainConfig, objective: str) -> TrainResult:
+    """Train as `config` says, record into `run_dir` and bring home the numbers that were logged."""
     from gradcheck_dist.probes import attach
     from gradcheck_dist.trainer.loop import train
 
     with attach(run_dir=Path(run_dir), objective=objective, axes=config.axes):
-        train(config)
+        return train(config)

@@ -18,9 +18,15 @@ from gradcheck_dist.cli.main import COMMANDS
 # Flags that people script against: more may be added, none taken away.
 FLAGS = {
     "run": "--out --steps --every --objective --strict --report --format",
-    "scenario": "--list --nproc --accum --microbatches --seed --dtype --steps --data --report --keep --format",
-    "diagnose": "--format --objective --steps",
-    "report": "--format --output",
+    "matrix": "--quick --only --list --resume --report --format",
+    "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "
+    "--keep --format",
+    "diagnose": "--format --objective --steps --export-golden --golden",
+    "watch": "--compare --screen",
+    "report": "--format --output --before --after --plotlyjs --objective --steps",
+    "compare": "--axes --by --loss --grad-norm --tokens --format --output",
+    "export": "--format --output --objective --steps",
+    "predict": "--ddp --fsdp --hsdp --pp --accum --loss --loss-scale --reduction --scale-grads --what-if --format",
     "explain": "--all",
     "doctor": "--format",
 }

@@ -97,7 +97,11 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
     ("arguments", "words"),
     [
         (["ddp-acum"], ["unknown scenario 'ddp-acum'", "Did you mean: ddp-accum"]),
-        ([], ["no scenario was named", "pp-accum"]),
+        ([], ["no scenario was named", "pp-accum", "--all"]),
+        (["ddp-accum", "--all"], ["--all runs ddp-accum too"]),
+        (["--all", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
+        (["--all", "--library", "/nowhere"], ["the library /nowhere is no folder", "--new NAME"]),
+        (["--new", "../x"], ["the name '../x' is unusable"]),
         (["ddp-accum", "--nproc", "0"], ["--nproc is 0", "Legal values: 2"]),
         (["pp-accum", "--nproc", "5"], ["pp=5", "Legal values of pp here: 1 to 4"]),
         (["ddp-accum", "--microbatches", "2"], ["microbatches=2 without a pipeline"]),
@@ -121,6 +125,47 @@ def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> Non
     text = gradcheck("scenario", "--list").out
     assert "ddp-accum" in text
     assert "averaging, sum-every-backward, fixed" in text
+
+
+def test_all_runs_every_scenario_and_goes_on_after_a_failure(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    assert gradcheck("scenario", "--new", "first", "--library", mine).code == 0
+    (mine / "second.yaml").write_text("name: other")
+    assert gradcheck("scenario", "--new", "third", "--library", mine).code == 0
+    outcome = gradcheck("scenario", "--all", "--library", mine, "--report", tmp_path / "r.json", "--seed", "7")
+    assert outcome.code == 2
+    assert asked["overrides"] == Overrides(seed=7)
+    assert asked["scenario"].name == "third"
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("ok         -  ddp-accum averaging: GS101 double-averaging (1/dp_replicate; reduce")
+    assert lines[1].startswith("NOT        -  second: could not run")
+    assert "second.yaml: " in lines[2]
+    assert lines[-1].startswith("2 of 3 variants of 2 scenarios as the files say")
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["as_expected"] for row in rows] == [True, False, True]
+    (mine / "second.yaml").unlink()
+    assert gradcheck("scenario", "--all", "--library", mine, "--format", "md").out.startswith("2 of 2 variants of 1")
+    asked["answer"] = result(right=False)
+    assert gradcheck("scenario", "--all", "--library", mine).code == 1
+    asked["answer"] = ZeroDivisionError("in the engine")
+    broken = gradcheck("scenario", "--all", "--library", mine)
+    assert broken.code == 2
+    assert "ZeroDivisionError: in the engine" in broken.out
+
+
+def test_a_new_scenario_runs_as_it_stands_and_is_never_overwritten(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    outcome = gradcheck("scenario", "--new", "my-bug", "--library", tmp_path)
+    assert outcome.out.strip() == f"gradcheck scenario my-bug --library {tmp_path}"
+    assert gradcheck("scenario", "my-bug", "--library", tmp_path).code == 0
+    assert asked["scenario"].variants[0].faults == ("ddp-averages",)
+    assert "my-bug" in gradcheck("scenario", "--list", "--library", tmp_path).out
+    again = gradcheck("scenario", "--new", "my-bug", "--library", tmp_path)
+    assert again.code == 2
+    assert "exists already" in again.err
 
 
 def test_ctrl_c_is_exit_code_130_without_a_traceback(gradcheck: Gradcheck, asked: dict[str, Any]) -> None:

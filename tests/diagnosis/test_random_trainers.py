@@ -48,7 +48,7 @@ def test_a_few_of_every_family_are_judged_rightly(name: str) -> None:
     check(name, range(SMOKE), 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.simulation
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_many_of_every_family_are_judged_rightly(name: str) -> None:

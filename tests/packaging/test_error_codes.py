@@ -16,6 +16,8 @@ ROOMS = {
     "5": {"trace"},
     "6": {"scenarios"},
     "7": {"reports", "cli"},
+    "8": {"predict"},
+    "9": {"compare", "notebook.py"},
 }
 # Raised where the same thing goes wrong on another way: recorded data and folders, an unnamed scenario.
 SHARED = {"E511", "E512", "E601"}

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from sample_reports import finding, first_event, report, weight
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.finding import Report, UnitInfo
 from gradcheck_dist.scenarios.expect import mismatch, published
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.schema import Expectation, ExpectedCulprit
 from gradcheck_dist.trainer.config import TrainConfig
 
 CONFIG = TrainConfig(axes=Axes(dp_replicate=2), accum=3)
+CLEAN: tuple[Expectation, ...] = ()
 CULPRIT = ExpectedCulprit("reduce", "gradcheck_dist/errors.py", "class GradcheckError")
 
 
-def expecting(ratio: str = "1/R") -> Expectation:
-    return Expectation("GS101", "double-averaging", Formula(ratio), CULPRIT)
+def expecting(ratio: str = "1/R", **more: Any) -> tuple[Expectation, ...]:
+    return (Expectation("GS101", "double-averaging", Formula(ratio), CULPRIT, **more),)
 
 
 def with_ratios(value: float, *, at: float | None = None) -> Report:
@@ -29,16 +32,16 @@ def with_ratios(value: float, *, at: float | None = None) -> Report:
 
 def test_what_the_file_says_is_no_mismatch() -> None:
     assert mismatch(expecting(), report(), CONFIG) == ""
-    assert mismatch(None, report([]), CONFIG) == ""
+    assert mismatch(CLEAN, report([]), CONFIG) == ""
 
 
 def test_a_finding_on_a_healthy_twin_is_a_mismatch() -> None:
-    assert "the verdict is findings, not clean" in mismatch(None, report(), CONFIG)
+    assert "the verdict is findings, not clean" in mismatch(CLEAN, report(), CONFIG)
 
 
 def test_an_undetermined_verdict_is_never_as_expected() -> None:
     unclear = report([], verdict="undetermined")
-    assert mismatch(None, unclear, CONFIG)
+    assert mismatch(CLEAN, unclear, CONFIG)
     assert mismatch(expecting(), unclear, CONFIG)
 
 
@@ -50,6 +53,11 @@ def test_another_code_or_one_finding_too_many_is_a_mismatch() -> None:
 @pytest.mark.parametrize(("ratio", "fits"), [(0.50004, True), (0.49996, True), (0.50006, False), (0.499, False)])
 def test_every_weight_is_held_to_one_part_in_ten_thousand(ratio: float, fits: bool) -> None:
     assert (mismatch(expecting(), with_ratios(0.5, at=ratio), CONFIG) == "") is fits
+
+
+@pytest.mark.parametrize(("ratio", "fits"), [(0.0, True), (1e-9, True), (0.01, False)])
+def test_a_weight_that_must_be_zero_is_held_to_the_same_tolerance(ratio: float, fits: bool) -> None:
+    assert (mismatch(expecting("0*R"), with_ratios(ratio), CONFIG) == "") is fits
 
 
 def test_bfloat16_gets_its_own_tolerance() -> None:
@@ -64,6 +72,49 @@ def test_formulas_see_tokens_step_and_rank_of_each_contribution() -> None:
     assert mismatch(expecting("R**(K-1-k)"), report(weights=cells), CONFIG) == ""
     assert mismatch(expecting("N/(R*N_r)*4/4/R"), with_ratios(0.5), CONFIG) == ""
     assert mismatch(expecting("N/(R*K*n_c)/R"), with_ratios(0.5), CONFIG) == ""
+
+
+def test_formulas_know_whose_gradient_it_is() -> None:
+    cells = [weight(rank, k, float(rank == 0)) for rank in (0, 1) for k in range(3)]
+    assert {cell.holder_rank for cell in cells} == {0}
+    assert mismatch(expecting("r == h"), report(weights=cells), CONFIG) == ""
+    assert mismatch(expecting("r != h"), report(weights=cells), CONFIG)
+
+
+def test_context_parallel_ranks_have_contributions_of_their_own() -> None:
+    config = TrainConfig(axes=Axes(dp_shard=2, cp=2))
+    cells = [weight(rank, 0, float(rank % 2 == 0)) for rank in range(4)]
+    assert mismatch(expecting("r % cp == h % cp"), report(weights=cells), config) == ""
+
+
+def test_several_findings_multiply_and_each_has_to_be_there() -> None:
+    other = Expectation("GS102", "repeated-reduction", Formula("R**(K-1-k)"), CULPRIT)
+    cells = [weight(rank, k, 0.5 * 2.0 ** (2 - k)) for rank in (0, 1) for k in range(3)]
+    both = [finding(), finding(code="GS102", name="repeated-reduction")]
+    assert mismatch((*expecting(), other), report(both, cells), CONFIG) == ""
+    assert "found GS101" in mismatch((*expecting(), other), report(both[:1], cells), CONFIG)
+    published_both = published((*expecting(), other))
+    assert published_both
+    assert (published_both.code, published_both.factor) == ("GS101, GS102", "1/R, R**(K-1-k)")
+
+
+def test_a_finding_may_concern_some_parameters_only() -> None:
+    document = with_ratios(0.5)
+    document.units = [UnitInfo(unit="all parameters", parameters=["a", "b"])]
+    for one in document.weights:
+        one.unit = "all parameters"
+    document.findings[0].num_parameters = 2
+    assert mismatch(expecting(parameters=("?",)), document, CONFIG) == ""
+    assert "holds parameters of a and others" in mismatch(expecting(parameters=("a",)), document, CONFIG)
+    assert "concerns 2 parameters, not the 1 of a" in mismatch(expecting(parameters=("a",)), document, CONFIG)
+    assert "are off" in mismatch(expecting(parameters=("c",)), document, CONFIG)
+
+
+def test_the_name_of_the_factor_is_held_where_the_file_gives_one() -> None:
+    named = report().findings[0].factor.expression
+    assert named
+    assert mismatch(expecting(factor=named), report(), CONFIG) == ""
+    assert "the factor is called" in mismatch(expecting(factor="1/microbatches"), report(), CONFIG)
 
 
 def test_a_contribution_without_an_observed_weight_is_a_mismatch() -> None:
@@ -92,4 +143,4 @@ def test_the_expectation_is_published_in_the_report() -> None:
     assert expected
     assert (expected.code, expected.factor) == ("GS101", "1/R")
     assert expected.culprit == "reduce gradcheck_dist/errors.py: class GradcheckError"
-    assert published(None) is None
+    assert published(()) is None

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.scenarios.formula import NAMES, Formula
 
-VALUES = {"R": 4, "K": 3, "M": 2, "N": 296, "N_r": 100, "n_c": 37, "k": 0, "m": 1, "r": 2}
+VALUES = {"R": 4, "K": 3, "M": 2, "N": 296, "N_r": 100, "n_c": 37, "k": 0, "m": 1, "r": 2, "h": 3} | dict.fromkeys(
+    AXIS_NAMES, 2
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,11 @@ VALUES = {"R": 4, "K": 3, "M": 2, "N": 296, "N_r": 100, "n_c": 37, "k": 0, "m": 
         ("M**-(K-1-k)", Fraction(1, 4)),
         ("N/(R*N_r)", Fraction(296, 400)),
         ("N/(R*K*n_c)", Fraction(296, 4 * 3 * 37)),
+        ("r == h", Fraction(0)),
+        ("r // dp_shard == h // dp_shard", Fraction(1)),
+        ("(r == h)**(k == K-1)", Fraction(1)),
+        ("R**(m != 0) * (k < K) * (k <= 0) * (k >= 0)", Fraction(4)),
+        ("1/cp - h % 2", Fraction(-1, 2)),
     ],
 )
 def test_a_formula_is_exact(text: str, value: Fraction) -> None:
@@ -45,6 +53,10 @@ def test_a_formula_is_exact(text: str, value: Fraction) -> None:
         "R**(1/2)",
         "",
         "1 if R else 2",
+        "k < m < r",
+        "r in h",
+        "k and m",
+        "r % (k-k)",
         "(" * 500,
     ],
 )

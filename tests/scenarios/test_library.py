@@ -10,15 +10,25 @@ from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.runner import run_scenario
 from gradcheck_dist.scenarios.schema import library, load
 
+MISJUDGED_WITH_SEED_3 = {
+    "hsdp-replica-not-reduced": "GS000 beside GS103: the embedding's shard on one rank is solved wrongly"
+}
+"""A test that passes has to leave this list."""
+
+
+def check(name: str, overrides: Overrides, folder: Path) -> None:
+    result = run_scenario(load(name), overrides, keep=folder)
+    assert result.error is None
+    wrong = {variant.variant: variant.mismatch for variant in result.report.variants if not variant.as_expected}
+    assert wrong == {}
+    assert result.exit_code == 0
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", library())
 def test_a_scenario_is_found_exactly_as_its_file_says(name: str, tmp_path: Path) -> None:
-    result = run_scenario(load(name), keep=tmp_path / "runs")
-    assert result.error is None
-    assert {variant.variant: variant.mismatch for variant in result.report.variants if variant.mismatch} == {}
-    assert result.exit_code == 0
+    check(name, Overrides(), tmp_path / "runs")
 
 
 @pytest.mark.slow
@@ -36,6 +46,14 @@ def test_a_scenario_is_found_exactly_as_its_file_says(name: str, tmp_path: Path)
     ids=str,
 )
 def test_a_scenario_holds_for_other_sizes(name: str, overrides: Overrides, tmp_path: Path) -> None:
-    result = run_scenario(load(name), overrides, keep=tmp_path / "runs")
-    assert {variant.variant: variant.mismatch for variant in result.report.variants if variant.mismatch} == {}
-    assert result.exit_code == 0
+    check(name, overrides, tmp_path / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.library
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", library())
+def test_a_scenario_holds_for_another_seed(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name in MISJUDGED_WITH_SEED_3:
+        request.applymarker(pytest.mark.xfail(reason=MISJUDGED_WITH_SEED_3[name], strict=True))
+    check(name, Overrides(seed=3), tmp_path / "runs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,14 @@ from sample_reports import finding, report, weight
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
+from gradcheck_dist.reports.document import variant_line
 from gradcheck_dist.scenarios import runner
 from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.schema import load
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.result import StepMetrics, TrainResult
 
 SCENARIO = load("ddp-accum")
 RATIOS: dict[str, Callable[[int], float]] = {
@@ -44,8 +47,9 @@ def judge_as_the_file_says(run: Run) -> Report:
     variant = run.manifest["variant"]
     weights = [weight(rank, k, RATIOS[variant](k)) for rank in (0, 1) for k in range(3)]
     expect = next(found.expect for found in SCENARIO.variants if found.name == variant)
-    if expect is None:
+    if not expect:
         return report([], weights)
+    (expect,) = expect
     found = finding(code=expect.code, name=expect.name)
     assert found.first_event
     file = Path(runner.__file__).parents[2] / expect.culprit.file
@@ -138,6 +142,34 @@ def test_a_dead_rank_stops_the_scenario_and_keeps_what_was_recorded(
     assert f"kept in {tmp_path / 'temporary' / 'sum-every-backward'} (rank 0: 1 events" in str(result.error)
     assert [variant.report is None for variant in result.report.variants] == [False, True]
     assert "fixed" not in started
+
+
+def test_a_bug_of_torch_that_is_mended_elsewhere_is_told_and_no_failure(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torch = dataclasses.replace(SCENARIO, torch=("2.12",))
+    mended = report([], [weight(rank, k, 1.0) for rank in (0, 1) for k in range(3)])
+    mended.run.torch_version = "2.13.0+cpu"
+    monkeypatch.setattr(runner, "judge", lambda run: mended)
+    result = runner.run_scenario(of_torch)
+    assert result.exit_code == 0
+    assert result.report.variants[0].mismatch == "not reproduced here: torch 2.13.0, seen on 2.12"
+    assert result.report.variants[-1].mismatch == ""
+    assert (
+        variant_line(result.report.variants[0]) == "averaging: clean (not reproduced here: torch 2.13.0, seen on 2.12)"
+    )
+    mended.run.torch_version = "2.12.1"
+    assert runner.run_scenario(of_torch).exit_code == 1
+
+
+def test_costs_are_told_a_variant(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = runner.run_scenario(SCENARIO)
+    assert len(result.costs) == 3
+    assert all(cost.seconds > 0 and cost.peak_memory_bytes is None for cost in result.costs)
+    steps = [StepMetrics(0, 1.0, 1.0, 1, 0.1, 1.0, peak_memory_bytes=5)]
+    ranks = [TrainResult(rank, 2, "cpu", 0, steps) for rank in range(2)]
+    assert runner.peak_memory_bytes(ranks) == 10
+    assert runner.peak_memory_bytes([ranks[0], None]) is None
 
 
 def test_an_impossible_size_is_refused_before_anything_starts(started: list[str], tmp_path: Path) -> None:

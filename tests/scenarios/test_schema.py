@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import yaml
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.scenarios.jobs import Overrides, configurations
-from gradcheck_dist.scenarios.schema import library, load, parse
+from gradcheck_dist.scenarios.schema import check_name, library, load, parse
+from gradcheck_dist.scenarios.skeleton import skeleton
 
 GOOD: dict[str, Any] = {
     "name": "demo",
@@ -85,6 +87,15 @@ def test_every_scenario_tells_its_story_cites_a_thread_and_makes_jobs_the_traine
         ("variants.bad.expect", "clean", ["variants.bad.expect is 'clean'", "where there are faults"]),
         ("variants.bad.expect.code", "201", ["variants.bad.expect.code is '201'", "GS101"]),
         ("variants.bad.expect.ratio", "1/W", ["formula '1/W'", "unknown name 'W'"]),
+        ("mesh", {"dp_shard": 2, "ep": "nproc"}, ["mesh is", "not ep"]),
+        ("torch", "2.13", ["torch is '2.13'", "a list of texts"]),
+        ("torch", [2], ["torch is [2]", "a list of texts"]),
+        ("variants.bad.expect", [], ["variants.bad.expect is []", "list of findings"]),
+        ("variants.bad.expect", ["GS101"], ["variants.bad.expect[0] is 'GS101'", "a mapping"]),
+        ("variants.bad.expect", "right", ["variants.bad.expect is 'right'", "gradients-right"]),
+        ("variants.good.expect", "gradients-right", ["variants.good.expect is 'gradients-right'", "else clean"]),
+        ("variants.bad.expect.parameters", 3, ["variants.bad.expect.parameters is 3", "list of texts"]),
+        ("variants.bad.expect.factor", 3, ["variants.bad.expect.factor is 3", "a text"]),
         ("variants.bad.expect.culprit.lines", "x", ["unknown field variants.bad.expect.culprit.lines"]),
     ],
 )
@@ -93,6 +104,65 @@ def test_a_mistake_is_named_with_field_value_and_legal_values(path: str, value: 
         parse(changed(path, value), "demo.yaml")
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_variant_may_expect_several_findings_of_some_parameters() -> None:
+    one = GOOD["variants"]["bad"]["expect"]
+    both = [one, one | {"code": "GS101", "parameters": ["layers.0.*", "head.*"], "factor": "1/dp_shard"}]
+    first, second = next(iter(parse(changed("variants.bad.expect", both), "demo.yaml").variants)).expect
+    assert (first.code, first.parameters, first.factor) == ("GS201", (), None)
+    assert second.factor == "1/dp_shard"
+    assert [second.concerns(name) for name in ("layers.0.x", "head.weight", "layers.1.x")] == [True, True, False]
+
+
+def test_a_fault_that_leaves_gradients_right_is_no_healthy_twin() -> None:
+    harmless = changed("variants.bad.expect", "gradients-right")
+    assert parse(harmless, "demo.yaml").variants[0].expect == ()
+    alone = yaml.safe_load(harmless)
+    del alone["variants"]["good"]
+    with pytest.raises(GradcheckError, match="healthy twin"):
+        parse(yaml.safe_dump(alone), "demo.yaml")
+
+
+def test_a_configuration_of_its_own_may_be_the_bug() -> None:
+    document = yaml.safe_load(changed("variants.bad.config", {"scale_grads": True}))
+    del document["variants"]["bad"]["faults"]
+    assert len(parse(yaml.safe_dump(document), "demo.yaml").variants[0].expect) == 1
+
+
+def test_a_folder_of_ones_own_is_a_library(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(skeleton("mine"))
+    assert library(tmp_path) == ["mine"]
+    scenario = load("mine", tmp_path)
+    assert [variant.name for variant in scenario.variants] == ["broken", "fixed"]
+    assert configurations(scenario, Overrides())["broken"].faults == ("ddp-averages",)
+    with pytest.raises(GradcheckError, match=r"unknown scenario 'ddp-accum'.*mine"):
+        load("ddp-accum", tmp_path)
+    with pytest.raises(GradcheckError, match="no folder") as caught:
+        library(tmp_path / "nowhere")
+    assert caught.value.code == "E606"
+
+
+@pytest.mark.parametrize("name", ["", "Mine", "a b", "../x", "-x", "x.yaml"])
+def test_a_name_that_makes_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(GradcheckError) as caught:
+        check_name(name)
+    assert caught.value.code == "E607"
+
+
+def test_ep_borrows_its_ranks() -> None:
+    document = yaml.safe_load(changed("mesh", {"dp_shard": "nproc", "ep": 2}))
+    document["variants"]["bad"]["faults"] = ["expert-group-wrong"]
+    document["variants"]["bad"]["expect"]["ratio"] = "1/ep"
+    document |= {"config": {"num_experts": 4}, "defaults": {"nproc": 4}}
+    config = configurations(parse(yaml.safe_dump(document), "demo.yaml"), Overrides())["bad"]
+    assert (config.axes.world_size, config.axes.dp_shard, config.axes.ep) == (4, 4, 2)
+
+
+def test_a_bug_of_torch_need_not_show_on_another_version() -> None:
+    scenario = parse(changed("torch", ["2.13"]), "demo.yaml")
+    assert [scenario.seen_on(version) for version in ("2.13.0", "2.13", "2.14.0", "2.1")] == [True, True, False, False]
+    assert parse(yaml.safe_dump(GOOD), "demo.yaml").seen_on("3.0")
 
 
 def test_a_file_that_is_no_yaml_mapping_is_refused_by_name() -> None:

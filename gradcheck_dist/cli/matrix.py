@@ -1,0 +1,80 @@
+"""gradcheck matrix"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradcheck_dist.cli.output import Format, check_writable, write_file
+from gradcheck_dist.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from gradcheck_dist.scenarios import matrix as table
+
+
+def matrix(
+    quick: Annotated[bool, typer.Option("--quick", help="Only the dozen that stands for all.")] = False,
+    only: Annotated[
+        str, typer.Option("--only", metavar="TEXT", help="Only configurations whose name holds this text.")
+    ] = "",
+    list_: Annotated[bool, typer.Option("--list", help="List the configurations and stop.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="FILE", help="Keep results here; what is right there is not run again."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table: .md as Markdown.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="How to write the result to stdout.")] = Format.text,
+) -> None:
+    """Run correct configurations of every axis; nothing may be found on any.
+
+    Each trains one step on this machine, is judged, and must have the gradient norm of one process on the same data.
+
+    Exit codes: 0 all are clean, 1 not.
+    """
+    from gradcheck_dist.scenarios import matrix as table
+
+    chosen = [case for case in table.cases() if (case.is_quick or not quick) and only.lower() in case.name.lower()]
+    if list_:
+        for case in chosen:
+            typer.echo(case.name)
+        return
+    for file in (resume, report):
+        if file is not None:
+            check_writable(file)
+    earlier = {row.name: row for row in table.read_rows(resume)} if resume is not None else {}
+    from gradcheck_dist.trainer.launch import warm_up
+
+    warm_up()
+    runner = table.Matrix()
+    rows: list[table.Row] = []
+    with Progress("starting") as progress:
+        for index, case in enumerate(chosen, 1):
+            progress.update(f"{index} of {len(chosen)}: {case.name}")
+            row = table.done(earlier, case) or runner.run(case)
+            rows.append(row)
+            if resume is not None:
+                earlier[case.name] = row
+                table.write_rows(resume, list(earlier.values()))
+            if form == Format.text:
+                typer.echo(table.line(row))
+    if form == Format.text:
+        typer.echo(table.summary(rows))
+    else:
+        typer.echo(_written(rows, is_markdown=form == Format.md))
+    if report is not None:
+        write_file(report, _written(rows, is_markdown=report.suffix == ".md") + "\n")
+        typer.echo(f"wrote {report}", err=True)
+    raise typer.Exit(int(not all(row.is_right for row in rows)))
+
+
+def _written(rows: list[table.Row], *, is_markdown: bool) -> str:
+    from dataclasses import asdict
+
+    from gradcheck_dist.scenarios import matrix as table
+
+    if is_markdown:
+        return "\n".join(table.table(rows))
+    return json.dumps({"schema_version": 1, "rows": [asdict(row) for row in rows]}, indent=2)

@@ -1,0 +1,161 @@
+"""What became of several scenarios, as one table: a row a variant."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from gradcheck_dist import __version__
+from gradcheck_dist.diagnosis.finding import Finding, VariantReport
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.source import short_path
+from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.scenarios.runner import MIB, Cost, Result
+
+COLUMNS = ("scenario", "variant", "found", "factor", "culprit", "seconds", "as the file says")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant and what was found in it. Of a scenario that could not start there is one row, without a variant.
+
+    Attributes:
+        expected: codes and names that the file asks for; "clean" where nothing may be found.
+        found: likewise; None where nothing could be judged.
+        seconds: to train and to judge; None where nothing started.
+        peak_memory_bytes: the sum over ranks of the most that each held.
+        note: how the result differs from the file, or why there is none; a bug of torch's own that is mended says so.
+    """
+
+    scenario: str
+    variant: str
+    expected: str
+    found: str | None
+    factor: str
+    culprit: str
+    seconds: float | None
+    peak_memory_bytes: int | None
+    as_expected: bool
+    note: str
+
+
+def rows(result: Result) -> list[Row]:
+    """A scenario's rows, in the order of its variants."""
+    pairs = itertools.zip_longest(result.report.variants, result.costs)
+    return [_row(result.report.scenario, variant, cost) for variant, cost in pairs]
+
+
+def _row(scenario: str, variant: VariantReport, cost: Cost | None) -> Row:
+    expected, report = variant.expected_finding, variant.report
+    findings = report.findings if report else []
+    return Row(
+        scenario=scenario,
+        variant=variant.variant,
+        expected=_named(expected.code, expected.name) if expected else "clean",
+        found=_found(findings, report.verdict) if report else None,
+        factor=", ".join(map(_factor, findings)),
+        culprit=", ".join(dict.fromkeys(map(_culprit, findings))),
+        seconds=round(cost.seconds, 2) if cost else None,
+        peak_memory_bytes=cost.peak_memory_bytes if cost else None,
+        as_expected=variant.as_expected,
+        note=variant.mismatch,
+    )
+
+
+def refused(scenario: str, error: Exception) -> Row:
+    """The row of a scenario that could not start, or whose judging broke."""
+    return Row(scenario, "", "", None, "", "", None, None, False, said(error))
+
+
+def said(error: Exception) -> str:
+    """An error in words, with its code or its type."""
+    return f"{error.code if isinstance(error, GradcheckError) else type(error).__name__}: {error}"
+
+
+def _named(codes: str, names: str) -> str:
+    pairs = zip(codes.split(", "), names.split(", "), strict=True)
+    return ", ".join(f"{code} {name}" for code, name in pairs)
+
+
+def _found(findings: Sequence[Finding], verdict: str) -> str:
+    return ", ".join(f"{finding.code} {printable(finding.name)}" for finding in findings) or verdict
+
+
+def _factor(finding: Finding) -> str:
+    factor = finding.factor
+    if factor.expression not in (None, "1"):
+        return printable(factor.expression or "")
+    return number(factor.observed, 6) if factor.observed is not None and factor.expression is None else finding.pattern
+
+
+def _culprit(finding: Finding) -> str:
+    event = finding.first_event
+    if event is None:
+        return "none"
+    return f"{event.kind} {short_path(event.file)}:{event.line}" if event.file else event.kind
+
+
+def summary(table: Sequence[Row]) -> str:
+    """One sentence over all."""
+    scenarios = {row.scenario for row in table}
+    right = sum(row.as_expected for row in table)
+    seconds = sum(row.seconds or 0.0 for row in table)
+    peak = max((row.peak_memory_bytes or 0 for row in table), default=0)
+    memory = f", at most {peak / MIB:.0f} MiB at once" if peak else ""
+    return (
+        f"{right} of {plural(len(table), 'variant')} of {plural(len(scenarios), 'scenario')} as the files say, in "
+        f"{seconds:.0f} s{memory}"
+    )
+
+
+def text(table: Sequence[Row]) -> str:
+    """The table for a terminal; a line below a row says what is not as its file says."""
+    return "\n".join([*lines(table), summary(table), ""])
+
+
+def lines(table: Sequence[Row]) -> Iterator[str]:
+    """Each row as one line, and a second one where there is something to say."""
+    for row in table:
+        place = f"{row.scenario} {row.variant}".strip()
+        seconds = f"{row.seconds:6.1f} s" if row.seconds is not None else "       -"
+        found = "could not run" if row.found is None else row.found
+        where = f" ({row.factor}; {row.culprit})" if row.culprit else ""
+        yield f"{'ok ' if row.as_expected else 'NOT'} {seconds}  {place}: {found}{where}"
+        if row.note:
+            yield f"               {printable(row.note, 2000)}"
+
+
+def markdown(table: Sequence[Row]) -> str:
+    """The table for a page or a pull request."""
+    head = [f"{summary(table)}.", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    body = []
+    for row in table:
+        agreement = "yes" if row.as_expected else "**no**"
+        cells = (
+            row.scenario,
+            row.variant,
+            "could not run" if row.found is None else row.found,
+            row.factor,
+            row.culprit,
+            f"{row.seconds:.1f}" if row.seconds is not None else "",
+            f"{agreement}: {row.note}" if row.note else agreement,
+        )
+        body.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join([*head, *body, ""])
+
+
+def _cell(value: str) -> str:
+    return printable(value, 500).replace("|", "\\|").replace("<", "&lt;")
+
+
+def document(table: Sequence[Row]) -> str:
+    """The table as JSON, for a benchmark to keep."""
+    content = {
+        "schema_version": 1,
+        "tool": {"name": "gradcheck", "version": __version__},
+        "as_expected": all(row.as_expected for row in table),
+        "rows": [asdict(row) for row in table],
+    }
+    return json.dumps(content, indent=2) + "\n"
