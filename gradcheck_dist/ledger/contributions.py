@@ -60,11 +60,16 @@ LossesOfRank = dict[tuple[int, int], list[tuple[LossGradient, Loss | None]]]
 
 
 def losses_of_rank(events: list[Event]) -> LossesOfRank:
-    """The losses whose gradient arrived, by (accumulation step, microbatch). Evaluations without backward drop out."""
+    """The main losses whose gradient arrived, by (accumulation step, microbatch).
+
+    Evaluations without backward drop out, and so do auxiliary terms: an early pipeline stage may have its own, and it
+    still gets its tokens from the last one.
+    """
     losses = {event.loss_id: event for event in events if isinstance(event, Loss)}
     found: LossesOfRank = defaultdict(list)
     for event in events:
-        if isinstance(event, LossGradient):
+        loss = losses.get(event.loss_id) if isinstance(event, LossGradient) else None
+        if isinstance(event, LossGradient) and (loss is None or loss.term == "main"):
             found[event.accumulation_step, event.microbatch].append((event, losses.get(event.loss_id)))
     return dict(found)
 
@@ -116,8 +121,6 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
 def _contribution(
     key: ContributionKey, ranks: tuple[int, ...], owner: int, pairs: list[tuple[LossGradient, Loss | None]]
 ) -> Contribution:
-    # Whatever follows the leaf treats all terms alike: the main loss tells the weights, auxiliary terms do not.
-    pairs = [pair for pair in pairs if pair[1] is None or pair[1].term == "main"] or pairs
     gradient, loss = max(pairs, key=lambda pair: pair[0].num_tokens or 0)
     counts = [entry.num_tokens for entry, _ in pairs]
     num_tokens = None if None in counts else sum(count or 0 for count in counts)

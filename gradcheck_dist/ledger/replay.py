@@ -213,9 +213,12 @@ class _Machine:
         chain = self._solve(point, buffer.columns)
         if chain is not None and chain[2].residual <= HEALTHY * self.result.epsilon:
             return chain
+        if chain is None and all(column.weights is not None for column in buffer.columns):
+            return None, None, None  # too few elements for its few columns: more columns cannot help
+        units = np.eye(len(self.basis))
         everything = [
-            Column(values, unit, np.zeros(len(self.basis)), 1.0)
-            for values, unit in zip(self.basis.values, np.eye(len(self.basis)), strict=True)
+            Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0)
+            for column in self._arrived(point)
         ]
         direct = self._solve(point, everything)
         if direct is not None and direct[2].fits and (chain is None or direct[2].sigma < 0.5 * chain[2].sigma):
@@ -224,6 +227,18 @@ class _Machine:
             return chain
         solution = chain[2] if chain is not None else direct[2] if direct is not None else None
         return None, None, solution
+
+    def _arrived(self, point: Point) -> list[int]:
+        """The contributions that can be in a buffer by now: what has not happened yet must not explain it."""
+        rank, leaves = self.track.rank, self.track.leaves
+        latest = max((slot[0] for slot, (seq, _) in leaves.items() if seq <= point.seq), default=None)
+        return sorted(
+            {
+                column
+                for (owner, k, m), column in self.basis.of.items()
+                if (leaves[k, m][0] <= point.seq if owner == rank else latest is None or k <= latest)
+            }
+        )
 
     def _solve(self, point: Point, columns: list[Column]) -> tuple[np.ndarray, np.ndarray, Solution] | None:
         usable = [column for column in columns if column.weights is not None]
