@@ -1,4 +1,4 @@
-"""Faults that the engine does not judge right yet, with what it should say: each that is mended moves to the library."""
+"""Faults that the engine does not judge right yet, with what it should say: one that is mended moves to the library."""
 
 from __future__ import annotations
 
