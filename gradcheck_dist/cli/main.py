@@ -14,6 +14,7 @@ COMMANDS = (
     "run",
     "scenario",
     "matrix",
+    "study",
     "diagnose",
     "watch",
     "report",

@@ -113,9 +113,8 @@ def compare(control: Source, tests: Sequence[Source], axes: Mapping[str, float],
     known: dict[str, float] = {}
     for source in (control, *tests):
         known |= source.axes
-    quantities = {**(known if not axes else {}), **axes}
-    results = tuple(_test(control, source, quantities, by) for source in tests)
-    return Comparison(control.name, by, quantities, results, (control, *tests))
+    results = tuple(_test(control, source, axes or {**control.axes, **source.axes}, by) for source in tests)
+    return Comparison(control.name, by, axes or known, results, (control, *tests))
 
 
 def _test(control: Source, test: Source, axes: Mapping[str, float], by: By) -> Test:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from gradcheck_dist import __version__
@@ -114,8 +115,8 @@ def _metric_json(metric: Metric) -> dict[str, Any]:
     return content | {"explanations": [{"expression": one.expression, "value": one.value} for one in metric.names]}
 
 
-def as_html(comparison: Comparison, plotlyjs: PlotlyJs = "inline") -> str:
-    """A page: the table and, for each quantity, the curves above their ratio."""
+def as_html(comparison: Comparison, plotlyjs: PlotlyJs = "inline", sections: Sequence[str] = ()) -> str:
+    """A page: the table and, for each quantity, the curves above their ratio; `sections` is HTML behind the verdict."""
     figures = [figure for role in ("grad_norm", "loss") if (figure := _figure(comparison, role)) is not None]
     head = "".join(f'<th scope="col">{name}</th>' for name in HEADS[1:])
     rows = "".join(
@@ -130,6 +131,7 @@ def as_html(comparison: Comparison, plotlyjs: PlotlyJs = "inline") -> str:
     state = _STATES[comparison.exit_code]
     body = [
         f'<section class="verdict {state}"><h1>{prose_html(headline(comparison))}</h1><ul>{notes}</ul></section>',
+        *sections,
         '<div class="scroll" tabindex="0" role="region" aria-label="ratios"><table class="words">'
         f"<caption>ratio = test / control, aligned by {comparison.by}, 95 % band</caption>"
         f"<thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from gradcheck_dist.trainer.config import TrainConfig
@@ -15,3 +16,12 @@ def run_rank(run_dir: str, config: TrainConfig, objective: str) -> TrainResult:
 
     with attach(run_dir=Path(run_dir), objective=objective, axes=config.axes):
         return train(config)
+
+
+def run_study_rank(run_dir: str, config: TrainConfig, objective: str, log: str) -> TrainResult:
+    """Train with scalars in `log`; the first step is recorded into `run_dir`, then the probes take themselves away."""
+    from gradcheck_dist.probes import attach
+    from gradcheck_dist.trainer.loop import train
+
+    attach(run_dir=Path(run_dir), objective=objective, axes=config.axes, steps=range(1))
+    return train(dataclasses.replace(config, tensorboard=log))

@@ -36,6 +36,21 @@ class ScalarWriter:
         self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
 
 
+def num_written(folder: str | os.PathLike[str]) -> int:
+    """How many times `write` was called into a folder so far, also while it is written; 0 where there is no file."""
+    count = 0
+    for path in Path(folder).glob("events.out.tfevents.*"):
+        with open(path, "rb") as file:
+            size, at = os.fstat(file.fileno()).st_size, 0
+            while at + 8 <= size:
+                file.seek(at)
+                (length,) = struct.unpack("<Q", file.read(8))
+                at += 8 + 4 + length + 4
+                count += at <= size
+        count -= count > 0  # the first record is the file's version
+    return count
+
+
 def _varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 0x7F:

@@ -1,0 +1,79 @@
+"""gradcheck study"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradcheck_dist.cli.compare import CompareFormat
+from gradcheck_dist.cli.output import check_writable, write_file
+from gradcheck_dist.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from gradcheck_dist.scenarios.study import Result
+
+_BY_SUFFIX = {".md": CompareFormat.md, ".html": CompareFormat.html, ".json": CompareFormat.json}
+
+
+def study(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of a study. Default: the package's own.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Logs and recorded steps; what has ended there is kept.")
+    ] = Path("study"),
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each, in place of the file's.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="STRATEGY", help="Only this one; may be repeated.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write it: .md, .html or .json by the file's ending.")
+    ] = None,
+    form: Annotated[CompareFormat, typer.Option("--format", help="How to write it to stdout.")] = CompareFormat.text,
+) -> None:
+    """Train one model under several parallel strategies and lay their curves beside one process.
+
+    The first step of each is also recorded and judged: what the curves tell after hundreds of steps, it tells at once.
+    Interrupted, the same command goes on behind the last strategy that ended; tensorboard --logdir DIR shows all.
+
+    Exit codes: 0 all coincide with the control, 1 some strategy is off, 2 it could not run.
+    """
+    if report is not None:
+        _form_of(report)
+        check_writable(report)
+    from gradcheck_dist.scenarios import study as studies
+
+    chosen = studies.load(config, steps, tuple(only or ()))
+    out.mkdir(parents=True, exist_ok=True)
+    from gradcheck_dist.trainer.launch import warm_up
+
+    warm_up()
+    with Progress("starting") as progress:
+        result = studies.run(chosen, out, progress.update)
+    sys.stdout.write(_render(result, form))
+    if report is not None:
+        write_file(report, _render(result, _form_of(report)))
+        typer.echo(f"wrote {report}", err=True)
+    raise typer.Exit(result.comparison.exit_code)
+
+
+def _form_of(report: Path) -> CompareFormat:
+    from gradcheck_dist.errors import unknown_value
+
+    if report.suffix not in _BY_SUFFIX:
+        raise unknown_value("ending of --report", report.suffix, _BY_SUFFIX, code="E711")
+    return _BY_SUFFIX[report.suffix]
+
+
+def _render(result: Result, form: CompareFormat) -> str:
+    from gradcheck_dist.scenarios import study_render
+
+    return {
+        CompareFormat.text: study_render.as_text,
+        CompareFormat.md: study_render.as_markdown,
+        CompareFormat.html: study_render.as_html,
+        CompareFormat.json: study_render.as_json,
+    }[form](result)
