@@ -69,7 +69,8 @@ class Plan(Record, tag="plan"):
     """Which of a parameter's sampled positions a row of samples holds.
 
     `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
-    of the gradient, the sum over the ranks of a tensor-parallel mesh is the gradient (DTensor Partial).
+    of the gradient, the sum over the ranks of a tensor-parallel mesh is the gradient (DTensor Partial). `offset` and
+    `extent` are the box of the global parameter that this rank holds in such a layout; None where it is not known.
     """
 
     id: int
@@ -77,6 +78,8 @@ class Plan(Record, tag="plan"):
     num_values: int
     positions: bytes | None = None
     partial: bool = False
+    offset: tuple[int, ...] | None = None
+    extent: tuple[int, ...] | None = None
 
 
 class Wrapper(Record, tag="wrapper"):
@@ -104,6 +107,28 @@ class Samples(Record, tag="samples"):
     values: bytes
 
 
+class Norms(Record, tag="norms"):
+    """Euclidean norms of whole gradients as they were just before the event `seq`, a row a parameter.
+
+    `rows` is int32 bytes of shape (n, 3): parameter id, plan id (-1: a layout that is not known), number of elements
+    that are NaN or infinite (these are left out of the norm). `values` holds the norm of what this rank holds of each
+    gradient as float64.
+    """
+
+    step: int
+    seq: int
+    rows: bytes
+    values: bytes
+
+
+class ParamGroup(msgspec.Struct, array_like=True, frozen=True):
+    """One of an optimizer's parameter groups, with its own hyperparameters."""
+
+    params: int
+    lr: float | None
+    hyperparameters: dict[str, float]
+
+
 class Event(Record, kw_only=True):
     """Something that happened at one time on one rank. `seq` orders the events of a rank."""
 
@@ -114,10 +139,15 @@ class Event(Record, kw_only=True):
 
 
 class Loss(Event, tag="loss"):
-    """A loss was evaluated on labels (forward). `loss_id` joins it with its LossGradient."""
+    """A loss was evaluated on labels (forward). `loss_id` joins it with its LossGradient.
+
+    A second Loss of the same `loss_id` corrects the first: the user declared more about it. `coefficient` is the factor
+    of the term in the objective, None where nobody declared it.
+    """
 
     loss_id: int
     term: str = "main"
+    coefficient: float | None = None
     op: str = "cross_entropy"
     reduction: str = "mean"
     num_tokens: int | None = None
@@ -211,7 +241,8 @@ class AmpUnscale(Event, tag="amp_unscale"):
 class Clip(Event, tag="clip"):
     """Gradients were clipped. `coefficient` is what torch's formula gives: min(1, max_norm / (total_norm + 1e-6)).
 
-    `partial`: total_norm is this rank's share of a DTensor norm, not the whole.
+    `partial`: total_norm is this rank's share of a DTensor norm, not the whole. `norm_dtype`: the type that total_norm
+    was computed in, "" where that was not seen.
     """
 
     params: int
@@ -220,16 +251,30 @@ class Clip(Event, tag="clip"):
     total_norm: float
     coefficient: float
     partial: bool = False
+    norm_dtype: str = ""
+
+
+class ClipValue(Event, tag="clip_value"):
+    """Every element of the gradients was clamped to [-clip_value, clip_value]; BEFORE samples hang on it."""
+
+    params: int
+    clip_value: float
 
 
 class OptimizerStep(Event, tag="optimizer_step"):
-    """The optimizer read its gradients; BEFORE samples hang on it. Ends the recorded step."""
+    """The optimizer read its gradients; BEFORE samples hang on it. Ends the recorded step.
+
+    `lr` and `hyperparameters` are those of the first parameter group; `groups` are all of them where there are
+    several. `unreached` are parameters without any gradient whose module was called, with gradients enabled.
+    """
 
     optimizer: str
     params: int
     lr: float | None = None
     hyperparameters: dict[str, float] = {}
     grads_missing: int | None = None
+    groups: tuple[ParamGroup, ...] = ()
+    unreached: int | None = None
 
 
 class PipelineStep(Event, tag="pipeline_step"):
@@ -306,6 +351,7 @@ AnyEvent = (
     | ZeroGrad
     | AmpUnscale
     | Clip
+    | ClipValue
     | OptimizerStep
     | PipelineStep
     | Metric
@@ -314,4 +360,4 @@ AnyEvent = (
     | ProbeError
     | RunEnd
 )
-AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples
+AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms

@@ -78,6 +78,7 @@ class Discovery:
         self._handle: Any = None
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
+        self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
 
     def start(self) -> None:
         if self._handle is None:
@@ -86,7 +87,15 @@ class Discovery:
     def has_hooked(self, param: Tensor) -> bool:
         return id(param) in self._hooked
 
+    def was_called(self, param: Tensor) -> bool:
+        """Whether the module that owns a trainable parameter was seen to be called in this step."""
+        modules = self._recorder.registry.known_modules
+        return param.requires_grad and any(
+            key in modules and any(own is param for own in modules[key]._parameters.values()) for key in self._called
+        )
+
     def stop(self) -> None:
+        self._called.clear()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -99,6 +108,8 @@ class Discovery:
     def _on_call(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if torch.is_grad_enabled():
+            self._called.add(id(module))
         if id(module) not in self._recorder.registry.known_modules:
             add_root(self._recorder, module, None)
 

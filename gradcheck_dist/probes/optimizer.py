@@ -11,13 +11,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradcheck_dist.events import BEFORE, Clip, OptimizerStep, ZeroGrad
+from gradcheck_dist.events import BEFORE, Clip, ClipValue, OptimizerStep, ParamGroup, ZeroGrad
+from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.probes.sites import caller_site
 
-HYPERPARAMETERS: tuple[str, ...] = ("weight_decay", "eps", "momentum")
+HYPERPARAMETERS: tuple[str, ...] = (
+    "weight_decay",
+    "eps",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "decoupled_weight_decay",
+)
 CLIP_EPSILON = 1e-6
 """torch/nn/utils/clip_grad.py: coefficient = max_norm / (total_norm + 1e-6), clamped to 1."""
 
@@ -42,7 +50,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
     # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; the module that defines them keeps
     # its private names, through which clip_grad_norm_ calls itself.
-    for name, watch in (("clip_grad_norm_", _watch_clip), ("clip_grads_with_norm_", _watch_clip_with_norm)):
+    for name, watch in (
+        ("clip_grad_norm_", _watch_clip),
+        ("clip_grads_with_norm_", _watch_clip_with_norm),
+        ("clip_grad_value_", _watch_clip_value),
+    ):
         original = getattr(torch.nn.utils, name)
         replaced = watch(recorder, original)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -70,29 +82,47 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]))
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
+    record_norms(recorder, seq, [info for info in infos if info.id not in recorder.clipped])
+    groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    discovery = recorder.discovery
+    unreached = [info for info in infos if info.param.grad is None and discovery.was_called(info.param)]
     recorder.emit(
         OptimizerStep,
         seq=seq,
         site=caller_site(),
         optimizer=type(optimizer).__name__,
         params=recorder.registry.param_set(infos),
-        lr=float(first["lr"]) if "lr" in first else None,
+        lr=_number(first.get("lr")),
         hyperparameters=_hyperparameters(first),
         grads_missing=sum(info.param.grad is None for info in infos),
+        groups=tuple(_group(recorder, group) for group in groups),
+        unreached=recorder.registry.param_set(unreached) if unreached else None,
     )
-    discovery = recorder.discovery
     if all(discovery.has_hooked(info.param) for info in infos if info.param.requires_grad):
         discovery.stop()
     else:
         discovery.start()
 
 
+def _group(recorder: Recorder, group: dict[str, Any]) -> ParamGroup:
+    params = recorder.registry.param_set(params_of(recorder, group["params"]))
+    return ParamGroup(params, _number(group.get("lr")), _hyperparameters(group))
+
+
 def _hyperparameters(group: dict[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {name: float(group[name]) for name in HYPERPARAMETERS if name in group}
-    if "betas" in group:
-        found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
-    return found
+    betas = group.get("betas")
+    named = {name: group.get(name) for name in HYPERPARAMETERS}
+    if isinstance(betas, tuple | list) and len(betas) == 2:
+        named |= {"beta1": betas[0], "beta2": betas[1]}
+    return {name: number for name, value in named.items() if (number := _number(value)) is not None}
+
+
+def _number(value: Any) -> float | None:
+    """A hyperparameter as a number; None for what is none, and for a tensor that an accelerator would have to bring."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and Recorder.is_host(value) else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 @guarded("optimizer")
@@ -153,6 +183,21 @@ def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> 
     return clip_grads_with_norm_
 
 
+def _watch_clip_value(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        if not recorder.recording:
+            return original(parameters, clip_value, *args, **kwargs)
+        params, given = _readable(parameters)
+        opened = before_clip(recorder, params)
+        original(given, clip_value, *args, **kwargs)
+        if opened is not None:
+            after_clip_value(recorder, *opened, clip_value)
+        return None
+
+    return clip_grad_value_
+
+
 def _readable(parameters: Any) -> tuple[list[Any], Any]:
     """(all items, what to pass on): a generator is read once and stands as a generator again for torch."""
     if isinstance(parameters, Tensor):
@@ -168,7 +213,15 @@ def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[Par
     infos = params_of(recorder, params)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
+    record_norms(recorder, seq, infos)
+    recorder.clipped.update(info.id for info in infos)
     return seq, infos
+
+
+@guarded("clip")
+def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], clip_value: float) -> None:
+    params = recorder.registry.param_set(infos)
+    recorder.emit(ClipValue, seq=seq, site=caller_site(), params=params, clip_value=float(clip_value))
 
 
 @guarded("clip")
@@ -188,4 +241,5 @@ def after_clip(
         total_norm=norm,
         coefficient=(float(max_norm) / (norm + CLIP_EPSILON)).clamp(max=1.0),
         partial=partial,
+        norm_dtype=str(local.dtype).removeprefix("torch.") if isinstance(local, Tensor) else "",
     )

@@ -88,6 +88,7 @@ class Recorder(Sampler):
         self.discovery: Any = None  # set by the autograd probe
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
+        self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
         self.probe_ns = 0
         self._steps = steps
         self.recording = steps is None or 0 in steps
@@ -115,6 +116,7 @@ class Recorder(Sampler):
             self._stepped = False
             self.step += 1
             self.accumulation_step = 0
+            self.clipped.clear()
             self.recording = self._steps is None or self.step in self._steps
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()

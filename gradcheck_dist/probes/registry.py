@@ -146,7 +146,9 @@ class Registry:
             if found is None:
                 if tensor.numel() != info.param.numel():
                     return None
-                found = info.plans[key] = self._new_plan(info, None, info.positions, tensor.device, False)
+                found = info.plans[key] = self._new_plan(
+                    info, None, info.positions, tensor.device, False, (0,) * len(info.shape), info.shape
+                )
                 if type(tensor) is Tensor and tensor.is_cpu:
                     info.plain = found
             return found, tensor
@@ -175,11 +177,32 @@ class Registry:
         which, indices = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
         partial = any(placement.is_partial() for placement in tensor.placements)
         chosen = None if len(which) == len(info.positions) else which
-        return self._new_plan(info, chosen, indices, local.device, partial)
+        known = tuple(shape) == tuple(local.shape)
+        box = (tuple(offset), tuple(shape)) if known else (None, None)
+        return self._new_plan(info, chosen, indices, local.device, partial, *box)
 
-    def _new_plan(self, info: ParamInfo, which: Any, indices: Any, device: torch.device, partial: bool) -> LocalPlan:
+    def _new_plan(
+        self,
+        info: ParamInfo,
+        which: Any,
+        indices: Any,
+        device: torch.device,
+        partial: bool,
+        offset: tuple[int, ...] | None,
+        extent: tuple[int, ...] | None,
+    ) -> LocalPlan:
         plan = LocalPlan(self._num_plans, info.id, indices, device)
         self._num_plans += 1
         positions = None if which is None else which.astype("<i4").tobytes()
-        self._write(Plan(id=plan.id, param=info.id, num_values=len(indices), positions=positions, partial=partial))
+        self._write(
+            Plan(
+                id=plan.id,
+                param=info.id,
+                num_values=len(indices),
+                positions=positions,
+                partial=partial,
+                offset=offset,
+                extent=extent,
+            )
+        )
         return plan

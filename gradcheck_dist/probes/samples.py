@@ -32,6 +32,13 @@ class HostCopies:
         else:
             self._waiting.append((event, host, arrived))
 
+    def expect(self, pending: Any, arrived: Callable[[], None]) -> None:
+        """Call arrived() when `pending` (with query() and synchronize()) is done; in order with the copies."""
+        if pending.query() and not self._waiting:
+            arrived()
+        else:
+            self._waiting.append((pending, torch.empty(0), lambda _: arrived()))
+
     def start(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Begin a copy: (event or None when it is there already, host tensor)."""
         if tensor.device.type == "cpu":

@@ -35,6 +35,15 @@ class Pending:
         """Whether `result()` returns without waiting."""
         return self._event is None or self._event.query()
 
+    def query(self) -> bool:
+        """The same under the name that an accelerator's event gives it."""
+        return self.ready
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+
     def result(self) -> GradientStats:
         """The statistics; waits for the device if it has not come so far."""
         if self._stats is None:

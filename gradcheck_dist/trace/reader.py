@@ -15,6 +15,7 @@ from gradcheck_dist.events import (
     AnyRecord,
     Event,
     Header,
+    Norms,
     Param,
     ParamSet,
     Plan,
@@ -39,6 +40,7 @@ class RankTrace:
     wrappers: dict[int, Wrapper] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     samples: list[Samples] = field(default_factory=list)
+    norms: list[Norms] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -52,6 +54,8 @@ class RankTrace:
                 self.events.append(record)
             elif isinstance(record, Samples):
                 self.samples.append(record)
+            elif isinstance(record, Norms):
+                self.norms.append(record)
             elif isinstance(record, Param):
                 self.params[record.id] = record
             elif isinstance(record, ParamSet):

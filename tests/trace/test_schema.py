@@ -7,7 +7,7 @@ import typing
 from gradcheck_dist import events
 
 FROZEN = {
-    "loss": "loss_id term op reduction num_tokens num_labels label_hash value requires_grad dtype seq t_ns step site",
+    "loss": "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype seq t_ns step site",
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage seq t_ns step site"
     ),
@@ -19,8 +19,9 @@ FROZEN = {
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
     "zero_grad": "params set_to_none seq t_ns step site",
     "amp_unscale": "scale params found_inf seq t_ns step site",
-    "clip": "params max_norm norm_type total_norm coefficient partial seq t_ns step site",
-    "optimizer_step": "optimizer params lr hyperparameters grads_missing seq t_ns step site",
+    "clip": "params max_norm norm_type total_norm coefficient partial norm_dtype seq t_ns step site",
+    "clip_value": "params clip_value seq t_ns step site",
+    "optimizer_step": "optimizer params lr hyperparameters grads_missing groups unreached seq t_ns step site",
     "pipeline_step": (
         "schedule num_microbatches scale_grads group stages num_stages accumulation_step seq t_ns step site"
     ),
@@ -35,9 +36,10 @@ FROZEN = {
     ),
     "param": "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint",
     "param_set": "id params",
-    "plan": "id param num_values positions partial",
+    "plan": "id param num_values positions partial offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",
     "samples": "step rows dtype values",
+    "norms": "step seq rows values",
 }
 
 

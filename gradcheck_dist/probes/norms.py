@@ -1,0 +1,48 @@
+"""Norms of the gradients really seen: one pass over memory where they are clipped or, unclipped, stepped."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Norms
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.stats.gradients import start
+from gradcheck_dist.stats.inputs import DTYPES
+from gradcheck_dist.stats.pending import Pending
+
+
+@guarded("norms")
+def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
+    """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
+
+    Sparse gradients and layouts that torch's statistics do not read are left out.
+    """
+    grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
+    for info in infos:
+        grad = info.param.grad
+        if grad is None:
+            continue
+        local: Tensor = getattr(grad, "_local_tensor", grad)
+        if local.layout is torch.strided and local.dtype in DTYPES:
+            grads[local.device].append((info, grad))
+    for of_device in grads.values():
+        rows = array("i")
+        for info, grad in of_device:
+            found = recorder.registry.plan(info, grad)
+            rows.extend((info.id, found[0].id if found is not None else -1))
+        pending = start([grad for _, grad in of_device])
+        recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
+
+
+def _write(recorder: Recorder, step: int, seq: int, rows: array[int], pending: Pending) -> None:
+    stats = pending.result()
+    table = array("i")
+    for index, num_nonfinite in enumerate(stats.num_nonfinite):
+        table.extend((rows[2 * index], rows[2 * index + 1], min(int(num_nonfinite), 2**31 - 1)))
+    recorder.writer.append(Norms(step=step, seq=seq, rows=table.tobytes(), values=stats.l2.astype("<f8").tobytes()))
