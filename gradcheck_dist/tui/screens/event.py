@@ -25,9 +25,8 @@ class EventScreen(RunScreen):
 
     MODE = "event"
     DEFAULT_CSS = """
-    EventScreen StopsList { width: 34; border-right: solid $primary; }
-    EventScreen StopsList:focus { border-right: heavy $accent; }
-    EventScreen VerticalScroll { width: 1fr; }
+    EventScreen StopsList { width: 33; }
+    EventScreen VerticalScroll { width: 1fr; border-left: solid $primary; }
     EventScreen #path { height: 1; background: $surface; color: $accent; text-wrap: nowrap; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -51,7 +51,11 @@ class Weights(RunScreen):
             self.query_one(Heatmap).show(slice_grid(grid, self.rows, self.columns, self._contains))
         self._cell()
 
-    @on(Heatmap.CellMoved)
+    def on_mount(self) -> None:
+        # Watched and not told by a message: the box is drawn in the same frame as the cursor.
+        for name in ("cursor", "column"):
+            self.watch(self.query_one(Heatmap), name, self._cell, init=False)
+
     def _cell(self) -> None:
         heatmap = self.query_one(Heatmap)
         if heatmap.part is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import ClassVar
 
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.message import Message
+from textual.geometry import Region
 from textual.reactive import reactive
 
 from gradcheck_dist.tui import scale
@@ -35,9 +36,6 @@ class Heatmap(Rows):
     _longest_row = 8
     _longest_column = 2
 
-    class CellMoved(Message):
-        """The cursor is on another cell."""
-
     def show(self, part: Slice) -> None:
         self.part = part
         self._longest_row = max(map(len, part.row_labels), default=8)
@@ -55,24 +53,23 @@ class Heatmap(Rows):
 
     @property
     def label_width(self) -> int:
-        return max(18, min(self._longest_row + 2, self.size.width * 2 // 5))
+        return max(18, min(self._longest_row + 2, self._size.width * 2 // 5))
 
     @property
     def num_visible(self) -> int:
-        return max(1, (self.size.width - self.label_width) // self.cell_width)
+        return max(1, (self._size.width - self.label_width) // self.cell_width)
 
     def validate_column(self, column: int) -> int:
         return max(0, min(column, (self.part.shape[1] if self.part else 1) - 1))
 
     def watch_column(self) -> None:
+        first = self._first
         self.show_column()
-        self.refresh()
-        self.post_message(self.CellMoved())
-
-    def watch_cursor(self, old: int, new: int) -> None:
-        super().watch_cursor(old, new)
-        if old != new:
-            self.post_message(self.CellMoved())
+        if first != self._first:
+            self.refresh()
+        else:
+            self.refresh(Region(0, 0, self._size.width, self.header_rows))
+            self.refresh_rows(self.cursor)
 
     def watch_numbers(self) -> None:
         self.show_column()
@@ -120,18 +117,24 @@ class Heatmap(Rows):
             return
         here_row = index == self.cursor
         yield middle(part.row_labels[index], self.label_width - 1) + " ", "bold" if here_row else "plain"
+        here = self.column if here_row else -1
         width, numbers, tolerance = self.cell_width, self.numbers, part.grid.tolerance
         for column in self._columns():
             ratio = part.ratio(index, column)
-            right = abs(ratio - 1.0) <= tolerance
-            style = scale.style(ratio, right)
-            sign = scale.sign(ratio, right)
-            body = f"{sign} {scale.short(ratio)}" if numbers else sign
-            if here_row and column == self.column:
-                yield fit(f"[{fit(body, width - 3)}]", width - 1), style + Style(bold=True, underline=True)
+            body, style = _cell(ratio, abs(ratio - 1.0) <= tolerance, width, numbers)
+            if column == here:
+                yield f"[{body[1:-1]}]", style + Style(bold=True, underline=True)
             else:
-                yield f" {body}".ljust(width - 1)[: width - 1], style
+                yield body, style
             yield " ", "plain"
 
     def empty(self) -> str:
         return "no weight of this step could be observed; the Parameters screen (5) says why"
+
+
+@lru_cache(maxsize=4096)
+def _cell(ratio: float, right: bool, width: int, numbers: bool) -> tuple[str, Style]:
+    """A cell without the gap behind it."""
+    sign = scale.sign(ratio, right)
+    body = f" {sign} {scale.short(ratio)}" if numbers else f" {sign}"
+    return body.ljust(width - 1)[: width - 1], scale.style(ratio, right)

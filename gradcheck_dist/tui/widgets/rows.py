@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.filter import DimFilter
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import reactive
@@ -20,6 +21,9 @@ from gradcheck_dist.reports.text import printable
 
 Piece = tuple[str, str | Style]
 """Text and how it looks: the name of a component class ("bad", "dim", ...) or a style."""
+
+MAX_MADE = 4096
+"""Pieces that are kept ready to be drawn again: most rows look like their neighbours."""
 
 LOOKS = ("plain", "dim", "good", "bad", "warn", "accent", "head", "bold")
 
@@ -56,7 +60,9 @@ class Rows(ScrollView, can_focus=True):
     """Rows at the top that stay in place."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
-        self._looks: dict[tuple[Style, str | Style], Style] = {}
+        self._drawn: dict[int, Strip] = {}
+        self._drawn_size = Size(0, 0)
+        self._made: dict[Style, dict[Piece, tuple[Segment, int]]] = {}
         super().__init__(id=id, classes=classes)
 
     class Moved(Message):
@@ -90,7 +96,8 @@ class Rows(ScrollView, can_focus=True):
         self.watch_count()
 
     def notify_style_update(self) -> None:
-        self._looks.clear()
+        self._made.clear()
+        self._drawn.clear()
         super().notify_style_update()
 
     def look(self, name: str | Style) -> Style:
@@ -107,12 +114,12 @@ class Rows(ScrollView, can_focus=True):
     def watch_cursor(self, old: int, new: int) -> None:
         if old != new:
             self.show_cursor()
-            self.refresh()
+            self.refresh_rows(old, new)
             self.post_message(self.Moved(self, new))
 
     def show_cursor(self) -> None:
         """Scroll as far as needed to see the cursor."""
-        height = max(1, self.size.height - self.header_rows)
+        height = max(1, self._size.height - self.header_rows)
         top = round(self.scroll_y)
         if self.cursor < top:
             self.scroll_to(y=self.cursor, animate=False)
@@ -141,30 +148,71 @@ class Rows(ScrollView, can_focus=True):
             if again or event.chain > 1:
                 self.action_choose()
 
-    def render_line(self, y: int) -> Strip:
-        width = self.size.width
-        base = self.rich_style
-        if y < self.header_rows:
-            return self._strip(self.header(y), width, base)
-        index = y - self.header_rows + round(self.scroll_y)
-        if index >= self.count:
-            text = self.empty() if index == 0 or (self.count == 0 and y == self.header_rows) else ""
-            return self._strip([(text, "dim")] if text else (), width, base)
-        if index == self.cursor:
-            base += self.get_component_rich_style("rows--cursor")
-        return self._strip(self.pieces(index), width, base)
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """The lines in view, past Textual's cache of decorated lines: a list has no border and no padding."""
+        if self._drawn_size != self._size:
+            self._drawn_size = self._size
+            self._drawn.clear()
+        if not self._drawn.keys() >= set(crop.line_range):
+            self._draw([y for y in crop.line_range if y not in self._drawn])
+        strips = [self._drawn[y] for y in crop.line_range]
+        if crop.column_span != (0, self._size.width):
+            strips = [strip.crop(*crop.column_span) for strip in strips]
+        return strips
+
+    def _draw(self, lines: Iterable[int]) -> None:
+        width, top, header_rows = self._size.width, round(self.scroll_y), self.header_rows
+        count, cursor = self.count, self.cursor
+        base, background = self.rich_style, self.background_colors[1]
+        # No look of a list uses the terminal's own "dim".
+        filters = [one for one in self.get_line_filters() if not isinstance(one, DimFilter)]
+        under = base + self.get_component_rich_style("rows--cursor")
+        for y in lines:
+            index = y - header_rows + top
+            if y < header_rows:
+                strip = self._strip(self.header(y), width, base)
+            elif index < count:
+                strip = self._strip(self.pieces(index), width, under if index == cursor else base)
+            else:
+                words = self.empty() if y == header_rows and not count else ""
+                strip = self._strip([(words, "dim")] if words else (), width, base)
+            for line_filter in filters:
+                strip = strip.apply_filter(line_filter, background)
+            self._drawn[y] = strip
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        """Lines that are refreshed are drawn again; the others stay as they are."""
+        if regions:
+            for region in regions:
+                for y in region.line_range:
+                    self._drawn.pop(y, None)
+        else:
+            self._drawn.clear()
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
 
     def _strip(self, pieces: Iterable[Piece], width: int, base: Style) -> Strip:
-        segments, known = [], self._looks
-        for text, look in pieces:
-            style = known.get((base, look))
-            if style is None:
-                style = known[base, look] = base + self.look(look)
-            segments.append(Segment(text if text.isprintable() and text.isascii() else printable(text), style))
-        return Strip(segments).adjust_cell_length(width, base).crop(0, width)
+        segments, known, length = [], self._made.setdefault(base, {}), 0
+        if len(known) > MAX_MADE:
+            known.clear()
+        for piece in pieces:
+            made = known.get(piece)
+            if made is None:
+                text, look = piece
+                shown = text if text.isprintable() and text.isascii() else printable(text)
+                made = known[piece] = (Segment(shown, base + self.look(look)), cell_len(shown))
+            segments.append(made[0])
+            length += made[1]
+        if length == width:
+            return Strip(segments, length)
+        return Strip(segments, length).adjust_cell_length(width, base)
 
-    def refresh_cursor_line(self) -> None:
-        self.refresh(Region(0, self.cursor - round(self.scroll_y) + self.header_rows, self.size.width, 1))
+    def refresh_rows(self, *indices: int) -> None:
+        """Draw only these rows again, as far as they are in view."""
+        top, height = round(self.scroll_y), self._size.height
+        for index in indices:
+            y = index - top + self.header_rows
+            if self.header_rows <= y < height:
+                self.refresh(Region(0, y, self._size.width, 1))
 
 
 def fit(text: str, width: int, align: str = "left") -> str:

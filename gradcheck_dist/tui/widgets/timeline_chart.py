@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import ClassVar
 
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.message import Message
 from textual.reactive import reactive
 
@@ -234,11 +236,17 @@ class TimelineChart(Rows):
             return Style(color="#ffffff", bgcolor="#c02000", bold=True)
         colour = _COLOURS[mark.letter]
         if self.view is not None and not self.view.concerns(mark, self.param):
-            return Style(color=colour, dim=True)
+            return Style(color=_faded(colour, self.background_colors[1].hex6))
         return Style(color="#101418", bgcolor=colour)
 
     def empty(self) -> str:
         return "no event of this step was recorded"
+
+
+@lru_cache(maxsize=64)
+def _faded(colour: str, background: str) -> str:
+    """Half way to the background."""
+    return Color.parse(background).blend(Color.parse(colour), 0.55).hex6
 
 
 def _bar_text(mark: Mark, width: int) -> str:
