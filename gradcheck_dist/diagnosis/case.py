@@ -17,7 +17,8 @@ from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 @dataclass
 class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
-    the pattern's factor, `base_names` of the base of a geometric pattern, simplest first."""
+    the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
+    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss."""
 
     context: StepContext
     culprit: Culprit
@@ -28,10 +29,17 @@ class Case:
     everywhere: bool = False
     names: list[Name] = field(default_factory=list)
     base_names: list[Name] = field(default_factory=list)
+    terms: tuple[str, ...] = ()
+    term_ranks: tuple[int, ...] = ()
 
     @property
     def pattern(self) -> Pattern:
         return self.patterns[0]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are concerned."""
+        return sorted({held.rank for held in self.held} | set(self.term_ranks))
 
     @property
     def event(self) -> Event | None:

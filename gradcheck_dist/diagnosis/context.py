@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gradcheck_dist.axes import AXIS_NAMES
-from gradcheck_dist.events import Backward, Event, PipelineStep, Reduce
+from gradcheck_dist.events import Backward, Event, Loss, PipelineStep, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
@@ -20,7 +20,8 @@ class Quantity:
 
 @dataclass
 class StepContext:
-    """Degrees and counts of one step; `quantities` maps the names used in explanations to their values."""
+    """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
+    auxiliary loss terms."""
 
     step: int
     world_size: int
@@ -32,6 +33,7 @@ class StepContext:
     num_microbatches: int
     contributions: Contributions
     num_stages: int = 1
+    terms: tuple[str, ...] = ()
     quantities: dict[str, float] = field(default_factory=dict)
 
     def group_name(self, size: int) -> str:
@@ -82,10 +84,11 @@ def step_context(
 ) -> StepContext:
     """Gather the numbers that an explanation may use."""
     axes, axes_from = infer_axes(run, events)
-    backwards = [event for of_rank in events.values() for event in of_rank if isinstance(event, Backward)]
+    everything = [event for of_rank in events.values() for event in of_rank]
+    backwards = [event for event in everything if isinstance(event, Backward)]
     num_accumulation = 1 + max((event.accumulation_step for event in backwards), default=0)
     num_microbatches = 1 + max((event.microbatch for event in backwards), default=0)
-    pipelines = [event for of_rank in events.values() for event in of_rank if isinstance(event, PipelineStep)]
+    pipelines = [event for event in everything if isinstance(event, PipelineStep)]
     context = StepContext(
         step=step,
         world_size=run.world_size,
@@ -97,6 +100,7 @@ def step_context(
         num_microbatches=num_microbatches,
         contributions=contributions,
         num_stages=max((event.num_stages for event in pipelines), default=1),
+        terms=tuple(sorted({event.term for event in everything if isinstance(event, Loss)} - {"main"})),
     )
     quantities: dict[str, float] = {name: float(degree) for name, degree in axes.items()}
     quantities["accumulation_steps"] = float(num_accumulation)

@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
 from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import PipelineStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
@@ -39,6 +40,7 @@ class StepVerdict:
     units: dict[ParamKey, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
 
 
@@ -53,7 +55,7 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
     Raises:
         GradcheckError: E401 unknown objective, E402 none of the steps was recorded.
     """
-    chosen, chosen_from = _objective(run, objective)
+    chosen, chosen_from = objective_of(run, objective)
     recorded = steps_of(run)
     skipped = skipped_steps(run)
     chosen_steps = recorded if steps is None else [step for step in recorded if step in set(steps)]
@@ -64,6 +66,11 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
             code="E402",
         )
     verdicts = [judge_step(run, step, chosen, chosen_from) for step in wanted]
+    return conclude(run, verdicts, skipped, chosen, chosen_from)
+
+
+def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objective: str, objective_from: str) -> Report:
+    """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
     whole = [verdict for verdict in verdicts if verdict.data.complete]
     if whole and len(whole) < len(verdicts):
@@ -71,12 +78,13 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
         cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
-    report = _report(run, verdicts, chosen, chosen_from)
-    report.coverage.problems += notes
+    report = _report(run, verdicts, objective, objective_from)
+    report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
 
 
-def _objective(run: Run, given: str | None) -> tuple[str, str]:
+def objective_of(run: Run, given: str | None) -> tuple[str, str]:
+    """What a step's gradient is meant to be, and how that is known."""
     if given is not None:
         return check_objective(given), "given"
     for trace in run.ranks.values():
@@ -100,7 +108,11 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     verdict.held = judge(measured, contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected)
     verdict.units = summary.unit_of(verdict.held)
-    verdict.findings = [_finding(case, verdict.units) for case in _all_cases(verdict, measured, expected, tokens)]
+    cases = _all_cases(verdict, measured, expected, tokens)
+    terms = judge_terms(context, data.events, contributions, expected, cases)
+    verdict.reasons += terms.reasons
+    verdict.remarks += terms.remarks
+    verdict.findings = [_finding(case, verdict.units) for case in [*cases, *terms.cases]]
     verdict.weights = summary.weights(step, verdict.held, verdict.units, contributions, expected)
     return verdict
 
@@ -228,7 +240,7 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
             pattern=case.pattern.text,
             units=sorted({units[held.param] for held in case.held}),
             num_parameters=len({held.param for held in case.held}),
-            ranks=sorted({held.rank for held in case.held}),
+            ranks=case.ranks,
             first_event=first_event(case),
             explanation=answer.explanation,
             fix=answer.fix,

@@ -40,12 +40,14 @@ def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Call
         # Positional order of both: weight, size_average, ignore_index, reduce, reduction.
         ignore_index = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
         reduction = kwargs.get("reduction", args[4] if len(args) > 4 else "mean")
-        evaluated(recorder, output, target, op, ignore_index, reduction)
+        class_weight = kwargs.get("weight", args[0] if args else None)
+        evaluated(recorder, output, target, op, ignore_index, reduction, class_weight)
         return output
 
     return loss
 
 
+_SEEN = "_gradcheck_loss"
 HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
 
 
@@ -60,7 +62,15 @@ def label_hash(target: Tensor) -> int | Tensor:
 
 
 @guarded("loss")
-def evaluated(recorder: Recorder, output: Tensor, target: Tensor, op: str, ignore_index: int, reduction: str) -> None:
+def evaluated(
+    recorder: Recorder,
+    output: Tensor,
+    target: Tensor,
+    op: str,
+    ignore_index: int,
+    reduction: str,
+    class_weight: Tensor | None = None,
+) -> None:
     if output.requires_grad:
         recorder.ensure_step()
     if not recorder.recording:
@@ -69,7 +79,10 @@ def evaluated(recorder: Recorder, output: Tensor, target: Tensor, op: str, ignor
     num_tokens = valid.sum() if valid is not None else target.shape[0]
     if isinstance(num_tokens, Tensor) and num_tokens.device.type == "cpu":
         num_tokens = int(num_tokens)
-    record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target)
+    weighted = None
+    if class_weight is not None and valid is not None:
+        weighted = (class_weight.detach()[torch.where(valid, target, 0)] * valid).sum()
+    record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target, valid=valid, weighted=weighted)
 
 
 def record_loss(
@@ -81,33 +94,60 @@ def record_loss(
     op: str,
     term: str = "main",
     labels: Tensor | None = None,
+    coefficient: float | None = None,
+    valid: Tensor | None = None,
+    weighted: Tensor | None = None,
 ) -> None:
-    """Record a loss tensor and, when a gradient will come, watch for it."""
-    loss_id = recorder.next_seq()
-    recorder.emit(
-        Loss,
-        seq=loss_id,
-        site=caller_site(),
-        loss_id=loss_id,
-        term=term,
-        op=op,
-        reduction=reduction,
-        num_tokens=num_tokens,
-        num_labels=labels.numel() if labels is not None else None,
-        label_hash=label_hash(labels) if labels is not None else None,
-        value=output.detach() if output.dim() == 0 else None,
-        requires_grad=output.requires_grad,
-        dtype=str(output.dtype).removeprefix("torch."),
-    )
+    """Record a loss tensor and, when a gradient will come, watch for it.
+
+    `valid` tells which elements of an unreduced loss are no ignored labels, `weighted` is the sum of the class weights
+    of the labels.
+
+    A tensor that was recorded before is recorded as the same loss: what is told of it now corrects what was seen.
+    """
+    seq = recorder.next_seq()
+    seen: dict[str, Any] | None = getattr(output, _SEEN, None)
+    if seen is not None:
+        recorder.emit(Loss, seq=seq, **seen | {"term": term, "coefficient": coefficient})
+        return
+    seen = {
+        "site": caller_site(),
+        "loss_id": seq,
+        "term": term,
+        "coefficient": coefficient,
+        "op": op,
+        "reduction": reduction,
+        "num_tokens": num_tokens,
+        "num_labels": labels.numel() if labels is not None else None,
+        "label_hash": label_hash(labels) if labels is not None else None,
+        "value": output.detach() if output.dim() == 0 else None,
+        "requires_grad": output.requires_grad,
+        "dtype": str(output.dtype).removeprefix("torch."),
+        "num_weighted_tokens": weighted,
+    }
+    recorder.emit(Loss, seq=seq, **seen)
     if output.requires_grad:
-        output.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id, num_tokens, reduction))
+        setattr(output, _SEEN, seen)
+        unreduced = valid if reduction == "none" else None
+        arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
+        output.register_hook(functools.partial(arrived, is_main=term == "main", valid=unreduced))
 
 
 @guarded("loss")
-def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens: int | Tensor, reduction: str) -> None:
+def gradient_arrived(
+    recorder: Recorder,
+    grad: Tensor,
+    *,
+    loss_id: int,
+    num_tokens: int | Tensor,
+    reduction: str,
+    is_main: bool,
+    valid: Tensor | None = None,
+) -> None:
     if not recorder.recording or recorder.current is None:
         return
-    recorder.loss_seen_in = recorder.current.seq
+    if is_main:
+        recorder.loss_seen_in = recorder.current.seq
     local = getattr(grad, "_local_tensor", grad).detach()
     low: Tensor | None = None
     high: Tensor | None = None
@@ -116,10 +156,15 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, num_tokens:
         if reduction == "mean":
             weight = weight / (num_tokens.clamp_min(1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
     else:
+        # What is masked out later has no weight and is no token; an ignored label has no loss, whatever its weight.
         used = local != 0
-        weight = local.double().sum() / used.sum().clamp_min(1)
-        low = torch.where(used, local, torch.inf).min().double()
-        high = torch.where(used, local, -torch.inf).max().double()
+        if valid is not None and valid.shape == local.shape:
+            used = used & valid
+        weights = torch.where(used, local, 0).double()
+        num_tokens = used.sum()
+        weight = weights.sum() / num_tokens.clamp_min(1)
+        low = torch.where(used, weights, weights.max()).min()
+        high = torch.where(used, weights, weights.min()).max()
     recorder.emit(
         LossGradient,
         site=recorder.current.site,

@@ -160,22 +160,48 @@ def install(name: str, recorder: Recorder, patches: Patches) -> None:
         recorder.status(name, True)
 
 
-def mark_loss(loss: Tensor, num_tokens: int, *, term: str = "main", labels: Tensor | None = None) -> Tensor:
+def mark_loss(
+    loss: Tensor,
+    num_tokens: int,
+    *,
+    term: str = "main",
+    labels: Tensor | None = None,
+    coefficient: float | None = None,
+) -> Tensor:
     """Declare a loss that no wrapper sees: the sum of token losses over `num_tokens` tokens, before it is divided.
+
+    The result of F.cross_entropy may be declared too: it is then no part of the main loss but of `term`.
+
+    Args:
+        term: "main", or the name of an auxiliary term (load balance, router z-loss, multi-token prediction).
+        labels: what tells the ranks that evaluate the same tokens.
+        coefficient: what an auxiliary term is multiplied by in the objective. Without it the term's scale is only
+            compared between contributions.
 
     Returns the loss unchanged. Without an attached session it does nothing.
     """
     if _session is not None:
-        _mark(_session.recorder, loss, num_tokens, term, labels)
+        _mark(_session.recorder, loss, num_tokens, term, labels, coefficient)
     return loss
 
 
 @guarded("mark_loss")
-def _mark(recorder: Recorder, loss: Tensor, num_tokens: int, term: str, labels: Tensor | None) -> None:
+def _mark(
+    recorder: Recorder, loss: Tensor, num_tokens: int, term: str, labels: Tensor | None, coefficient: float | None
+) -> None:
     if loss.requires_grad:
         recorder.ensure_step()
     if recorder.recording:
-        record_loss(recorder, loss, int(num_tokens), reduction="sum", op="mark_loss", term=term, labels=labels)
+        record_loss(
+            recorder,
+            loss,
+            int(num_tokens),
+            reduction="sum",
+            op="mark_loss",
+            term=term,
+            labels=labels,
+            coefficient=coefficient,
+        )
 
 
 def availability() -> dict[str, str]:

@@ -161,10 +161,11 @@ def _finding(finding: Finding) -> FindingText:
     if finding.suggested_experiment:
         facts.append("to tell apart: " + prose(finding.suggested_experiment))
     steps = finding.steps or [finding.step]
-    where = (
-        f"{plural(finding.num_parameters, 'parameter')} ({some(finding.units)}) on ranks {spans(finding.ranks)}, "
-        f"step {spans(steps)}"
+    # An auxiliary loss term concerns whatever lies before it, which no trace tells.
+    concerned = (
+        f"{plural(finding.num_parameters, 'parameter')} ({some(finding.units)})" if finding.units else "the term"
     )
+    where = f"{concerned} on ranks {spans(finding.ranks)}, step {spans(steps)}"
     return FindingText(
         code=printable(finding.code, 80),
         name=printable(finding.name, 80),
@@ -189,12 +190,18 @@ def _candidate(candidate: Candidate) -> str:
     return f"{printable(candidate.expression)} = {number(candidate.value)}{evidence}"
 
 
+_VARYING = ("K-1-k", "repetitions", "n_c", "N_r")
+
+
 def _factor(finding: Finding) -> str:
     factor = finding.factor
     expression = printable(factor.expression) if factor.expression else None
     pattern = f" ({prose(finding.pattern, 300)})" if finding.pattern else ""
     if factor.observed is None:
         return f"observed / expected = {expression or 'unknown'}{pattern}"
+    if expression and any(symbol in expression for symbol in _VARYING):
+        # It differs between contributions: no one number stands for it, the pattern gives them.
+        return f"observed / expected = {expression}{pattern}"
     name = f" = {expression}" if expression else ""
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
 

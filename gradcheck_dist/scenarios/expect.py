@@ -49,7 +49,7 @@ def _differences(expect: Sequence[Expectation], report: Report, config: TrainCon
     for one in expect:
         candidates = [finding for finding in report.findings if (finding.code, finding.name) == (one.code, one.name)]
         # Of several findings with one code any may be the one that is meant.
-        differences = [list(_wrong_finding(one, finding, report)) for finding in candidates]
+        differences = [list(_wrong_finding(one, finding, report, config)) for finding in candidates]
         yield from min(differences, key=len, default=[])
     yield from _wrong_weights(expect, report, config)
 
@@ -68,11 +68,13 @@ def _wrong_steps(expect: Sequence[Expectation], report: Report, config: TrainCon
             yield f"the finding names the steps {sorted(told)}, not {sorted(judged)}"
 
 
-def _wrong_finding(expected: Expectation, finding: Finding, report: Report) -> Iterator[str]:
+def _wrong_finding(expected: Expectation, finding: Finding, report: Report, config: TrainConfig) -> Iterator[str]:
     yield from _wrong_culprit(expected.culprit, finding)
     named = finding.factor.expression
     if expected.factor is not None and named != expected.factor:
         yield f"the factor is called {printable(named or 'nothing')}, not {expected.factor}"
+    if expected.terms:
+        yield from _wrong_terms(expected, finding, config)
     if expected.parameters:
         concerned = {name for unit in report.units for name in unit.parameters if expected.concerns(name)}
         if finding.num_parameters != len(concerned):
@@ -80,6 +82,16 @@ def _wrong_finding(expected: Expectation, finding: Finding, report: Report) -> I
                 f"the finding concerns {plural(finding.num_parameters, 'parameter')}, not the {len(concerned)} of "
                 f"{', '.join(expected.parameters)}"
             )
+
+
+def _wrong_terms(expected: Expectation, finding: Finding, config: TrainConfig) -> Iterator[str]:
+    for term in expected.terms:
+        if term not in finding.pattern:
+            yield f"the finding says {printable(finding.pattern)}, and nothing of the loss term {term}"
+    values = {**sizes_of(config), **dict.fromkeys(("N", "N_r", "n_c", "k", "m", "r", "h"), 0)}
+    wanted, found = float(expected.ratio.evaluate(values)), finding.factor.observed
+    if found is None or abs(found - wanted) > TOLERANCE[config.dtype] * abs(wanted):
+        yield f"the term's factor is {found}, not {expected.ratio.text} = {number(wanted, 7)}"
 
 
 def _wrong_culprit(expected: ExpectedCulprit, finding: Finding) -> Iterator[str]:
@@ -118,7 +130,9 @@ def _wrong_weights(expect: Sequence[Expectation], report: Report, config: TrainC
         off = []
         for weight in weights:
             names = members.get(weight.unit, [])
-            ratios = [one.ratio for one in expect if not one.parameters or any(map(one.concerns, names))]
+            ratios = [
+                one.ratio for one in expect if not one.terms and (not one.parameters or any(map(one.concerns, names)))
+            ]
             off.append(_difference(ratios, weight, tokens, config))
         wrong = [difference for difference in off if difference]
         if wrong:

@@ -45,6 +45,7 @@ class Expectation:
         ratio: observed / expected of every weight that it concerns; those of several findings multiply.
         parameters: patterns of parameter names (`layers.0.*`); all others have the ratio 1. Without any, all are meant.
         factor: what the engine has to call the factor; None leaves the name free.
+        terms: auxiliary loss terms; the ratio is then theirs, and the main loss's weights are right.
     """
 
     code: str
@@ -53,6 +54,7 @@ class Expectation:
     culprit: ExpectedCulprit
     parameters: tuple[str, ...] = ()
     factor: str | None = None
+    terms: tuple[str, ...] = ()
 
     def concerns(self, parameter: str) -> bool:
         return not self.parameters or any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.parameters)
@@ -305,6 +307,7 @@ def _expectation(fields: _Fields) -> Expectation:
         blamed,
         fields.text_or_texts("parameters"),
         fields.text_or_none("factor"),
+        fields.text_or_texts("terms"),
     )
     fields.done()
     return expectation

@@ -56,7 +56,7 @@ class AuxiliaryLosses:
         for name, loss_sum in sums.items():
             if weight := self._weights[name]:
                 positions = activation.shape[:-1].numel()
-                marked = mark_loss(loss_sum, positions, term=name)
+                marked = mark_loss(loss_sum, positions, term=name, coefficient=weight)
                 activation = _Attach.apply(activation, marked * (weight * auxiliary_scale(self._step)))
         return activation
 

@@ -26,6 +26,7 @@ CASES = {
     "GS301": (AVERAGING, replace(AVERAGING, root=microbatch_mean(2))),
     "GS302": (AVERAGING, replace(AVERAGING, root=rank_mean(2))),
     "GS303": (HEALTHY, replace(HEALTHY, root=global_mean(3))),
+    "GS304": (replace(HEALTHY, auxiliary=global_mean(0.01)), replace(HEALTHY, auxiliary=global_mean(0.03))),
     "GS401": (HEALTHY, replace(HEALTHY, zero_between=True)),
     "GS501": (HEALTHY, replace(HEALTHY, hands=(Hand("before_optimizer", 0.0317),))),
     "GS000": (HEALTHY, replace(HEALTHY, hands=(Hand("before_step", 1.7),))),

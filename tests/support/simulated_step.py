@@ -112,6 +112,12 @@ def _loss(world: World, rank: Process, key: tuple[int, int, int], root: float) -
     stage = rank.stage if trainer.stages > 1 else None
     rank.emit(LossGradient, line=line, loss_id=loss_id, accumulation_step=k, microbatch=m, weight=root,
               num_tokens=count, stage=stage)  # fmt: skip
+    if trainer.auxiliary is not None:
+        loss_id = rank.next_seq()
+        rank.emit(Loss, seq=loss_id, loss_id=loss_id, term="balance", reduction="sum", num_tokens=count,
+                  coefficient=trainer.coefficient, dtype=trainer.loss_dtype)  # fmt: skip
+        rank.emit(LossGradient, line=line, loss_id=loss_id, accumulation_step=k, microbatch=m,
+                  weight=trainer.auxiliary(key, world.num_tokens), num_tokens=count, stage=stage)  # fmt: skip
 
 
 def _accumulate(world: World, rank: Process, name: str, key: tuple[int, int, int], root: float, seq: int) -> None:

@@ -123,6 +123,8 @@ class Trainer:
     key_bias: bool = False
     tokens: tuple[int, int] = (3, 40)
     sum_first: bool = False
+    auxiliary: Callable[[Key, dict[Key, int]], float] | None = None
+    coefficient: float | None = 0.01
 
     @property
     def keys(self) -> list[Key]:

@@ -34,7 +34,7 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+    if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
         return None
     factor = case.pattern.factor
     name = f" = {case.names[0].expression}" if case.names else ""

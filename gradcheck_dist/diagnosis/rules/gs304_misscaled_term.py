@@ -1,0 +1,59 @@
+"""An auxiliary loss term misses, or has once too often, a scaling that the main loss has.
+
+## What it does
+Finds terms (load balance, router z-loss, multi-token prediction) whose weight at the loss, over their declared
+coefficient and number of positions, is off from the main loss's by a common factor. The main loss is right.
+
+## Why it matters
+The coefficient that somebody tuned is not the one that is trained with, and the real one moves with the number of
+accumulation steps, microbatches or ranks. A load-balance loss that weighs too much bends the router; the main loss's
+curve hardly shows it.
+
+## Example
+    loss = main_loss / accumulation_steps
+    MoEAuxLossAutoScaler.apply(hidden, coefficient * aux_loss)     # the auxiliary loss is not divided
+
+## Fix
+Scale every term by the same constants as the main loss, in one place: the number of accumulation steps and
+microbatches, what undoes an average over ranks, and the loss scale. A term over other positions than the main loss's
+is divided by its own number of them.
+
+## References
+- NVIDIA/Megatron-LM#2237, #5047, #1532, #3159; NVIDIA-NeMo/Automodel#3359; volcengine/verl#6836.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case, ambiguous
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS304"
+NAME = "misscaled-term"
+
+
+def triggered(context: StepContext) -> bool:
+    return bool(context.terms)
+
+
+def judge(case: Case) -> Answer | None:
+    if not case.terms:
+        return None
+    factor = case.pattern.factor
+    name = f" = {case.names[0].expression}" if case.names else ""
+    others = ambiguous(case.names, near=False)
+    experiment = None
+    if others:
+        listed = ", ".join(other.expression for other in others)
+        experiment = (
+            f"{case.names[0].expression} and {listed} are equal in this run: run again with another number of "
+            f"accumulation steps ({case.context.num_accumulation + 1}) to tell them apart."
+        )
+    subject = f"terms {', '.join(case.terms)} enter" if len(case.terms) > 1 else f"term {case.terms[0]} enters"
+    return Answer(
+        explanation=f"The loss {subject} backward with x {factor:.6g}{name} of the weight that the declared "
+        "coefficient asks for beside the main loss, in every contribution. The main loss is not concerned.",
+        fix="Scale the term by the constants of the main loss: the factor's name says which one is missing or is used "
+        "once too often.",
+        suggested_experiment=experiment,
+    )
