@@ -16,21 +16,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.engine import diagnose
     from gradcheck_dist.errors import GradcheckError
-    from gradcheck_dist.notebook import load
+    from gradcheck_dist.interactive import load_ipython_extension, scenario
+    from gradcheck_dist.notebook import load, prediction
     from gradcheck_dist.probes import attach, mark_loss
     from gradcheck_dist.trace.run import read_run
 
 __version__ = "0.1.0"
 
-__all__ = ["GradcheckError", "__version__", "attach", "diagnose", "load", "mark_loss", "read_run"]
+__all__ = [
+    "GradcheckError",
+    "__version__",
+    "attach",
+    "diagnose",
+    "load",
+    "load_ipython_extension",
+    "mark_loss",
+    "prediction",
+    "read_run",
+    "scenario",
+]
 
 _HOMES = {
     "GradcheckError": "gradcheck_dist.errors",
     "attach": "gradcheck_dist.probes",
     "diagnose": "gradcheck_dist.diagnosis.engine",
     "load": "gradcheck_dist.notebook",
+    "load_ipython_extension": "gradcheck_dist.interactive",
     "mark_loss": "gradcheck_dist.probes",
+    "prediction": "gradcheck_dist.notebook",
     "read_run": "gradcheck_dist.trace.run",
+    "scenario": "gradcheck_dist.interactive",
 }
 
 

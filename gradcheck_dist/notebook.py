@@ -5,11 +5,12 @@ pandas and plotly load when a table or figure is asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
@@ -57,17 +58,40 @@ def load(path: str | os.PathLike[str], *, objective: str | None = None, steps: r
     return LoadedRun(diagnose(run, objective=objective, steps=steps), run)
 
 
+def prediction(*what_if: str, **setup: Any) -> Page:
+    """Which hand scales a weight by what, without a run: `prediction("loss_scale=R", ddp=4, accum=3)`.
+
+    Args:
+        what_if: changes to show beside it, as NAME=VALUE.
+        setup: fields of `gradcheck_dist.predict.model.Setup`, the options of `gradcheck predict`.
+
+    Raises:
+        GradcheckError: E801, E802 the setup is not possible; E803 no such field.
+    """
+    from gradcheck_dist.predict import render
+    from gradcheck_dist.predict.model import Setup, changed, predict
+
+    legal = [field.name for field in dataclasses.fields(Setup)]
+    for key in setup:
+        if key not in legal:
+            raise unknown_value("setting", key, legal, code="E803")
+    asked = Setup(**setup)
+    shown = {"as configured": asked} | {f"with {change}": changed(asked, change) for change in what_if}
+    return Page("\n\n".join(render.text(predict(one), name) for name, one in shown.items()), is_code=True)
+
+
 class Page:
     """Markdown that a notebook renders and a terminal prints."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, is_code: bool = False) -> None:
         self.text = text
+        self._is_code = is_code
 
     def __repr__(self) -> str:
         return self.text
 
     def _repr_markdown_(self) -> str:
-        return self.text
+        return f"```text\n{self.text}\n```" if self._is_code else self.text
 
 
 class LoadedRun:

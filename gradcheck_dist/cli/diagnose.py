@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from gradcheck_dist.cli import golden as golden_file
 from gradcheck_dist.cli.output import Format, check_writable, show
 from gradcheck_dist.cli.progress import Progress
-from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.steps import parse_steps
 
 Objective = Annotated[
     str | None,
@@ -50,25 +49,3 @@ def diagnose(
     if frozen is not None:
         raise typer.Exit(golden_file.check(report, frozen, str(golden)))
     raise typer.Exit(report.exit_code)
-
-
-def parse_steps(text: str | None) -> range | None:
-    """The steps that "A:B" names; either end may be left out, and "A" alone is one step.
-
-    Raises:
-        GradcheckError: E712 it is none of these.
-    """
-    if text is None:
-        return None
-    first, colon, last = text.partition(":")
-    try:
-        low = int(first) if first or not colon else 0
-        high = (int(last) if last else sys.maxsize) if colon else low + 1
-    except ValueError:
-        low, high = 0, 0
-    if not 0 <= low < high:
-        raise GradcheckError(
-            f"--steps is {text!r}; legal values are A:B with 0 <= A < B, A: or :B, or one step A. Try --steps 0:1.",
-            code="E712",
-        )
-    return range(low, high)

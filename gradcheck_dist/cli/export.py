@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.diagnose import Objective, Steps, parse_steps
+from gradcheck_dist.cli.diagnose import Objective, Steps
 from gradcheck_dist.cli.output import check_writable
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.steps import parse_steps
 
 
 class ExportFormat(StrEnum):

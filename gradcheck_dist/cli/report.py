@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.diagnose import Objective, Steps, parse_steps
+from gradcheck_dist.cli.diagnose import Objective, Steps
 from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.steps import parse_steps
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport

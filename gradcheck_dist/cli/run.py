@@ -12,9 +12,10 @@ import typer
 
 from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
 from gradcheck_dist.cli import child
-from gradcheck_dist.cli.diagnose import Objective, parse_steps
+from gradcheck_dist.cli.diagnose import Objective
 from gradcheck_dist.cli.output import FileFormat, Format, check_writable, render, show, write_file
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.steps import parse_steps
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report

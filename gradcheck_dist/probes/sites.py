@@ -19,12 +19,15 @@ _SKIP_DIRS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, 
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
+_TYPED = ("<ipython-input", "<stdin>")
 _SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__}
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_foreign(filename: str) -> bool:
-    return filename.startswith("<") or filename in _SKIP_FILES or filename.startswith(_SKIP_DIRS)
+    if filename.startswith("<"):
+        return not filename.startswith(_TYPED)
+    return filename in _SKIP_FILES or filename.startswith(_SKIP_DIRS)
 
 
 @functools.lru_cache(maxsize=4096)

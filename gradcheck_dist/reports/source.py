@@ -6,6 +6,7 @@ below the working directory or beside this package, so that a report never carri
 
 from __future__ import annotations
 
+import linecache
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +58,24 @@ def short_path(file: str) -> str:
 def _lines(file: str) -> list[str]:
     found = _locate(file)
     if found is None:
-        return []
+        return _typed_here(file)
     try:
         if found[0].stat().st_size > MAX_SOURCE_BYTES:
             return []
         return found[0].read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _typed_here(file: str) -> list[str]:
+    """The lines of a notebook cell or prompt of this very process, which IPython keeps in linecache; else none.
+
+    An entry without a modification time never came from a file, so no other file of this machine can be meant.
+    """
+    entry = linecache.cache.get(file)
+    if entry is None or len(entry) != 4 or entry[1] is not None:
+        return []
+    return [text.rstrip("\n") for text in entry[2]]
 
 
 def modified_s(file: str | None) -> float | None:
