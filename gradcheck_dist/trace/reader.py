@@ -87,21 +87,31 @@ class TraceTail:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.trace: RankTrace | None = None
+        self.at_end = False
         self._offset = 0
 
-    def poll(self, *, final: bool = False) -> int:
-        """Read on; returns the number of new records. `final`: what is incomplete now counts as damage."""
+    def poll(self, *, final: bool = False, limit: int | None = None) -> int:
+        """Read on; returns the number of new records.
+
+        Args:
+            final: what is incomplete at the end of the file counts as damage.
+            limit: bytes to read, more only where a single frame is longer; None reads all there is.
+        """
         with open(self.path, "rb") as file:
             file.seek(self._offset)
-            data = file.read()
+            data = file.read() if limit is None else file.read(limit)
+        self.at_end = limit is None or len(data) < limit
+        before = self._offset
+        count = self._parse(data, final=final and self.at_end)
+        if limit is not None and not self.at_end and self._offset == before:
+            return self.poll(final=final, limit=2 * limit)
+        return count
+
+    def _parse(self, data: bytes, *, final: bool) -> int:
         start = 0
         if self._offset == 0:
             if data[: len(MAGIC)] != MAGIC[: len(data)] or (final and len(data) < len(MAGIC)):
-                raise GradcheckError(
-                    f"{self.path} is not a gradcheck trace: it begins with {data[:8]!r}, not {MAGIC!r}. "
-                    "Name a run folder written by `gradcheck run` or `gradcheck scenario --keep`.",
-                    code="E501",
-                )
+                raise no_trace(self.path, data)
             if len(data) < len(MAGIC):
                 return 0
             start = len(MAGIC)
@@ -121,26 +131,49 @@ class TraceTail:
 
     def _note_damage(self, damage: Damage) -> None:
         if self.trace is None:
-            raise GradcheckError(
-                f"{self.path}: the header cannot be read ({damage}). Without it nothing in this file can be judged; "
-                "leave the file out or record the run again.",
-                code="E503",
-            )
+            raise no_header(self.path, damage)
         self.trace.damage.append(damage)
 
     def _take(self, payload: memoryview, offset: int) -> int:
         if self.trace is None:
-            self.trace = RankTrace(self.path, _read_header(self.path, payload))
+            self.trace = RankTrace(self.path, read_header(self.path, payload))
         try:
             records = _DECODER.decode(payload)
         except msgspec.MsgspecError as error:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0
-        self.trace.add(records)
+        self._receive(self.trace, records)
         return len(records)
 
+    def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
+        """What becomes of decoded records; a reader that keeps less of them overrides this."""
+        trace.add(records)
 
-def _read_header(path: Path, payload: memoryview) -> Header:
+
+def no_trace(path: Path, data: bytes) -> GradcheckError:
+    """E501: a file that does not begin like a trace."""
+    return GradcheckError(
+        f"{path} is not a gradcheck trace: it begins with {data[:8]!r}, not {MAGIC!r}. "
+        "Name a run folder written by `gradcheck run` or `gradcheck scenario --keep`.",
+        code="E501",
+    )
+
+
+def no_header(path: Path, damage: Damage) -> GradcheckError:
+    """E503: a trace whose first frame is damaged."""
+    return GradcheckError(
+        f"{path}: the header cannot be read ({damage}). Without it nothing in this file can be judged; "
+        "leave the file out or record the run again.",
+        code="E503",
+    )
+
+
+def read_header(path: Path, payload: memoryview) -> Header:
+    """The header in the first frame of a trace.
+
+    Raises:
+        GradcheckError: E502 another schema version.
+    """
     first = _RAW_DECODER.decode(payload)
     header = first[0] if isinstance(first, list) and first else None
     version = header.get("schema_version") if isinstance(header, dict) else None

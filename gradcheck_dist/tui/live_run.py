@@ -1,16 +1,14 @@
-"""A run folder that may still grow: tails every rank and tells how each is doing."""
+"""A run folder that may still grow: reads every rank on and tells how each is doing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
-from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import Backward, Clip, Loss, RunEnd, StepEnd
-from gradcheck_dist.trace.reader import TraceTail
 from gradcheck_dist.trace.run import Run, read_manifest, trace_files
+from gradcheck_dist.tui.rank_file import BACKWARD, CLIP, LOSS, STEP_END, RankFile
 from gradcheck_dist.tui.snapshot import RankLine, RankState, Series
 
 SILENT_S = 10.0
@@ -19,20 +17,8 @@ SILENT_S = 10.0
 SCAN_S = 0.5
 """How often the folder is searched for new ranks."""
 
-
-@dataclass
-class _Rank:
-    """One rank's tail and what was counted of it so far."""
-
-    tail: TraceTail
-    size: int = -1
-    written_s: float = 0.0
-    seen: int = 0
-    last_step: int | None = None
-    ended: bool = False
-    steps: set[int] = field(default_factory=set)
-    whole_steps: set[int] = field(default_factory=set)
-    problem: str = ""
+BUDGET_S = 0.1
+"""One poll reads no longer than this; what is left is read by the next ones."""
 
 
 class LiveRun:
@@ -41,53 +27,72 @@ class LiveRun:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self._clock = clock
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, RankFile] = {}
         self._scanned_s = float("-inf")
-        self._loss: dict[int, tuple[float, float]] = {}
+        self._next = 0
+        self._loss: dict[str, dict[int, tuple[float, float]]] = {}
         self._grad_norm: dict[int, float] = {}
+        self._steps: set[int] = set()
+        self._ended: dict[int, set[int]] = {}
 
     def poll(self) -> bool:
-        """Read what was written since the last call; True when there was anything."""
+        """Read what was written since the last call, as far as time allows; True when there was anything."""
         now = self._clock()
+        changed = False
         if now - self._scanned_s >= SCAN_S:
             self._scanned_s = now
             for rank, file in trace_files(self.path).items():
-                if rank not in self._ranks or self._ranks[rank].tail.path != file:
-                    self._ranks[rank] = _Rank(TraceTail(file))
-        changed = [self._poll_rank(one) for one in self._ranks.values()]
-        return any(changed)
+                if rank not in self._ranks or self._ranks[rank].path != file:
+                    self._ranks[rank] = RankFile(file)
+                    changed = True
+        fresh = [one.look() for one in self._ranks.values()]
+        return self._read() or changed or any(fresh)
 
-    def _poll_rank(self, one: _Rank) -> bool:
-        try:
-            status = one.tail.path.stat()
-            if status.st_size == one.size or one.problem:
-                return False
-            one.size, one.written_s = status.st_size, status.st_mtime
-            one.tail.poll()
-        except (GradcheckError, OSError) as error:
-            one.problem = str(error)
-            return True
-        trace = one.tail.trace
-        for event in trace.events[one.seen :] if trace is not None else ():
-            one.last_step = max(event.step, one.last_step or 0)
-            if isinstance(event, StepEnd):
-                one.whole_steps.add(event.step)
-            elif isinstance(event, Backward):
-                one.steps.add(event.step)
-            elif isinstance(event, RunEnd):
-                one.ended = True
-            elif isinstance(event, Loss) and event.value is not None and event.num_tokens and event.requires_grad:
-                total, tokens = self._loss.get(event.step, (0.0, 0.0))
-                value = event.value * (event.num_tokens if event.reduction == "mean" else 1)
-                self._loss[event.step] = (total + value, tokens + event.num_tokens)
-            elif isinstance(event, Clip) and not event.partial:
-                self._grad_norm[event.step] = event.total_norm
-        one.seen = len(trace.events) if trace is not None else 0
-        return True
+    def _read(self) -> bool:
+        """A piece of each rank in turn: all ranks come forward together."""
+        deadline = time.monotonic() + BUDGET_S
+        turn = [rank for rank, one in self._ranks.items() if one.waiting]
+        turn = [rank for rank in turn if rank >= self._next] + [rank for rank in turn if rank < self._next]
+        read = bool(turn)
+        while turn:
+            again = []
+            for rank in turn:
+                if time.monotonic() > deadline:
+                    self._next = rank
+                    return True
+                if self._ranks[rank].scan(self._taker(rank)):
+                    again.append(rank)
+            turn = again
+        return read
+
+    def _taker(self, rank: int) -> Callable[[Any], None]:
+        ended, steps, loss, grad_norm = self._ended, self._steps, self._loss, self._grad_norm
+
+        def take(event: Any) -> None:
+            kind = type(event)
+            if kind is STEP_END:
+                ended.setdefault(event.step, set()).add(rank)
+            elif kind is BACKWARD:
+                steps.add(event.step)
+            elif kind is LOSS:
+                if event.value is not None and event.num_tokens and event.requires_grad:
+                    of_term = loss.setdefault(event.term, {})
+                    total, tokens = of_term.get(event.step, (0.0, 0.0))
+                    value = event.value * (event.num_tokens if event.reduction == "mean" else 1)
+                    of_term[event.step] = (total + value, tokens + event.num_tokens)
+            elif kind is CLIP and not event.partial:
+                grad_norm[event.step] = event.total_norm
+
+        return take
 
     @property
     def num_files(self) -> int:
         return len(self._ranks)
+
+    @property
+    def share_read(self) -> float:
+        """1.0 when every byte was seen; a frame that is still being written does not count as unread."""
+        return 1.0 - sum(one.waiting for one in self._ranks.values()) / max(1, self.counts()[1])
 
     @property
     def live(self) -> bool:
@@ -95,37 +100,42 @@ class LiveRun:
         now = self._clock()
         return any(not one.ended and now - one.written_s < SILENT_S for one in self._ranks.values())
 
-    def run(self) -> Run:
-        """What was read so far, as a diagnosis wants it."""
+    def run(self, steps: Collection[int]) -> Run:
+        """What was read of these steps, as a diagnosis wants it. May be called from another thread than `poll`."""
         run = Run(self.path, read_manifest(self.path))
         settled = not self.live
         for rank, one in sorted(self._ranks.items()):
-            trace = one.tail.trace
+            trace = one.load(steps)
             if trace is None:
                 run.problems.append(one.problem or f"rank {rank}: no header was written")
                 continue
             run.ranks[rank] = trace
-            run.problems += [f"{one.tail.path.name}: {damage}" for damage in trace.damage]
+            run.problems += [f"{one.path.name}: {damage}" for damage in trace.damage]
             if one.problem:
                 run.problems.append(one.problem)
-            elif settled and one.size > trace.num_bytes:
-                run.problems.append(f"{one.tail.path.name}: {self._cut(one)}")
+            elif settled and one.cut:
+                run.problems.append(f"{one.path.name}: {one.cut}")
         run.problems += [f"rank {rank}: its trace file is missing" for rank in run.missing_ranks]
         return run
 
     def whole_steps(self) -> list[int]:
-        """Steps that every rank seen so far has recorded to their end; once nobody writes any more, all steps."""
-        traced = [one for one in self._ranks.values() if one.tail.trace is not None]
-        if not traced:
+        """Steps that every rank seen so far has recorded to their end; once all is read of a run that nobody writes
+        any more, all steps."""
+        num = sum(one.trace is not None for one in self._ranks.values())
+        if not num:
             return []
-        if not self.live:
-            return sorted(set().union(*(one.steps for one in traced)))
-        steps = set().union(*(one.steps for one in traced))
-        return sorted(set.intersection(steps, *(one.whole_steps for one in traced)))
+        if not self.live and self.share_read == 1.0:
+            return sorted(self._steps)
+        return sorted(step for step in self._steps if len(self._ended.get(step, ())) >= num)
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step of any rank, also when only the end of its file was looked at."""
+        return max((one.last_step for one in self._ranks.values() if one.last_step is not None), default=None)
 
     def lines(self) -> tuple[RankLine, ...]:
         """The state of every rank, also of those that a header or the manifest promises."""
-        traces = [one.tail.trace for one in self._ranks.values() if one.tail.trace is not None]
+        traces = [one.trace for one in self._ranks.values() if one.trace is not None]
         size = max((trace.header.world_size for trace in traces), default=0)
         ranks = sorted({*range(min(size, 1 << 16)), *self._ranks})
         return tuple(self._line(rank) for rank in ranks)
@@ -134,7 +144,7 @@ class LiveRun:
         one = self._ranks.get(rank)
         if one is None:
             return RankLine(rank, "missing", "its trace file is missing")
-        trace = one.tail.trace
+        trace = one.trace
         if trace is None:
             state: RankState = "unreadable" if one.problem else "waiting"
             return RankLine(rank, state, one.problem or "no header yet", num_bytes=max(one.size, 0))
@@ -144,22 +154,19 @@ class LiveRun:
             detail = f"damaged: {trace.damage[0]}"
         if not one.ended and silent >= SILENT_S:
             state = "dead"
-            cut = f", {self._cut(one)}" if one.size > trace.num_bytes else ""
-            detail = f"no end was recorded, silent for {_duration(silent)}{cut}"
-        return RankLine(rank, state, detail or one.problem, one.last_step, len(trace.events), max(one.size, 0))
-
-    @staticmethod
-    def _cut(one: _Rank) -> str:
-        read = one.tail.trace.num_bytes if one.tail.trace is not None else 0
-        return f"cut inside a frame, its last {one.size - read} bytes cannot be read"
+            detail = f"no end was recorded, silent for {_duration(silent)}" + (f", {one.cut}" if one.cut else "")
+        return RankLine(rank, state, detail or one.problem, one.last_step, one.num_events, max(one.size, 0))
 
     def series(self) -> Series:
-        loss = tuple((step, total / tokens) for step, (total, tokens) in sorted(self._loss.items()) if tokens)
+        of_term = self._loss.get("main") or next(iter(self._loss.values()), {})
+        loss = tuple((step, total / tokens) for step, (total, tokens) in sorted(of_term.items()) if tokens)
         return Series(loss, tuple(sorted(self._grad_norm.items())))
 
     def counts(self) -> tuple[int, int]:
-        """(events, bytes) read."""
-        return sum(one.seen for one in self._ranks.values()), sum(max(one.size, 0) for one in self._ranks.values())
+        """(events read, bytes there)."""
+        return sum(one.num_events for one in self._ranks.values()), sum(
+            max(one.size, 0) for one in self._ranks.values()
+        )
 
 
 def _duration(seconds: float) -> str:

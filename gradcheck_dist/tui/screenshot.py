@@ -29,7 +29,7 @@ async def _render(run_dir: Path, screen: str, size: tuple[int, int], keys: Seque
     app = WatchApp(FolderSource(run_dir), str(run_dir), mode=screen)
     async with app.run_test(size=size) as pilot:
         async with asyncio.timeout(TIMEOUT_S):
-            while app.shown.phase not in ("ready", "error"):
+            while app.shown.phase not in ("ready", "error") or app.shown.loading:
                 await pilot.pause(0.05)
         await pilot.press(*keys)
         await pilot.pause(0.2)

@@ -55,14 +55,19 @@ class OtherRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`recorded` are the steps in the trace, `judged` those that the report covers, `step` the one shown in detail."""
+    """`recorded` are the steps in the trace, `judged` those that the report covers, `step` the one shown in detail.
+
+    `loading` says in words what is still being read or judged, and is empty when all is there.
+    """
 
     path: str
     phase: Phase = "reading"
     message: str = ""
+    loading: str = ""
     live: bool = False
     ranks: tuple[RankLine, ...] = ()
     world_size: int = 0
+    last_step: int | None = None
     recorded: tuple[int, ...] = ()
     judged: tuple[int, ...] = ()
     report: Report | None = None

@@ -8,27 +8,16 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.tui.snapshot import OtherRun, Snapshot
 
 if TYPE_CHECKING:
-    from gradcheck_dist.diagnosis.finding import Report
-    from gradcheck_dist.reports.document import Document
-    from gradcheck_dist.trace.run import Run
-    from gradcheck_dist.tui.grid import WeightGrid
+    from gradcheck_dist.tui.judge import Judge, Judged
     from gradcheck_dist.tui.live_run import LiveRun
-    from gradcheck_dist.tui.step_view import StepView
+    from gradcheck_dist.tui.snapshot import Phase
 
 POLL_S = 1 / 20
 IDLE_POLL_S = 0.25
 SIBLINGS_S = 5.0
-MAX_STEPS = 64
-"""Steps judged of a finished run: the first half and the last half of them."""
-FIRST_STEPS = 4
-"""Judged before all others, so that a verdict stands early."""
-MAX_LIVE_STEPS = 8
-DUTY = 4.0
-"""After a judgement that took t, the next one begins no sooner than DUTY * t later: a quarter of a core at most."""
 
 
 class Source(Protocol):
@@ -75,6 +64,8 @@ class FolderSource:
         try:
             yield from self._watch()
         except Exception as error:  # the screen must say what happened, whatever it was
+            from gradcheck_dist.tui.judge import words
+
             yield Snapshot(str(self.path), "error", words(error))
             self._stopped.wait()
 
@@ -83,42 +74,54 @@ class FolderSource:
         from gradcheck_dist.tui.live_run import LiveRun
 
         path = choose_run(self.path)
-        run, judge = LiveRun(path, self._clock), _Judge()
+        run = LiveRun(path, self._clock)
+        judge: Judge | None = None
         last: tuple[object, ...] | None = None
         while not self._stopped.is_set():
             changed = run.poll()
             self._asked.clear()
+            if judge is None and (last is not None or run.share_read == 1.0):
+                # The engine loads after the ranks of a long run are on the screen.
+                from gradcheck_dist.tui.judge import Judge
+
+                judge = Judge(run, self._asked.set)
             snapshot = self._snapshot(run, judge)
-            told = (snapshot.phase, snapshot.message, snapshot.live, snapshot.ranks, snapshot.siblings)
+            told = (snapshot.phase, snapshot.message, snapshot.loading, snapshot.live, snapshot.ranks)
             shown = (told, snapshot.num_events, *map(id, (snapshot.report, snapshot.step, snapshot.other)))
             if shown != last:
                 last = shown
                 yield snapshot
             self._asked.wait(POLL_S if changed else IDLE_POLL_S)
 
-    def _snapshot(self, run: LiveRun, judge: _Judge) -> Snapshot:
+    def _snapshot(self, run: LiveRun, judge: Judge | None) -> Snapshot:
         lines, series = run.lines(), run.series()
         num_events, num_bytes = run.counts()
-        judge.look(run, self._wanted_step)
-        self._load_other(run.path, judge)
-        phase, message = _phase(run, lines_trouble=[line.detail for line in lines if line.state == "unreadable"])
-        if judge.problem:
-            phase, message = "error", judge.problem
-        elif judge.report is not None:
+        judged = None
+        if judge is not None:
+            judge.look(self._wanted_step)
+            judged = judge.now
+        self._load_other(run.path, judged)
+        loading = " and ".join(words for words in (_reading(run), judge.doing if judge is not None else "") if words)
+        phase, message = _phase(run, [line.detail for line in lines if line.state == "unreadable"], loading)
+        if judged is not None and judged.problem:
+            phase, message = "error", judged.problem
+        elif judged is not None and judged.report is not None:
             phase, message = "ready", ""
         return Snapshot(
             path=str(run.path),
-            phase=phase,  # type: ignore[arg-type]
+            phase=phase,
             message=message,
+            loading=loading,
             live=run.live,
             ranks=lines,
             world_size=len(lines),
-            recorded=tuple(judge.recorded),
-            judged=tuple(judge.judged),
-            report=judge.report,
-            document=judge.document,
-            step=judge.step,
-            grid=judge.grid,
+            last_step=run.last_step,
+            recorded=judged.recorded if judged is not None else (),
+            judged=judged.judged if judged is not None else (),
+            report=judged.report if judged is not None else None,
+            document=judged.document if judged is not None else None,
+            step=judged.step if judged is not None else None,
+            grid=judged.grid if judged is not None else None,
             series=series,
             siblings=self._siblings(run.path),
             other=self._other,
@@ -133,98 +136,25 @@ class FolderSource:
             self._beside = (now, siblings(path))
         return self._beside[1]
 
-    def _load_other(self, path: Path, judge: _Judge) -> None:
-        if judge.report is None:
+    def _load_other(self, path: Path, judged: Judged | None) -> None:
+        if judged is None or judged.report is None:
             return
-        if self._wanted_other is None and self._other is None and judge.report.run.scenario:
+        if self._wanted_other is None and self._other is None and judged.report.run.scenario:
             others = [Path(one) for one in siblings(path)]
             fixed = [one for one in others if "fix" in one.name or "good" in one.name]
             self._wanted_other = str((fixed or others)[0]) if others else None
         if self._wanted_other is not None and (self._other is None or self._other.path != self._wanted_other):
+            from gradcheck_dist.tui.judge import read_other
+
             self._other = read_other(self._wanted_other)
 
 
-class _Judge:
-    """Judges whole steps when there are new ones, and keeps the step that is looked at in detail."""
-
-    def __init__(self) -> None:
-        self.report: Report | None = None
-        self.document: Document | None = None
-        self.step: StepView | None = None
-        self.grid: WeightGrid | None = None
-        self.recorded: list[int] = []
-        self.judged: list[int] = []
-        self.problem = ""
-        self._known: tuple[object, ...] = ()
-        self._not_before_s = 0.0
-        self._views: dict[int, StepView] = {}
-
-    def look(self, run: LiveRun, wanted: int | None) -> None:
-        """Judge again when steps, ranks or the run's end are new; show the wanted step, else the telling one."""
-        whole = run.whole_steps()
-        limit = FIRST_STEPS if self.report is None else MAX_LIVE_STEPS if run.live else MAX_STEPS
-        state = (tuple(whole[-1:]), min(len(whole), limit), run.live, run.num_files, () if run.live else run.counts())
-        if (whole or not run.live) and state != self._known and time.monotonic() >= self._not_before_s:
-            started = time.monotonic()
-            self._judge(run, whole, limit)
-            self._known = state
-            self._not_before_s = time.monotonic() + DUTY * (time.monotonic() - started) if run.live else 0.0
-        self._detail(run, wanted)
-
-    def _judge(self, run: LiveRun, whole: list[int], limit: int) -> None:
-        from gradcheck_dist.diagnosis.engine import diagnose
-        from gradcheck_dist.reports.document import build
-
-        try:
-            recorded = run.run()
-        except GradcheckError as error:
-            self.problem = str(error)
-            return
-        if not recorded.ranks:
-            return
-        self.recorded = steps = whole
-        faulty = self.report.findings[0].step if self.report is not None and self.report.findings else None
-        chosen = choose_steps(steps, limit, faulty)
-        try:
-            self.report = diagnose(recorded, steps=chosen or None)
-            self.document = build(self.report)
-            self.problem = ""
-        except Exception as error:  # a trace that breaks the judgement must not end the watching
-            self.problem = words(error)
-            return
-        self.judged = chosen
-        self._views.clear()
-
-    def _detail(self, run: LiveRun, wanted: int | None) -> None:
-        if self.report is None or not self.recorded:
-            return
-        telling = self.report.findings[0].step if self.report.findings else self.recorded[-1]
-        step = wanted if wanted in self.recorded else self.recorded[-1] if wanted == -1 else telling
-        if step in self._views:
-            view = self._views[step]
-        else:
-            view = self._views[step] = self._view(run.run(), step)
-            while len(self._views) > 4:
-                self._views.pop(next(iter(self._views)))
-        if view is not self.step:
-            from gradcheck_dist.reports.weights import tolerance
-            from gradcheck_dist.tui.grid import build_grid
-
-            self.step = view
-            self.grid = build_grid(view.verdict.weights, step, tolerance(self.report))
-
-    def _view(self, run: Run, step: int) -> StepView:
-        from gradcheck_dist.diagnosis.engine import judge_step
-        from gradcheck_dist.reports.weights import tolerance
-        from gradcheck_dist.tui.step_view import StepView
-
-        assert self.report is not None
-        verdict = judge_step(run, step, self.report.run.objective, self.report.run.objective_from)
-        culprits = frozenset((f.first_event.rank, f.first_event.seq) for f in verdict.findings if f.first_event)
-        return StepView(verdict, culprits, tolerance(self.report))
+def _reading(run: LiveRun) -> str:
+    share = run.share_read
+    return f"reading, {share:.0%} of {run.counts()[1] / 1e6:,.0f} MB" if share < 1.0 else ""
 
 
-def _phase(run: LiveRun, lines_trouble: list[str]) -> tuple[str, str]:
+def _phase(run: LiveRun, lines_trouble: list[str], loading: str) -> tuple[Phase, str]:
     if not run.path.exists():
         return "waiting", f"There is no folder {run.path} yet. This screen goes on as soon as a rank writes into it."
     if not run.path.is_dir():
@@ -236,19 +166,14 @@ def _phase(run: LiveRun, lines_trouble: list[str]) -> tuple[str, str]:
         )
     if len(lines_trouble) == run.num_files:
         return "error", "No trace in this folder can be read. " + " ".join(lines_trouble[:3])
+    if loading:
+        return "reading", f"No verdict yet: {loading}."
     if run.live:
         return "recording", "Recording. The first verdict comes with the first whole optimizer step."
     return "waiting", (
         "The ranks wrote no whole record before they stopped: there is nothing to judge yet. If they still run, this "
         "screen goes on by itself."
     )
-
-
-def words(error: Exception) -> str:
-    """An error for a screen: a message to the user as it is, anything else with its kind."""
-    if isinstance(error, GradcheckError):
-        return str(error)
-    return f"This run cannot be judged; please report it. {type(error).__name__}: {error}"
 
 
 def choose_run(path: Path) -> Path:
@@ -271,33 +196,3 @@ def siblings(path: Path) -> tuple[str, ...]:
         return tuple(str(entry) for entry in beside if entry != path.resolve() and trace_files(entry))
     except OSError:
         return ()
-
-
-def choose_steps(steps: list[int], limit: int, keep: int | None = None) -> list[int]:
-    """At most about `limit` steps: the first and the last ones, and `keep`, so that a finding is not forgotten."""
-    if len(steps) <= limit:
-        return steps
-    half = limit // 2
-    return sorted({*steps[:half], *steps[-(limit - half) :], *([keep] if keep in steps else [])})
-
-
-def read_other(path: str) -> OtherRun:
-    """Read and judge another run whole."""
-    from gradcheck_dist.diagnosis.engine import diagnose, judge_step
-    from gradcheck_dist.ledger.tracks import steps_of
-    from gradcheck_dist.reports.document import build
-    from gradcheck_dist.reports.weights import shown_step, tolerance
-    from gradcheck_dist.trace.run import read_run
-    from gradcheck_dist.tui.grid import param_grid
-
-    try:
-        run = read_run(choose_run(Path(path)))
-        report = diagnose(run, steps=choose_steps(steps_of(run), MAX_STEPS) or None)
-        document = build(report)
-        step, grid = shown_step(report), None
-        if step is not None:
-            verdict = judge_step(run, step, report.run.objective, report.run.objective_from)
-            grid = param_grid(verdict, tolerance(report))
-    except Exception as error:  # whatever the other run holds, this one is still shown
-        return OtherRun(path, problem=words(error))
-    return OtherRun(path, document.title, report, document, grid)

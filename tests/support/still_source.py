@@ -38,14 +38,18 @@ class StillSource:
 
 
 def first_snapshot(folder: Path, *, step: int | None = None, compare: Path | None = None) -> Snapshot:
-    """What a folder shows at once, without a thread."""
+    """What a folder shows once all is read and judged."""
     source = FolderSource(folder, compare=compare)
     if step is not None:
         source.show_step(step)
-    snapshots = source.snapshots()
-    snapshot = next(snapshots)
+    snapshot = next(one for one in source.snapshots() if settled(one))
     source.stop()
     return snapshot
+
+
+def settled(snapshot: Snapshot) -> bool:
+    """Nothing is being read or judged any more."""
+    return not snapshot.loading and snapshot.phase != "reading"
 
 
 def screen_text(app: App[None]) -> str:

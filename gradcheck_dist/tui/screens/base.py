@@ -75,7 +75,7 @@ class RunScreen(Screen[None]):
 
     def _why_not(self, snapshot: Snapshot) -> str | None:
         if snapshot.phase == "reading":
-            return f"Reading {prose(snapshot.path)} …"
+            return prose(snapshot.message) or f"Reading {prose(snapshot.path)} …"
         if snapshot.step is None:
             return prose(snapshot.message) or (
                 "No optimizer step was recorded, so there is nothing to show here. The Overview (1) says why."

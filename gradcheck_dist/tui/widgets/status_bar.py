@@ -27,9 +27,11 @@ class StatusBar(Static):
         if follow:
             text.append("following ", "bold")
         if snapshot.step is not None:
-            text.append(f"step {snapshot.step.step} of {snapshot.recorded[-1] if snapshot.recorded else '?'}  ")
+            text.append(f"step {snapshot.step.step} of {'?' if snapshot.last_step is None else snapshot.last_step}  ")
             if len(snapshot.judged) < len(snapshot.recorded):
                 text.append(f"judged {len(snapshot.judged)} of {len(snapshot.recorded)} steps  ")
+        if snapshot.loading:
+            text.append(f"{snapshot.loading}  ", "italic")
         if snapshot.ranks:
             well = alive == len(snapshot.ranks)
             text.append(f"ranks {alive}/{len(snapshot.ranks)}  ", "" if well else "bold reverse")
