@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,31 +19,40 @@ Objective = Annotated[
 ]
 Steps = Annotated[str | None, typer.Option(metavar="A:B", help="Judge the steps from A up to, not including, B.")]
 
+MAX_JOBS = 8
+
 
 def diagnose(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as `gradcheck scenario --keep` leaves it.")],
     form: Annotated[Format, typer.Option("--format", help="How to write the report.")] = Format.text,
     objective: Objective = None,
     steps: Steps = None,
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first step with a finding.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that judge a long run; 0: one for each core.")] = 0,
     export_golden: golden_file.ExportGolden = None,
     golden: golden_file.GoldenFile = None,
 ) -> None:
     """Judge a recorded run.
 
-    Shows every weight, the first operation that made it wrong, and its line. Needs no torch.
+    Shows every weight, the first operation that made it wrong, and its line. Needs no torch. Reads step after step,
+    so that a run of any length fits into memory.
     Exit codes: 0 clean, 1 findings, 2 could not judge. With --golden: 0 as frozen, 1 not, 2 could not judge.
     """
-    from gradcheck_dist.diagnosis.engine import diagnose as judge
-    from gradcheck_dist.trace.run import read_run
+    from gradcheck_dist.stream.diagnose import diagnose_run
 
     chosen = parse_steps(steps)
     frozen = golden_file.read(golden) if golden is not None else None
     if export_golden is not None:
         check_writable(export_golden)
     with Progress(f"reading {run}") as progress:
-        recorded = read_run(run)
-        progress.update(f"judging {run}")
-        report = judge(recorded, objective=objective, steps=chosen)
+        report = diagnose_run(
+            run,
+            objective=objective,
+            steps=chosen,
+            first=first,
+            jobs=jobs or min(os.cpu_count() or 1, MAX_JOBS),
+            progress=lambda done: progress.update(f"judging {run}: {done}"),
+        )
     show(report, form)
     if export_golden is not None:
         golden_file.export(report, export_golden)

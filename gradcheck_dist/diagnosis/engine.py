@@ -61,12 +61,16 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
     chosen_steps = recorded if steps is None else [step for step in recorded if step in set(steps)]
     wanted = [step for step in chosen_steps if step not in skipped]
     if recorded and not chosen_steps:
-        raise GradcheckError(
-            f"none of the steps asked for was recorded; recorded are {_ranges(recorded)}. Name some of these.",
-            code="E402",
-        )
+        raise not_recorded(recorded)
     verdicts = [judge_step(run, step, chosen, chosen_from) for step in wanted]
     return conclude(run, verdicts, skipped, chosen, chosen_from)
+
+
+def not_recorded(recorded: list[int]) -> GradcheckError:
+    """The error for steps that nobody recorded."""
+    return GradcheckError(
+        f"none of the steps asked for was recorded; recorded are {_ranges(recorded)}. Name some of these.", code="E402"
+    )
 
 
 def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objective: str, objective_from: str) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,11 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run folder as far as it goes: a missing or damaged rank is named in `problems`, the rest is read.
+def require_folder(path: str | os.PathLike[str]) -> Path:
+    """The run folder itself.
 
     Raises:
-        GradcheckError: E504 no such folder, E505 a folder without any trace, E502 another schema version.
+        GradcheckError: E504 no such folder.
     """
     run_dir = Path(path)
     if not run_dir.is_dir():
@@ -125,23 +126,48 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             "`gradcheck scenario --keep`.",
             code="E504",
         )
+    return run_dir
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run folder as far as it goes: a missing or damaged rank is named in `problems`, the rest is read.
+
+    Raises:
+        GradcheckError: E504 no such folder, E505 a folder without any trace, E502 another schema version.
+    """
+    run_dir = require_folder(path)
     run = Run(run_dir, read_manifest(run_dir))
+    unreadable: dict[int, str] = {}
     for rank, file in trace_files(run_dir).items():
         try:
-            trace = read_trace(file)
+            run.ranks[rank] = read_trace(file)
         except GradcheckError as error:
             if error.code == "E502":
                 raise
-            run.problems.append(str(error))
-            continue
-        run.ranks[rank] = trace
-        run.problems += [f"{file.name}: {damage}" for damage in trace.damage]
+            unreadable[rank] = str(error)
+    note_problems(run, unreadable)
+    return run
+
+
+def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
+    """Say in `run.problems` what is missing or damaged. `unreadable`: by rank, why its file gave nothing.
+
+    Raises:
+        GradcheckError: E505 no rank gave anything.
+    """
+    problems = dict(unreadable)
+    run.problems = []
+    for rank in sorted({*run.ranks, *problems}):
+        if rank in problems:
+            run.problems.append(problems[rank])
+        else:
+            trace = run.ranks[rank]
+            run.problems += [f"{trace.path.name}: {damage}" for damage in trace.damage]
     if not run.ranks:
-        variants = sorted(entry.name for entry in run_dir.iterdir() if entry.is_dir() and trace_files(entry))
+        variants = sorted(entry.name for entry in run.path.iterdir() if entry.is_dir() and trace_files(entry))
         hint = f"It holds the runs {', '.join(variants)}: name one of them. " if variants else ""
         found = " ".join(run.problems) or "No rank-*.trace file lies there."
-        raise GradcheckError(f"{run_dir} holds no readable trace. {found} {hint}".rstrip(), code="E505")
+        raise GradcheckError(f"{run.path} holds no readable trace. {found} {hint}".rstrip(), code="E505")
     for rank in run.missing_ranks:
         if not any(f"rank-{rank:05d}" in problem for problem in run.problems):
             run.problems.append(f"rank {rank}: its trace file is missing")
-    return run

@@ -52,4 +52,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         "gradcheck_dist.diagnosis.engine",
         SimpleNamespace(diagnose=found.diagnose),  # type: ignore[arg-type]
     )
+    monkeypatch.setitem(
+        sys.modules,
+        "gradcheck_dist.stream.diagnose",
+        SimpleNamespace(diagnose_run=found.diagnose_run),  # type: ignore[arg-type]
+    )
     return found

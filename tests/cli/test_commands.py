@@ -21,7 +21,7 @@ FLAGS = {
     "matrix": "--quick --only --list --resume --report --format",
     "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "
     "--keep --format",
-    "diagnose": "--format --objective --steps --export-golden --golden",
+    "diagnose": "--format --objective --steps --first --jobs --export-golden --golden",
     "watch": "--compare --screen",
     "report": "--format --output --before --after --plotlyjs --objective --steps",
     "compare": "--axes --by --loss --grad-norm --tokens --format --output",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
 
 
 @dataclass
@@ -29,3 +31,6 @@ class Engine:
     def diagnose(self, run: object, *, objective: str | None = None, steps: object = None) -> Report:
         self.asked |= {"run": run, "objective": objective, "steps": steps}
         return self.answer
+
+    def diagnose_run(self, path: Path, *, objective: str | None = None, steps: object = None, **_how: object) -> Report:
+        return self.diagnose(read_run(path), objective=objective, steps=steps)

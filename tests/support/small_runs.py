@@ -36,19 +36,31 @@ SIZE = 32
 
 
 def write_run(
-    folder: Path, *, op: str = "avg", ranks: int = 2, accumulation: int = 3, steps: int = 2, name: str = "layer.weight"
+    folder: Path,
+    *,
+    op: str = "avg",
+    ranks: int = 2,
+    accumulation: int = 3,
+    steps: int = 2,
+    name: str = "layer.weight",
+    flush_steps: bool = False,
 ) -> Path:
-    """A run whose losses divide by all tokens; "avg" is the fault GS101, "sum" is right."""
+    """A run whose losses divide by all tokens; "avg" is the fault GS101, "sum" is right.
+
+    `flush_steps`: a frame a step, else one for all.
+    """
     create_run_dir(folder, {"world_size": ranks, "id": f"small-{op}"})
     random = np.random.default_rng(0)
     tokens = random.integers(20, 60, (steps, ranks, accumulation))
     leaves = random.normal(size=(steps, ranks, accumulation, SIZE))
     for rank in range(ranks):
-        _write_rank(folder, rank, tokens, leaves, op, name)
+        _write_rank(folder, rank, tokens, leaves, op, name, flush_steps)
     return folder
 
 
-def _write_rank(folder: Path, rank: int, tokens: np.ndarray, leaves: np.ndarray, op: str, name: str) -> None:
+def _write_rank(
+    folder: Path, rank: int, tokens: np.ndarray, leaves: np.ndarray, op: str, name: str, flush_steps: bool
+) -> None:
     steps, ranks, accumulation = tokens.shape
     header = Header(
         schema_version=SCHEMA_VERSION,
@@ -104,5 +116,7 @@ def _write_rank(folder: Path, rank: int, tokens: np.ndarray, leaves: np.ndarray,
         emit(StepEnd, step=step, duration_s=0.02, probe_s=0.001)
         data = np.concatenate(values).astype("<f4").tobytes()
         writer.append(Samples(step=step, rows=np.array(rows, dtype="<i4").tobytes(), dtype="float32", values=data))
+        if flush_steps:
+            writer.flush()
     emit(RunEnd, step=steps)
     writer.close()

@@ -1,0 +1,198 @@
+"""A run read step by step: of every rank's file a window of a few steps is in memory at any time.
+
+What belongs to a step (events, samples) is handed out with that step and then forgotten. Kept are the tables of
+parameters and plans, and the few events of a step that a report shows as series or that tell which parameters are
+reduced at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import (
+    AmpUnscale,
+    AnyRecord,
+    Backward,
+    Event,
+    Loss,
+    LossGradient,
+    OptimizerStep,
+    PipelineStep,
+    Reduce,
+    Samples,
+    ScaleGrads,
+    StepEnd,
+    ZeroGrad,
+)
+from gradcheck_dist.trace.reader import RankTrace, TraceTail
+from gradcheck_dist.trace.run import Run, note_problems, read_manifest, require_folder, trace_files
+
+WINDOW_BYTES = 128 << 20
+"""Read at a time, all ranks together; at least MIN_READ_BYTES a rank."""
+MIN_READ_BYTES, MAX_READ_BYTES = 64 << 10, 1 << 20
+LATE_STEPS = 3
+"""What an accelerator delivers late comes before the samples of the next recorded step; without samples to tell, this
+many later steps end a step."""
+
+_PASSING = (Loss, LossGradient, Backward, Reduce, ScaleGrads, ZeroGrad, PipelineStep, OptimizerStep)
+"""Kinds of which many belong to one step, and that no report shows as a series."""
+
+
+class RankCursor(TraceTail):
+    """One rank's file, read forwards. `trace` holds tables and what belongs to the whole run; steps are taken out."""
+
+    def __init__(self, path: Path, read_bytes: int) -> None:
+        super().__init__(path)
+        self._read_bytes = read_bytes
+        self._steps: dict[int, list[AnyRecord]] = {}
+        self._ended: set[int] = set()
+        self._sampled: set[int] = set()
+        self._reduces: set[tuple[object, ...]] = set()
+        self.overflowed: set[int] = set()
+        self.stepped: set[int] = set()
+        self.finished = False
+
+    def open(self) -> RankTrace:
+        """Read up to the header.
+
+        Raises:
+            GradcheckError: as read_trace.
+        """
+        while self.trace is None and not self.finished:
+            self._read()
+        if self.trace is None:
+            raise GradcheckError(
+                f"{self.path} holds no header: the rank died before it wrote anything. Leave the file out or record "
+                "again.",
+                code="E503",
+            )
+        return self.trace
+
+    @property
+    def num_bytes_read(self) -> int:
+        return self._offset
+
+    def _read(self) -> None:
+        self.poll(final=True, limit=self._read_bytes)
+        self.finished = self.at_end
+
+    def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
+        tables = []
+        for record in records:
+            step = getattr(record, "step", None)
+            if step is None:
+                tables.append(record)
+                continue
+            self._steps.setdefault(step, []).append(record)
+            if isinstance(record, Event):
+                self._note(trace, record)
+            elif isinstance(record, Samples):
+                self._sampled.add(step)
+        trace.add(tables)
+
+    def _note(self, trace: RankTrace, event: Event) -> None:
+        if isinstance(event, Reduce):
+            kind = (event.impl, event.group, event.params)
+            if kind not in self._reduces:
+                self._reduces.add(kind)
+                trace.events.append(event)
+        elif not isinstance(event, _PASSING):
+            trace.events.append(event)
+            if isinstance(event, StepEnd):
+                self._ended.add(event.step)
+            elif isinstance(event, AmpUnscale) and event.found_inf:
+                self.overflowed.add(event.step)
+        elif isinstance(event, OptimizerStep):
+            self.stepped.add(event.step)
+
+    def _is_whole(self, step: int) -> bool:
+        later = [other for other in self._steps if other > step]
+        return (
+            self.finished
+            or len(later) >= LATE_STEPS
+            or any(other in self._sampled and other in self._ended for other in later)
+        )
+
+    def next_step(self) -> int | None:
+        """The next step with a backward pass of which everything has been read; None when there is none left."""
+        while True:
+            for step in sorted(self._steps):
+                if not self._is_whole(step):
+                    break
+                if any(isinstance(record, Backward) for record in self._steps[step]):
+                    return step
+                self._forget(step)
+            if self.finished:
+                return None
+            self._read()
+
+    def take(self, step: int) -> RankTrace:
+        """This rank's part of one step, with the tables; empty when it recorded nothing of it."""
+        assert self.trace is not None
+        part = copy.copy(self.trace)
+        # Reductions of other steps tell which parameters are reduced at all.
+        part.events = [event for event in self.trace.events if isinstance(event, Reduce) and event.step != step]
+        part.samples, part.damage = [], []
+        part.add(self._steps.get(step, []))
+        self._forget(step)
+        return part
+
+    def _forget(self, step: int) -> None:
+        for kept in (self._ended, self._sampled):
+            kept.discard(step)
+        self._steps.pop(step, None)
+
+
+class RunCursor:
+    """A run folder, read forwards, all ranks in step. `run` is what belongs to no single step, whole at the end.
+
+    Raises:
+        GradcheckError: as read_run: E502 another schema version, E504 no such folder, E505 a folder without any trace.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        folder = require_folder(path)
+        self.run = Run(folder, read_manifest(folder))
+        files = trace_files(folder)
+        self.num_bytes = sum(file.stat().st_size for file in files.values())
+        share = WINDOW_BYTES // max(len(files), 1)
+        read_bytes = min(max(share, MIN_READ_BYTES), MAX_READ_BYTES)
+        self._cursors: dict[int, RankCursor] = {}
+        self._unreadable: dict[int, str] = {}
+        for rank, file in files.items():
+            cursor = RankCursor(file, read_bytes)
+            try:
+                self.run.ranks[rank] = cursor.open()
+            except GradcheckError as error:
+                if error.code == "E502":
+                    raise
+                self._unreadable[rank] = str(error)
+                continue
+            self._cursors[rank] = cursor
+        note_problems(self.run, self._unreadable)
+
+    @property
+    def num_bytes_read(self) -> int:
+        return sum(cursor.num_bytes_read for cursor in self._cursors.values())
+
+    @property
+    def skipped_steps(self) -> list[int]:
+        """Steps read so far in which a GradScaler found an overflow and left the optimizer out."""
+        overflowed = {step for cursor in self._cursors.values() for step in cursor.overflowed}
+        return sorted(overflowed - {step for cursor in self._cursors.values() for step in cursor.stepped})
+
+    def steps(self) -> Iterator[tuple[int, Run]]:
+        """Each step with a backward pass, ascending, as a run of that step alone."""
+        while True:
+            following = [step for cursor in self._cursors.values() if (step := cursor.next_step()) is not None]
+            note_problems(self.run, self._unreadable)
+            if not following:
+                return
+            step = min(following)
+            part = Run(self.run.path, self.run.manifest, problems=list(self.run.problems))
+            part.ranks = {rank: cursor.take(step) for rank, cursor in self._cursors.items()}
+            yield step, part

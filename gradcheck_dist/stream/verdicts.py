@@ -1,0 +1,59 @@
+"""What is kept of a judged step, so that a long run's verdicts fit into memory and travel between processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.engine import StepVerdict, judge_step
+from gradcheck_dist.ledger.buffers import Replay
+from gradcheck_dist.ledger.contributions import Contribution, Contributions
+from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.trace.run import Run
+
+MAX_CONTRIBUTIONS = 512
+"""Of more than this, a step that has been judged keeps only the sums."""
+
+
+def judge_part(part: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
+    """Judge one step and keep what a report needs of it: no samples, no replays."""
+    return slim(judge_step(part, step, objective, objective_from))
+
+
+def slim(verdict: StepVerdict) -> StepVerdict:
+    """The verdict without the data that it was made from."""
+    contributions = _slim_contributions(verdict.contributions)
+    data = verdict.data
+    return replace(
+        verdict,
+        data=StepData(data.step, {}, {}, {}, data.complete),
+        contributions=contributions,
+        context=replace(verdict.context, contributions=contributions),
+        held=[_slim_held(held) for held in verdict.held],
+    )
+
+
+def _slim_held(held: Held) -> Held:
+    """Which parameter on which rank, whether it was seen, and its widest tolerance."""
+    widest = [max(held.cells, key=lambda cell: cell.tolerance)] if held.cells else []
+    nothing = cast(Replay, None)
+    return replace(held, replay=nothing, observed=None, stderr=None, nominal=None, visible=[], cells=widest)
+
+
+def _slim_contributions(contributions: Contributions) -> Contributions:
+    """Tokens and losses, summed over tokens, without the events; of very many only their sums."""
+    kept: dict[tuple[int, int, int], Contribution] = {}
+    for key, c in contributions.by_key.items():
+        value = c.value
+        if value is not None and c.loss is not None and c.loss.reduction == "mean":
+            value *= c.num_tokens or 0
+        kept[key] = replace(c, value=value, loss=None, gradient=None)
+    if len(kept) > MAX_CONTRIBUTIONS:
+        first, second, *_ = kept.values()
+        values = [c.value for c in kept.values() if c.value is not None]
+        value = sum(values) if len(values) == len(kept) else None
+        whole = replace(first, num_tokens=contributions.num_tokens, value=value)
+        rest = replace(second, num_tokens=0, value=0.0 if value is not None else None)
+        kept = {first.key: whole, second.key: rest}
+    return replace(contributions, by_key=kept)

@@ -1,0 +1,97 @@
+"""A run judged step by step gives the report of a run read whole, and holds no more than a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from small_runs import write_run
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.stream import cursor
+from gradcheck_dist.stream import diagnose as stream
+from gradcheck_dist.stream.diagnose import Progress, diagnose_run
+from gradcheck_dist.trace.run import read_run
+
+
+def as_json(report: Report) -> str:
+    return msgspec.json.format(msgspec.json.encode(report)).decode()
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("op", ["avg", "sum"])
+@pytest.mark.parametrize("harm", ["none", "cut", "flipped", "missing", "no header"])
+def test_the_report_is_that_of_the_whole_run(
+    op: str, harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", op=op, steps=6, flush_steps=True)
+    second = run / "rank-00001.trace"
+    if harm == "cut":
+        cut(second, 700)
+    elif harm == "flipped":
+        flip(second, second.stat().st_size // 2)
+    elif harm == "missing":
+        second.unlink()
+    elif harm == "no header":
+        second.write_bytes(b"")
+    monkeypatch.setattr(cursor, "MAX_READ_BYTES", 100)  # far less than a frame
+    monkeypatch.setattr(cursor, "MIN_READ_BYTES", 1)
+    assert as_json(diagnose_run(run)) == as_json(diagnose(read_run(run)))
+
+
+def test_other_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", steps=5, flush_steps=True)
+    monkeypatch.setattr(stream, "POOL_FROM_S", 0.0)
+    assert as_json(diagnose_run(run, jobs=2)) == as_json(diagnose(read_run(run)))
+
+
+def test_chosen_steps_and_unknown_ones(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=5)
+    assert as_json(diagnose_run(run, steps=range(1, 3))) == as_json(diagnose(read_run(run), steps=range(1, 3)))
+    with pytest.raises(GradcheckError, match="recorded are 0 to 4") as error:
+        diagnose_run(run, steps=[7])
+    assert error.value.code == "E402"
+
+
+def test_it_stops_at_the_first_finding_and_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20, flush_steps=True)
+    told: list[Progress] = []
+    report = diagnose_run(run, first=True, progress=told.append)
+    assert report.verdict == "findings"
+    assert report.run.steps == [0]
+    assert [done.num_judged for done in told] == [1]
+    assert any("stopped at the first step" in problem for problem in report.coverage.problems)
+
+
+def test_a_step_is_forgotten_when_it_has_been_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", steps=30, flush_steps=True)
+    monkeypatch.setattr(cursor, "MAX_READ_BYTES", 4096)
+    monkeypatch.setattr(cursor, "MIN_READ_BYTES", 1)
+    reader = cursor.RunCursor(run)
+    most = 0
+    for step, part in reader.steps():
+        assert {sample.step for trace in part.ranks.values() for sample in trace.samples} == {step}
+        most = max(most, *(len(of_rank._steps) for of_rank in reader._cursors.values()))
+    assert step == 29
+    assert most <= 6
+
+
+def test_weights_beyond_the_limit_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", op="sum", steps=5)
+    monkeypatch.setattr(stream, "MAX_WEIGHTS", 13)  # six a step
+    report = diagnose_run(run)
+    assert report.verdict == "clean"
+    assert {weight.step for weight in report.weights} == {0}
+    assert "the weights of 4 steps without findings are not listed" in report.coverage.problems
