@@ -142,7 +142,8 @@ class Loss(Event, tag="loss"):
     """A loss was evaluated on labels (forward). `loss_id` joins it with its LossGradient.
 
     A second Loss of the same `loss_id` corrects the first: the user declared more about it. `coefficient` is the factor
-    of the term in the objective, None where nobody declared it.
+    of the term in the objective, None where nobody declared it. `num_weighted_tokens` is the sum of the class weights
+    of the valid labels, where there are any.
     """
 
     loss_id: int
@@ -156,13 +157,15 @@ class Loss(Event, tag="loss"):
     value: float | None = None
     requires_grad: bool = True
     dtype: str = "float32"
+    num_weighted_tokens: float | None = None
 
 
 class LossGradient(Event, tag="loss_gradient"):
     """The gradient that arrived at a loss in backward, as the weight of one token's loss in the backward root.
 
     For reduction "mean" the arriving gradient is divided by num_tokens; for "none" `weight` is the mean over tokens
-    with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them.
+    with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them. `other_losses`
+    counts the losses of other kinds behind the same backward root.
     """
 
     loss_id: int
@@ -173,6 +176,7 @@ class LossGradient(Event, tag="loss_gradient"):
     weight_max: float | None = None
     num_tokens: int | None = None
     stage: int | None = None
+    other_losses: int = 0
 
 
 class Backward(Event, tag="backward"):
@@ -289,6 +293,32 @@ class PipelineStep(Event, tag="pipeline_step"):
     accumulation_step: int
 
 
+class GradientCheck(Event, tag="gradient_check"):
+    """One outcome of `--verify`: autograd's derivative of a module's output along a direction (`observed`) against
+    central differences (`numerical`, with `error`, all in the unit of the function).
+
+    `target` is "parameter", "input", "parameters" (of the child `name`), "leaf" (what training delivered at the
+    parameter) or "module" (the whole of it). `outcome` is "right", "wrong", "undetermined" or "zero" (nothing depends on
+    it); `shape` says how: "scaled" by `factor`, "cut" (no gradient), "constant" (whatever arrives), "flat" (a gradient
+    where there is no dependence), "other", "partial" (a summand over the ranks of `group`). `group` are the ranks that
+    were checked together. `site` is the module's forward.
+    """
+
+    module: str
+    module_type: str = ""
+    target: str = "module"
+    name: str = ""
+    outcome: str = "undetermined"
+    shape: str = ""
+    observed: float | None = None
+    numerical: float | None = None
+    error: float | None = None
+    factor: float | None = None
+    precision: str = ""
+    group: tuple[int, ...] = ()
+    reason: str = ""
+
+
 class Metric(Event, tag="metric"):
     """A number that the user logged (TensorBoard scalar)."""
 
@@ -354,6 +384,7 @@ AnyEvent = (
     | ClipValue
     | OptimizerStep
     | PipelineStep
+    | GradientCheck
     | Metric
     | StepEnd
     | ProbeStatus

@@ -24,8 +24,8 @@ ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original))
-    patches.replace(torch.autograd, "grad", lambda original: _watch(recorder, original))
+    patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
+    patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
     discovery = Discovery(recorder)
     recorder.discovery = discovery
     discovery.start()
@@ -33,11 +33,15 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.on_restore(discovery.remove_hooks)
 
 
-def _watch(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) -> Callable[..., Any]:
+    """`gradients_at`: which positional argument holds the gradients to start from."""
+
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         current = open_pass(recorder)
+        if recorder.current is not None and not recorder.suspended:
+            opened(recorder, args, kwargs, gradients_at)
         if current is None:
             return original(*args, **kwargs)
         try:
@@ -48,6 +52,18 @@ def _watch(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., An
     backward.__wrapped__ = original  # type: ignore[attr-defined]
     backward.__doc__ = original.__doc__
     return backward
+
+
+def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients that are differentiated again (a gradient penalty) belong to the loss and are no contribution yet."""
+    watched = _watch(recorder, original, 2)
+
+    @functools.wraps(original)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        return (original if create_graph else watched)(*args, **kwargs)
+
+    return grad
 
 
 @guarded("autograd")
@@ -61,6 +77,35 @@ def close_pass(recorder: Recorder, current: Any) -> None:
         listener(recorder, current)
     recorder.end_backward(current)
 
+
+@guarded("autograd")
+def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gradients_at: int) -> None:
+    """Tell from what a backward pass starts."""
+    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
+    roots = [root for root in ([given] if isinstance(given, Tensor) else given) if isinstance(root, Tensor)]
+    gradients = kwargs.get(
+        "grad_tensors", kwargs.get("grad_outputs", args[gradients_at] if len(args) > gradients_at else None)
+    )
+    for listener in OPEN_LISTENERS:
+        listener(recorder, recorder.current, roots, gradients is not None)
+
+
+RECORDED = "gradcheck"
+"""Key in the metadata of an autograd node: the tensor that it made is a loss that was recorded."""
+
+
+def mark_recorded(output: Tensor) -> None:
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[RECORDED] = True
+
+
+def is_recorded(node: Any) -> bool:
+    return RECORDED in node.metadata
+
+
+OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Tensor], bool], None]] = []
+"""Called at the begin of a pass with its roots, and whether it starts from gradients that the caller gave."""
 
 CLOSE_LISTENERS: list[Callable[[Recorder, Any], None]] = []
 """Called at the end of a pass, before it is closed: reductions that ran inside it are completed here."""
@@ -118,7 +163,9 @@ class Discovery:
         if id(leaf) in self._hooked or not leaf.requires_grad:
             return
         self._hooked.update((id(leaf), id(info.param)))
-        self._hooks.append(leaf.register_hook(functools.partial(arrived, self._recorder, info)))
+        handle = leaf.register_hook(functools.partial(arrived, self._recorder, info))
+        _put_first(leaf, handle.id)
+        self._hooks.append(handle)
 
     def hook_accumulated(self, info: ParamInfo) -> None:
         """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
@@ -130,6 +177,19 @@ class Discovery:
                 before_reduce(recorder, current.armed[info.wrapper], info)
 
         self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
+
+
+def _put_first(leaf: Tensor, hook_id: int) -> None:
+    """Let one of a tensor's hooks run before those that the user registered earlier: hooks run in the dictionary's
+    order, and what a user's hook does to a gradient (scale it, all-reduce it) is to be seen, not to be taken for the
+    gradient's own value."""
+    hooks = leaf._backward_hooks
+    if hooks is not None and len(hooks) > 1 and next(iter(hooks)) != hook_id:
+        others = [(key, hook) for key, hook in hooks.items() if key != hook_id]
+        own = hooks[hook_id]
+        hooks.clear()
+        hooks[hook_id] = own
+        hooks.update(others)
 
 
 def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> None:

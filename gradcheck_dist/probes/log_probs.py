@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes.autograd import mark_recorded
 from gradcheck_dist.probes.loss import label_hash
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
 
-_MAX_HOPS = 6
-_PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+MAX_HOPS = 6
+PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -69,13 +70,13 @@ def _watch_trl(recorder: Recorder, original: Callable[..., Any]) -> Callable[...
 def is_log_softmax(tensor: Tensor) -> bool:
     """Whether a tensor is the result of log_softmax, seen through views, slices and copies."""
     node = tensor.grad_fn
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         if node is None:
             return False
         name = node.name().rpartition("::")[2]
         if name.startswith("LogSoftmaxBackward"):
             return True
-        if not name.startswith(_PASS_THROUGH) or not node.next_functions:
+        if not name.startswith(PASS_THROUGH) or not node.next_functions:
             return False
         node = node.next_functions[0][0]
     return False
@@ -98,6 +99,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
         label_hash=label_hash(labels) if labels is not None else None,
         dtype=str(log_probs.dtype).removeprefix("torch."),
     )
+    mark_recorded(log_probs)
     log_probs.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id))
 
 
@@ -106,6 +108,7 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
     current = recorder.current
     if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
+    current.root_loss = None
     local = getattr(grad, "_local_tensor", grad).detach()
     used = local != 0
     num_tokens = used.sum()
@@ -121,4 +124,5 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         weight_max=torch.where(used, weights, weights.min()).max(),
         num_tokens=num_tokens,
         stage=current.stage,
+        other_losses=current.other_losses,
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes.autograd import mark_recorded
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
@@ -128,6 +129,7 @@ def record_loss(
     recorder.emit(Loss, seq=seq, **seen)
     if output.requires_grad:
         setattr(output, _SEEN, seen)
+        mark_recorded(output)
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
         output.register_hook(functools.partial(arrived, is_main=term == "main", valid=unreduced))
@@ -176,4 +178,5 @@ def gradient_arrived(
         weight_max=high,
         num_tokens=num_tokens,
         stage=recorder.current.stage,
+        other_losses=recorder.current.other_losses,
     )

@@ -43,7 +43,9 @@ class BackwardPass:
         "armed",
         "leaves",
         "microbatch",
+        "other_losses",
         "reduce_ops",
+        "root_loss",
         "seq",
         "site",
         "stage",
@@ -64,6 +66,8 @@ class BackwardPass:
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
 
 class Recorder(Sampler):

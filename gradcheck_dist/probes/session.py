@@ -25,7 +25,7 @@ from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.trace.run import join_run_dir, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
-PROBES = ("autograd", "loss", "log_probs", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
+PROBES = ("autograd", "loss", "log_probs", "unseen", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 
@@ -74,6 +74,7 @@ def attach(
     only: Sequence[str] = PROBES,
     restart: int = 0,
     deferred: bool = False,
+    verify: bool = False,
 ) -> Session:
     """Record this process's training from here on. Call it before the model is wrapped for the fullest picture.
 
@@ -88,6 +89,8 @@ def attach(
         restart: how often this rank was restarted; each restart writes a file of its own.
         deferred: open the trace with the first loss or backward pass, when the rank is known for certain. What
             prevents it is then told on stderr and not raised.
+        verify: check the backward of every module in the first recorded step by central differences. It takes some
+            dozens of forward passes, before the optimizer steps, and leaves training bit for bit as it was.
 
     Raises:
         GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301).
@@ -127,6 +130,8 @@ def attach(
     patches = Patches()
     for name in only:
         install(name, recorder, patches)
+    if verify:
+        install("verify", recorder, patches, module="gradcheck_dist.verify.run")
     writer.flush()
     _session = Session(folder, recorder, patches)
     atexit.register(_session.detach)
@@ -150,10 +155,10 @@ def _tell(error: Exception) -> None:
         sys.stderr.write(f"gradcheck: not recording: {error}\n")
 
 
-def install(name: str, recorder: Recorder, patches: Patches) -> None:
+def install(name: str, recorder: Recorder, patches: Patches, *, module: str | None = None) -> None:
     """Put one probe in place; one that cannot hook says so in the trace and leaves the others alone."""
     try:
-        import_module(f"gradcheck_dist.probes.{name}").install(recorder, patches)
+        import_module(module or f"gradcheck_dist.probes.{name}").install(recorder, patches)
     except Exception as error:
         recorder.status(name, False, f"{type(error).__name__}: {error} (torch {torch.__version__})")
     else:

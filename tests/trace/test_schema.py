@@ -7,9 +7,9 @@ import typing
 from gradcheck_dist import events
 
 FROZEN = {
-    "loss": "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype seq t_ns step site",
+    "loss": "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype num_weighted_tokens seq t_ns step site",
     "loss_gradient": (
-        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage seq t_ns step site"
+        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses seq t_ns step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "reduce": (
@@ -24,6 +24,10 @@ FROZEN = {
     "optimizer_step": "optimizer params lr hyperparameters grads_missing groups unreached seq t_ns step site",
     "pipeline_step": (
         "schedule num_microbatches scale_grads group stages num_stages accumulation_step seq t_ns step site"
+    ),
+    "gradient_check": (
+        "module module_type target name outcome shape observed numerical error factor precision group reason "
+        "seq t_ns step site"
     ),
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s seq t_ns step site",

@@ -1,0 +1,205 @@
+"""Losses that no wrapper saw: found in the autograd graph when backward begins.
+
+A cross-entropy that was imported before the probes came, log-probabilities picked by an index, logsumexp minus the
+picked logit, soft targets against log_softmax: all leave nodes in the graph behind the backward root (torch.autograd.
+graph.Node), and a hook on such a node sees the gradient that arrives there. What is left is a loss of another kind
+(mean squared error, a custom function): it is recorded without a number of tokens, so that its gradients can still be
+compared with one another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes import autograd, log_probs
+from gradcheck_dist.probes.loss import gradient_arrived, label_hash
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
+
+MAX_NODES = 100
+"""Nodes behind the root that are looked at; the losses of a trainer lie within ten of it."""
+
+_REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
+_PICKS = {"GatherBackward": "_saved_index", "IndexBackward": "_saved_indices", "TakeBackward": "_saved_index"}
+_OTHERS = {
+    "MseLossBackward": "mse_loss",
+    "SmoothL1LossBackward": "smooth_l1_loss",
+    "HuberLossBackward": "huber_loss",
+    "BinaryCrossEntropyBackward": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward": "binary_cross_entropy_with_logits",
+    "KlDivBackward": "kl_div",
+    "LogSigmoidBackward": "logsigmoid",
+    "CtcLossBackward": "ctc_loss",
+    "SoftMarginLossBackward": "soft_margin_loss",
+    "MultiMarginLossBackward": "multi_margin_loss",
+}
+_MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    autograd.OPEN_LISTENERS.append(look)
+    autograd.CLOSE_LISTENERS.append(nothing_seen)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(look))
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(nothing_seen))
+
+
+class _Found:
+    """What the graph behind a root shows. `picks` are elements taken by an index, with the node that they are from."""
+
+    def __init__(self) -> None:
+        self.known = 0
+        self.cross_entropies: list[Any] = []
+        self.picks: list[tuple[Any, Any]] = []
+        self.log_softmaxes: list[Any] = []
+        self.logsumexp_inputs: set[Any] = set()
+        self.others: list[str] = []
+
+
+@guarded("unseen")
+def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+    """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
+    found = _search(roots)
+    for node in found.cross_entropies:
+        _watch_cross_entropy(recorder, node)
+    picks = 0
+    for node, source in found.picks:
+        if _name(source) == "LogSoftmaxBackward":
+            _watch_picks(recorder, node, "log_softmax index")
+        elif source in found.logsumexp_inputs:
+            _watch_picks(recorder, node, "logsumexp index")
+        else:
+            continue
+        picks += 1
+    soft = found.log_softmaxes
+    if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
+        _watch_soft_targets(recorder, soft.pop())
+    current.other_losses += len(found.others) + len(soft)
+    if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
+        current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
+
+
+def _search(roots: Sequence[Tensor]) -> _Found:
+    found = _Found()
+    queue = deque(root.grad_fn for root in roots)
+    visited: set[Any] = set()
+    while queue and len(visited) < MAX_NODES:
+        node = queue.popleft()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if autograd.is_recorded(node):
+            found.known += 1
+            continue
+        name = _name(node)
+        if name in ("NllLossBackward", "NllLoss2DBackward"):
+            found.cross_entropies.append(node)
+        elif name in _PICKS:
+            source = _source(node)
+            found.picks.append((node, source))
+            if _name(source) != "LogSoftmaxBackward":
+                queue.extend(following for following, _ in node.next_functions)
+        elif name == "LogSoftmaxBackward":
+            found.log_softmaxes.append(node)
+        elif name == "LogsumexpBackward":
+            found.logsumexp_inputs.add(_source(node))
+        elif name in _OTHERS:
+            found.others.append(_OTHERS[name])
+        elif name not in _MODEL:
+            queue.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _name(node: Any) -> str:
+    return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
+
+
+def _source(node: Any) -> Any:
+    """The node that made a node's first input, seen through views and copies."""
+    for _ in range(log_probs.MAX_HOPS):
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+        if not _name(node).startswith(log_probs.PASS_THROUGH):
+            break
+    return node
+
+
+def _watch_cross_entropy(recorder: Recorder, node: Any) -> None:
+    target, reduction = node._saved_target, _REDUCTIONS[node._saved_reduction]
+    valid = target != node._saved_ignore_index
+    counted = valid.sum()
+    num_tokens: int | Tensor = int(counted) if counted.device.type == "cpu" else counted
+    loss_id = _evaluated(recorder, "nll_loss", reduction, target, num_tokens)
+    arrived = functools.partial(
+        gradient_arrived,
+        recorder,
+        loss_id=loss_id,
+        num_tokens=num_tokens,
+        reduction=reduction,
+        is_main=True,
+        valid=valid if reduction == "none" else None,
+    )
+    _hook(node, arrived)
+
+
+def _watch_picks(recorder: Recorder, node: Any, op: str) -> None:
+    saved = getattr(node, _PICKS[_name(node)])
+    labels = saved if isinstance(saved, Tensor) else saved[-1]
+    loss_id = _evaluated(recorder, op, "none", labels, None)
+    _hook(node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
+
+
+def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
+    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
+    loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
+    dim = node._saved_dim if node._saved_dim < 2**63 else node._saved_dim - 2**64
+    _hook(node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
+
+
+def _hook(node: Any, arrived: Callable[[Tensor], None]) -> None:
+    def before(grads: tuple[Tensor | None, ...]) -> None:
+        handle.remove()  # a graph that is kept and run again is found again
+        if grads[0] is not None:
+            arrived(grads[0])
+
+    handle = node.register_prehook(before)
+
+
+def _evaluated(
+    recorder: Recorder, op: str, reduction: str, labels: Tensor | None, num_tokens: int | Tensor | None
+) -> int:
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=recorder.current.site if recorder.current is not None else None,
+        loss_id=loss_id,
+        op=op,
+        reduction=reduction,
+        num_tokens=num_tokens,
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+    )
+    return loss_id
+
+
+@guarded("unseen")
+def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
+    """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss."""
+    if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
+        return
+    loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=1.0,
+        stage=current.stage,
+        other_losses=0,
+    )

@@ -1,0 +1,130 @@
+"""Losses that no wrapper sees are found in the autograd graph, with their tokens and the weight of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradcheck_dist
+from gradcheck_dist.events import Event, Loss, LossGradient
+from gradcheck_dist.trace.run import read_run
+
+early_cross_entropy = F.cross_entropy  # taken before any probe comes
+MASK = torch.tensor([True, True, True, True, False, False])
+TOKENS, DIVISOR = 4, 8
+
+
+def recorded(folder: Path, loss_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Loss], list[LossGradient]]:
+    """What one backward pass over logits of 6 tokens left, of which MASK masks two away."""
+    model = nn.Linear(4, 5)
+    with gradcheck_dist.attach(folder / "run"):
+        loss_of(model(torch.randn(6, 4)), torch.randint(5, (6,))).backward()
+    events: list[Event] = read_run(folder / "run").ranks[0].events
+    return [e for e in events if isinstance(e, Loss)], [e for e in events if isinstance(e, LossGradient)]
+
+
+def ignored(labels: Tensor) -> Tensor:
+    return torch.where(MASK, labels, -100)
+
+
+def picked_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    picked = logits.gather(1, labels[:, None]).squeeze(1)
+    return ((logits.logsumexp(-1) - picked) * MASK).sum() / DIVISOR
+
+
+def with_a_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return picked_logits(logits, labels) + 1e-3 * logits.logsumexp(-1).pow(2).mean()
+
+
+def indexed(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return -(log_probs[torch.arange(6), labels] * MASK).sum() / DIVISOR
+
+
+def one_hot(logits: Tensor, labels: Tensor) -> Tensor:
+    return -(F.one_hot(labels, 5) * logits.log_softmax(-1))[MASK].sum() / DIVISOR
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logsumexp minus picked logit": picked_logits,
+    "the same beside a z-loss": with_a_z_loss,
+    "log-probabilities by index": indexed,
+    "one-hot targets": one_hot,
+    "cross_entropy, mean": lambda logits, labels: early_cross_entropy(logits, ignored(labels)) * TOKENS / DIVISOR,
+    "cross_entropy, sum": lambda logits, labels: early_cross_entropy(logits, ignored(labels), reduction="sum") / 8,
+    "cross_entropy, none": lambda logits, labels: (
+        early_cross_entropy(logits, ignored(labels), reduction="none").sum() / DIVISOR
+    ),
+    "cross_entropy, none, masked": lambda logits, labels: (
+        (F.cross_entropy(logits, labels, reduction="none") * MASK).sum() / DIVISOR
+    ),
+    "cross_entropy, none, mean over ignored labels too": lambda logits, labels: (
+        F.cross_entropy(logits, ignored(labels), reduction="none").mean() * 6 / DIVISOR
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tokens_and_their_weight_are_seen(tmp_path: Path, name: str) -> None:
+    _, (found,) = recorded(tmp_path, LOSSES[name])
+    assert (found.num_tokens, found.weight) == (TOKENS, pytest.approx(1 / DIVISOR))
+    assert found.weight_min in (None, pytest.approx(1 / DIVISOR))
+    assert found.weight_max in (None, pytest.approx(1 / DIVISOR))
+
+
+def test_labels_tell_ranks_apart(tmp_path: Path) -> None:
+    (loss,), _ = recorded(tmp_path, indexed)
+    assert loss.label_hash is not None
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "binary_cross_entropy_with_logits"])
+def test_a_loss_without_tokens_is_named_and_not_counted(tmp_path: Path, name: str) -> None:
+    (loss,), (found,) = recorded(tmp_path, lambda logits, labels: getattr(F, name)(logits, torch.rand(6, 5)))
+    assert (loss.op, loss.num_tokens, found.num_tokens) == (name, None, None)
+
+
+def test_a_loss_beside_the_main_one_is_counted(tmp_path: Path) -> None:
+    def distillation(logits: Tensor, labels: Tensor) -> Tensor:
+        soft = F.kl_div(logits.log_softmax(-1), torch.rand(6, 5), reduction="batchmean")
+        return 0.5 * F.cross_entropy(logits, labels) + 0.5 * soft
+
+    _, (found,) = recorded(tmp_path, distillation)
+    assert (found.num_tokens, found.other_losses) == (6, 1)
+
+
+def test_class_weights_are_summed(tmp_path: Path) -> None:
+    weight = torch.rand(5)
+    labels_seen = []
+
+    def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+        labels_seen.append(ignored(labels))
+        return F.cross_entropy(logits, ignored(labels), weight=weight)
+
+    (loss,), _ = recorded(tmp_path, weighted)
+    assert loss.num_weighted_tokens == pytest.approx(float(weight[labels_seen[0][MASK]].sum()))
+
+
+def test_gradients_that_are_differentiated_again_are_no_contribution(tmp_path: Path) -> None:
+    def penalty(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels)
+        (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+        return loss + gradient.pow(2).sum()
+
+    _, (found,) = recorded(tmp_path, penalty)
+    assert (found.accumulation_step, found.weight) == (0, pytest.approx(1 / 6))
+
+
+def test_a_hook_of_the_user_runs_behind_ours(tmp_path: Path) -> None:
+    model = nn.Linear(4, 5)
+    model.weight.register_hook(lambda grad: grad * 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with gradcheck_dist.attach(tmp_path / "run"):
+        F.cross_entropy(model(torch.randn(6, 4)), torch.randint(5, (6,))).backward()
+        optimizer.step()
+    (finding,) = gradcheck_dist.diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.factor.observed, finding.num_parameters) == ("GS000", pytest.approx(2), 1)
