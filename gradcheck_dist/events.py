@@ -356,7 +356,7 @@ class RunEnd(Event, tag="run_end"):
 
 
 class Header(Record, tag="header"):
-    """First record of every trace file."""
+    """First record of every trace file. `columns`: steps without samples stand in StepColumns."""
 
     schema_version: int
     tool_version: str
@@ -370,6 +370,7 @@ class Header(Record, tag="header"):
     objective: str | None = None
     axes: dict[str, int] | None = None
     sample_size: int = 0
+    columns: bool = False
 
 
 AnyEvent = (
@@ -391,4 +392,29 @@ AnyEvent = (
     | ProbeError
     | RunEnd
 )
-AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms
+
+
+class StepShape(Record, tag="step_shape"):
+    """What the steps of a StepColumns have in common: the events of the first of them. `seq` and `loss_id` count from
+    the step's first event, `step` is 0."""
+
+    id: int
+    events: list[AnyEvent]
+
+
+class StepColumns(Record, tag="step_columns"):
+    """Consecutive steps of one shape, recorded without samples: of each event only the numbers that change from step to
+    step (trace/columns.py says which).
+
+    `first_seqs` is int64 bytes of shape (num_steps,); `numbers` of shape (num_numbers, num_steps), int64 or float64 as
+    the field is, all little endian.
+    """
+
+    shape: int
+    first_step: int
+    num_steps: int
+    first_seqs: bytes
+    numbers: bytes
+
+
+AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns

@@ -7,7 +7,6 @@ reduced at all.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from gradcheck_dist.events import (
     Reduce,
     Samples,
     ScaleGrads,
+    StepColumns,
     StepEnd,
     ZeroGrad,
 )
@@ -81,9 +81,11 @@ class RankCursor(TraceTail):
         self.finished = self.at_end
 
     def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
-        tables = []
+        tables: list[AnyRecord] = []
         for record in records:
             step = getattr(record, "step", None)
+            if isinstance(record, StepColumns):
+                continue  # judged as arrays (documented.py)
             if step is None:
                 tables.append(record)
                 continue
@@ -133,11 +135,9 @@ class RankCursor(TraceTail):
     def take(self, step: int) -> RankTrace:
         """This rank's part of one step, with the tables; empty when it recorded nothing of it."""
         assert self.trace is not None
-        part = copy.copy(self.trace)
         # Reductions of other steps tell which parameters are reduced at all.
-        part.events = [event for event in self.trace.events if isinstance(event, Reduce) and event.step != step]
-        part.samples, part.damage = [], []
-        part.add(self._steps.get(step, []))
+        others = [event for event in self.trace.events if isinstance(event, Reduce) and event.step != step]
+        part = self.trace.part([*others, *self._steps.get(step, [])])
         self._forget(step)
         return part
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,8 @@ from gradcheck_dist.events import (
     ParamSet,
     Plan,
     Samples,
+    StepColumns,
+    StepShape,
     Wrapper,
 )
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
@@ -41,6 +43,8 @@ class RankTrace:
     events: list[Event] = field(default_factory=list)
     samples: list[Samples] = field(default_factory=list)
     norms: list[Norms] = field(default_factory=list)
+    shapes: dict[int, StepShape] = field(default_factory=dict)
+    columns: list[StepColumns] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -64,6 +68,16 @@ class RankTrace:
                 self.plans[record.id] = record
             elif isinstance(record, Wrapper):
                 self.wrappers[record.id] = record
+            elif isinstance(record, StepShape):
+                self.shapes[record.id] = record
+            elif isinstance(record, StepColumns):
+                self.columns.append(record)
+
+    def part(self, records: list[AnyRecord]) -> RankTrace:
+        """The same rank and tables with these records only."""
+        part = replace(self, events=[], samples=[], norms=[], columns=[], damage=[])
+        part.add(records)
+        return part
 
 
 def decode_values(dtype: str, values: bytes) -> np.ndarray:

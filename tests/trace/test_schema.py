@@ -36,7 +36,7 @@ FROZEN = {
     "run_end": "reason seq t_ns step site",
     "header": (
         "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "
-        "objective axes sample_size"
+        "objective axes sample_size columns"
     ),
     "param": "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint",
     "param_set": "id params",
@@ -44,6 +44,8 @@ FROZEN = {
     "wrapper": "id impl name group shard_group replicate_group site",
     "samples": "step rows dtype values",
     "norms": "step seq rows values",
+    "step_shape": "id events",
+    "step_columns": "shape first_step num_steps first_seqs numbers",
 }
 
 

@@ -1,0 +1,171 @@
+"""Steps in columns: a step like an earlier one is written as the numbers in which it differs. Imports no torch.
+
+A training loop does the same thing step after step. Its events, without samples, are kept once (`StepShape`); of each
+later step only tokens, weights, norms and the like are written (`StepColumns`), 8 bytes a number, so that a watch over
+every step of a long run costs some 48 bytes a contribution, and is judged as arrays. Times of single events are not
+kept; `expand` gives each the end of its step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from gradcheck_dist.events import (
+    AmpUnscale,
+    AnyEvent,
+    AnyRecord,
+    Clip,
+    Event,
+    Loss,
+    LossGradient,
+    OptimizerStep,
+    StepColumns,
+    StepEnd,
+    StepShape,
+)
+
+CHANGING: tuple[tuple[type[Event], str, str], ...] = (
+    (Loss, "num_tokens", "<i8"),
+    (Loss, "num_labels", "<i8"),
+    (Loss, "label_hash", "<i8"),
+    (Loss, "value", "<f8"),
+    (LossGradient, "weight", "<f8"),
+    (LossGradient, "weight_min", "<f8"),
+    (LossGradient, "weight_max", "<f8"),
+    (LossGradient, "num_tokens", "<i8"),
+    (AmpUnscale, "scale", "<f8"),
+    (Clip, "total_norm", "<f8"),
+    (Clip, "coefficient", "<f8"),
+    (OptimizerStep, "lr", "<f8"),
+    (StepEnd, "t_ns", "<i8"),
+    (StepEnd, "duration_s", "<f8"),
+    (StepEnd, "probe_s", "<f8"),
+    (Loss, "num_weighted_tokens", "<f8"),
+)
+"""Fields that differ from step to step, in the order of the columns; each has a column for every event of its kind in
+which it is not None. The file format: append only."""
+
+MAX_SHAPES = 64
+"""A rank whose steps differ in more ways than this writes the others as plain events."""
+_FORMAT = {"<i8": "q", "<f8": "d"}
+BLOCK_STEPS, BLOCK_BYTES = 64, 64 << 10
+
+
+def columns_of(events: list[AnyEvent]) -> list[tuple[int, str, str]]:
+    """The columns of a shape, as (index of the event, field, dtype)."""
+    return [
+        (index, name, dtype)
+        for kind, name, dtype in CHANGING
+        for index, event in enumerate(events)
+        if type(event) is kind and getattr(event, name) is not None
+    ]
+
+
+def find_columns(events: list[AnyEvent], kind: type[Event], name: str) -> dict[int, int]:
+    """Where a field's columns lie: index of the event -> row of `numbers`."""
+    table = enumerate(columns_of(events))
+    return {index: row for row, (index, field_name, _) in table if field_name == name and type(events[index]) is kind}
+
+
+@dataclass
+class _Open:
+    """Steps of one shape that are not written yet."""
+
+    shape: int
+    first_step: int
+    first_seqs: list[int] = field(default_factory=list)
+    numbers: list[bytes] = field(default_factory=list)
+
+
+class ColumnWriter:
+    """Takes whole steps and hands on records: a shape when it is new, columns when enough have come together."""
+
+    def __init__(self, write: Callable[[AnyRecord], None]) -> None:
+        self._write = write
+        self._shapes: dict[bytes, int] = {}
+        self._open: _Open | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def add(self, step: int, events: list[AnyEvent]) -> None:
+        """One step, its events in order of seq."""
+        first = events[0].seq
+        table = columns_of(events)
+        values = (getattr(events[index], name) for index, name, _ in table)
+        numbers = struct.pack("<" + "".join(_FORMAT[dtype] for _, _, dtype in table), *values)
+        template = [_template(event, first) for event in events]
+        key = self._encoder.encode(template)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self.flush()
+                for event in events:
+                    self._write(event)
+                return
+            shape = self._shapes[key] = len(self._shapes)
+            self._write(StepShape(id=shape, events=template))
+        block = self._open
+        if block is None or block.shape != shape or block.first_step + len(block.numbers) != step:
+            self.flush()
+            block = self._open = _Open(shape, step)
+        block.first_seqs.append(first)
+        block.numbers.append(numbers)
+        if len(block.numbers) >= BLOCK_STEPS or len(block.numbers) * len(numbers) >= BLOCK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand over what has come together so far."""
+        block, self._open = self._open, None
+        if block is not None:
+            rows = np.frombuffer(b"".join(block.numbers), dtype="<i8").reshape(len(block.numbers), -1)
+            self._write(
+                StepColumns(
+                    shape=block.shape,
+                    first_step=block.first_step,
+                    num_steps=len(block.numbers),
+                    first_seqs=np.array(block.first_seqs, dtype="<i8").tobytes(),
+                    numbers=rows.T.tobytes(),
+                )
+            )
+
+
+def _template(event: AnyEvent, first: int) -> AnyEvent:
+    """The event without what changes from step to step; what is None stays None."""
+    changes: dict[str, object] = {"seq": event.seq - first, "step": 0, "t_ns": 0}
+    if isinstance(event, Loss | LossGradient):
+        changes["loss_id"] = event.loss_id - first
+    for kind, name, _ in CHANGING:
+        if type(event) is kind and getattr(event, name) is not None:
+            changes[name] = 0
+    if hasattr(event, "duration_ns"):
+        changes["duration_ns"] = 0
+    return msgspec.structs.replace(event, **changes)
+
+
+def expand(shape: StepShape, columns: StepColumns) -> Iterator[tuple[int, list[AnyEvent]]]:
+    """The steps with their events again, all but the times of single events.
+
+    Raises:
+        ValueError: the columns do not fit the shape.
+    """
+    table = columns_of(shape.events)
+    numbers = np.frombuffer(columns.numbers, dtype="<i8").reshape(len(table), columns.num_steps)
+    first_seqs = np.frombuffer(columns.first_seqs, dtype="<i8")
+    values = [numbers[row].view(dtype).tolist() for row, (_, _, dtype) in enumerate(table)]
+    for offset, first in enumerate(first_seqs.tolist()):
+        changes: list[dict[str, object]] = [
+            {"seq": event.seq + first, "step": columns.first_step + offset} for event in shape.events
+        ]
+        for (index, name, _), column in zip(table, values, strict=True):
+            changes[index][name] = column[offset]
+        ended = next((of["t_ns"] for of in changes if "t_ns" in of), 0)
+        for event, of in zip(shape.events, changes, strict=True):
+            of.setdefault("t_ns", ended)
+            if isinstance(event, Loss | LossGradient):
+                of["loss_id"] = event.loss_id + first
+        pairs = zip(shape.events, changes, strict=True)
+        yield columns.first_step + offset, [msgspec.structs.replace(event, **of) for event, of in pairs]
