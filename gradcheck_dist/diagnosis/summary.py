@@ -22,10 +22,13 @@ from gradcheck_dist.diagnosis.finding import (
     UnitInfo,
     Weight,
 )
-from gradcheck_dist.events import Clip, Metric, ProbeError, ProbeStatus, Reduce, Site, StepEnd
+from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.trace.run import Run
+
+
+MAX_WRITTEN = 10**4
 
 
 def unit_of(held: list[Held]) -> dict[ParamKey, str]:
@@ -114,9 +117,10 @@ def weights(
     held: list[Held],
     names: dict[ParamKey, str],
     contributions: Contributions,
-    expected: dict[ContributionKey, Fraction],
+    expected: dict[ContributionKey, Fraction] | None,
 ) -> list[Weight]:
-    """One row for each unit, holder and contribution: the mean over the unit's parameters."""
+    """One row for each unit, holder and contribution: the mean over the unit's parameters. Without expected weights the
+    observed ones are relative to the contribution's own gradient."""
     rows: dict[tuple[str, int, ContributionKey], list[Cell]] = defaultdict(list)
     for one in held:
         for cell in one.cells:
@@ -132,12 +136,12 @@ def weights(
                 holder_rank=rank,
                 contribution=ReportKey(data_rank=key[0], accumulation_step=key[1], microbatch=key[2]),
                 num_tokens=contributions.by_key[key].num_tokens,
-                expected=float(expected[key]),
-                expected_exact=str(expected[key]),
+                expected=float(expected[key]) if expected is not None else None,
+                expected_exact=_exact(expected[key]) if expected is not None else None,
                 nominal=nominal if nominal == nominal else None,
                 observed=together.observed,
                 ratio=together.ratio,
-                stderr=together.stderr * max(abs(together.ratio), 1.0) * float(expected[key]),
+                stderr=together.stderr * max(abs(together.ratio), 1.0) * float(together.expected),
             )
         )
     return result
@@ -200,13 +204,50 @@ def _full_name(param: ParamKey) -> str:
     return param[1] if param[0] < 0 else f"stage {param[0]}: {param[1]}"
 
 
-def gaps(run: Run, held: list[Held]) -> list[str]:
+def _exact(weight: Fraction) -> str | None:
+    """A weight as a fraction, where it is one that a person would write."""
+    return str(weight) if weight.numerator < MAX_WRITTEN else None
+
+
+def gaps(steps: list[tuple[int, list[Held]]]) -> list[str]:
     """Why a clean-looking matrix is not enough: parameters whose gradient nothing explains."""
-    unexplained = sorted({_full_name(one.param) for one in held if "no combination" in one.reason})
-    if not unexplained:
+    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for step, held in steps:
+        unexplained = sorted({_full_name(one.param) for one in held if "no combination" in one.reason})
+        if unexplained:
+            found[tuple(unexplained)].append(step)
+    reasons = []
+    for names, of_steps in found.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        when = "" if len(of_steps) == len(steps) else f" in step {', '.join(map(str, of_steps[:5]))}"
+        reasons.append(f"the gradient of {shown} is no combination of the recorded contributions{when}")
+    return reasons
+
+
+def foreign(run: Run, data: StepData) -> list[str]:
+    """Why nothing is known of an optimizer's gradients: it owns tensors that no forward has shown and that are no
+    copies of parameters either, while parameters that got gradients belong to no optimizer."""
+    ranks = set()
+    num = 0
+    for rank, events in data.events.items():
+        steps = [event for event in events if isinstance(event, OptimizerStep)]
+        owned = {param for event in steps for param in data.params_of(rank, event.params)}
+        seen = {
+            track.param.id
+            for of_rank in data.tracks.values()
+            if (track := of_rank.get(rank)) is not None and track.leaves
+        }
+        params = run.ranks[rank].params
+        strange = sum(params[param].name.startswith("unnamed.") for param in owned - seen if param in params)
+        if strange and seen - owned:
+            ranks.add(rank)
+            num = max(num, strange)
+    if not ranks:
         return []
-    shown = ", ".join(unexplained[:3]) + (f" and {len(unexplained) - 3} more" if len(unexplained) > 3 else "")
-    return [f"the gradient of {shown} is no combination of the recorded contributions"]
+    return [
+        f"the optimizer on rank(s) {', '.join(map(str, sorted(ranks)))} owns {num} tensor(s) that are neither "
+        "parameters of the model nor copies of them as they were first seen: what it reads is not known"
+    ]
 
 
 def run_info(run: Run, contexts: list[StepContext], objective: str, objective_from: str) -> RunInfo:
@@ -282,6 +323,10 @@ def next_step(report: Report) -> str:
         return "Nothing to mend."
     if any("missing" in reason for reason in report.reasons):
         return "Bring the missing trace files into the run folder, or record again."
+    if any("what it reads is not known" in reason for reason in report.reasons):
+        return (
+            "Make the optimizer's tensors from the model's parameters after their values are final, and record again."
+        )
     if any("mark_loss" in reason for reason in report.reasons):
         return "Add mark_loss where the loss is computed and record again."
     return "Record a whole optimizer step and judge again."

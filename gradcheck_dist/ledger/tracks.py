@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradcheck_dist.events import LEAF, AmpUnscale, Backward, Event, OptimizerStep, Param, Reduce, Samples, Wrapper
+from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -132,8 +133,10 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
             track = tracks.get(param_id)
             if track is None:
                 continue
-            track.dtype = samples.dtype
             if role != LEAF:
+                # What was once rounded to a coarse type (summed in bfloat16, then copied to float32) stays so.
+                if not track.points or EPSILON.get(samples.dtype, 0) > EPSILON.get(track.dtype, 0):
+                    track.dtype = samples.dtype
                 track.points.append(Point(seq, role, values))
             elif seq in slot_of:
                 slot = slot_of[seq]

@@ -1,9 +1,13 @@
-"""Collectives that the user calls on gradients by hand, and those that a DDP communication hook calls."""
+"""Collectives that the user calls on gradients by hand, and those that a DDP communication hook calls.
+
+Gradients are known by address: a parameter's `.grad`, a buffer that hangs on the parameter in its place (Megatron's
+`main_grad`), the `.grad` of an optimizer's own copy, and flat buffers in which these lie one after the other.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +17,23 @@ from torch.distributed import distributed_c10d
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.regions import Region, in_memory, whole
 from gradcheck_dist.probes.registry import ParamInfo
 
 
+class _Pending:
+    """A parameter whose buffer is reduced piece by piece. `outputs` are the pieces that are done."""
+
+    def __init__(self, step: int, seq: int, how: tuple[Any, ...]) -> None:
+        self.step, self.seq, self.how = step, seq, how
+        self.length = 0
+        self.outputs: list[tuple[Region, Tensor]] = []
+
+
 def install(recorder: Recorder, patches: Patches) -> None:
-    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+    pending: dict[int, _Pending] = {}
+
+    def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
             if not recorder.recording or recorder.suspended:
@@ -25,18 +41,42 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if recorder.current is not None:
                 note_hook(recorder, op)
                 return original(tensor, op=op, group=group, async_op=async_op)
-            opened = before_manual(recorder, tensor)
+            opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
-                after_manual(recorder, *opened, op, group, async_op)
+                after_manual(recorder, pending, opened, tensor, opened, async_op)
             return result
 
         return all_reduce
 
-    original = dist.all_reduce
-    patches.replace(distributed_c10d, "all_reduce", watch)
-    patched = distributed_c10d.all_reduce
-    patches.replace(dist, "all_reduce", lambda found: patched if found is original else watch(found))
+    def watch_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reduce_scatter(
+            output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
+            if not recorder.recording or recorder.suspended or recorder.current is not None:
+                return original(output, input, op=op, group=group, async_op=async_op)
+            opened = before_manual(recorder, pending, input, "reduce_scatter", op, group)
+            result = original(output, input, op=op, group=group, async_op=async_op)
+            if opened is not None:
+                low = dist.get_rank(group) * output.numel()
+                parts = [region.part(low, low + output.numel()) for region in opened]
+                after_manual(recorder, pending, opened, output, [part for part in parts if part], async_op)
+            return result
+
+        return reduce_scatter
+
+    _replace(patches, "all_reduce", watch_all_reduce)
+    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # the second is the first's older name
+        if hasattr(distributed_c10d, name):
+            _replace(patches, name, watch_reduce_scatter)
+
+
+def _replace(patches: Patches, name: str, watch: Callable[..., Any]) -> None:
+    original = getattr(dist, name)
+    patches.replace(distributed_c10d, name, watch)
+    patched = getattr(distributed_c10d, name)
+    patches.replace(dist, name, lambda found: patched if found is original else watch(found))
 
 
 def op_name(op: Any) -> str:
@@ -50,27 +90,78 @@ def note_hook(recorder: Recorder, op: Any) -> None:
         recorder.current.reduce_ops.add(op_name(op))
 
 
+def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
+    """Where gradients lie now: (what the tensor is made of, the tensor)."""
+    for info in recorder.registry.infos():
+        grad = info.param.grad
+        if grad is not None:
+            yield [whole(info)], getattr(grad, "_local_tensor", grad)
+        else:
+            for kept in vars(info.param).values():
+                if isinstance(kept, Tensor) and kept.shape == info.param.shape:
+                    yield [whole(info)], kept
+    for copy in recorder.registry.copies():
+        if copy.param.grad is not None:
+            yield copy.regions, copy.param.grad
+
+
 @guarded("collectives")
-def before_manual(recorder: Recorder, tensor: Tensor) -> tuple[int, ParamInfo] | None:
-    """Only a parameter's own gradient is followed; flattened copies are left to the observed ledger."""
+def before_manual(
+    recorder: Recorder, pending: dict[int, _Pending], tensor: Tensor, impl: str, op: Any, group: Any
+) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
     if local.dim() == 0 or not recorder.accumulation_step:
         return None
-    pointer = local.data_ptr()
-    for info in recorder.registry.infos():
-        grad = info.param.grad
-        if grad is not None and getattr(grad, "_local_tensor", grad).data_ptr() == pointer:
-            if local.numel() != getattr(grad, "_local_tensor", grad).numel():
-                return None
-            seq = recorder.next_seq()
-            recorder.sample_grads(seq, BEFORE, [info])
-            return seq, info
-    return None
+    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+    opened: list[Region] = []
+    for regions, buffer in buffers(recorder):
+        for region in in_memory(local, [(regions, buffer)]):
+            info = region.info
+            if any(known.info is info and known.start == region.start for known in opened):
+                continue  # the same elements under another name
+            begun = pending.get(info.id)
+            if begun is None or begun.step != recorder.step or begun.how != how:
+                begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
+                own = [part for part in regions if part.info is info]
+                _sample(recorder, begun.seq, BEFORE, info, own, buffer)
+            opened.append(region)
+    return opened or None
+
+
+def _sample(recorder: Recorder, seq: int, role: int, info: ParamInfo, regions: list[Region], buffer: Tensor) -> None:
+    if hasattr(info.param.grad, "_local_tensor"):
+        recorder.sample_grads(seq, role, [info])  # the DTensor knows which part of the parameter lies here
+    else:
+        recorder.sample_regions(seq, role, regions, buffer)
 
 
 @guarded("collectives")
-def after_manual(recorder: Recorder, seq: int, info: ParamInfo, op: Any, group: Any, async_op: bool) -> None:
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    recorder.emit_reduce(seq, [info], impl="all_reduce", op=op_name(op), group=ranks)
-    if not async_op:
-        recorder.sample_grads(seq, AFTER, [info])
+def after_manual(
+    recorder: Recorder,
+    pending: dict[int, _Pending],
+    opened: list[Region],
+    output: Tensor,
+    regions: list[Region],
+    async_op: bool,
+) -> None:
+    """A parameter's reduction is told when all pieces of its buffer are through."""
+    for region in opened:
+        pending[region.info.id].length += region.length
+    for region in regions:
+        pending[region.info.id].outputs.append((region, output))
+    for region in opened:
+        info = region.info
+        done = pending.get(info.id)
+        if done is None or done.length < _local_size(info):
+            continue
+        del pending[info.id]
+        impl, op, group = done.how
+        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group)
+        if async_op:
+            continue
+        for part, tensor in done.outputs:
+            _sample(recorder, done.seq, AFTER, info, [part], tensor)
+
+
+def _local_size(info: ParamInfo) -> int:
+    return int(getattr(info.param, "_local_tensor", info.param).numel())

@@ -21,12 +21,12 @@ from gradcheck_dist.stats.pending import Pending
 def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
-    Sparse gradients and layouts that torch's statistics do not read are left out.
+    Sparse gradients, layouts that torch's statistics do not read and an optimizer's own copies are left out.
     """
     grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
     for info in infos:
         grad = info.param.grad
-        if grad is None:
+        if grad is None or info.regions:
             continue
         local: Tensor = getattr(grad, "_local_tensor", grad)
         if local.layout is torch.strided and local.dtype in DTYPES:

@@ -15,7 +15,7 @@ from gradcheck_dist.events import BEFORE, Clip, ClipValue, OptimizerStep, ParamG
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.registry import ParamInfo, originals
 from gradcheck_dist.probes.sites import caller_site
 
 HYPERPARAMETERS: tuple[str, ...] = (
@@ -70,8 +70,10 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
 
 
-def params_of(recorder: Recorder, params: Iterable[Tensor]) -> list[ParamInfo]:
+def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False) -> list[ParamInfo]:
     registry = recorder.registry
+    params = list(params)
+    registry.adopt(params, owner=owner)
     return [registry.find(param) or registry.add_unnamed(param) for param in params]
 
 
@@ -79,7 +81,7 @@ def params_of(recorder: Recorder, params: Iterable[Tensor]) -> list[ParamInfo]:
 def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     if not recorder.recording:
         return
-    infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]))
+    infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
     record_norms(recorder, seq, [info for info in infos if info.id not in recorder.clipped])
@@ -99,7 +101,8 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
     )
-    if all(discovery.has_hooked(info.param) for info in infos if info.param.requires_grad):
+    read = [original for info in infos for original in originals(info)]
+    if all(discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
         discovery.stop()
     else:
         discovery.start()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradcheck_dist.events import AnyRecord, Param, ParamSet, Plan, Site, Wrapper
+from gradcheck_dist.probes.regions import Finder, Region
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -27,9 +28,24 @@ class LocalPlan:
 
 
 class ParamInfo:
-    """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor."""
+    """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor.
 
-    __slots__ = ("id", "managed_by", "name", "param", "plain", "plans", "positions", "shape", "stage", "wrapper")
+    `regions` is not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some.
+    """
+
+    __slots__ = (
+        "id",
+        "managed_by",
+        "name",
+        "param",
+        "plain",
+        "plans",
+        "positions",
+        "regions",
+        "shape",
+        "stage",
+        "wrapper",
+    )
 
     def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
         self.id = id
@@ -42,6 +58,7 @@ class ParamInfo:
         self.plain: LocalPlan | None = None
         self.managed_by: str | None = None
         self.wrapper: int | None = None
+        self.regions: tuple[Region, ...] = ()
 
 
 def _fingerprint(param: Tensor, positions: Any) -> int | None:
@@ -57,6 +74,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
 
 
+def originals(info: ParamInfo) -> list[ParamInfo]:
+    """The model's parameters that an optimizer's tensor stands for: itself, or those of which it is a copy."""
+    return [region.info for region in info.regions] if info.regions else [info]
+
+
 class Registry:
     """Tables of parameters, plans, parameter sets and wrappers; every new row goes out through `write`."""
 
@@ -64,6 +86,9 @@ class Registry:
         self._write = write
         self._sample_size = sample_size
         self._by_param: dict[int, ParamInfo] = {}
+        self._copies: dict[int, ParamInfo] = {}
+        self._owned: set[int] = set()  # parameters that an optimizer owns itself
+        self._finder = Finder()
         self._names: set[tuple[int | None, str]] = set()
         self._sets: dict[tuple[int, ...], int] = {}
         self._num_plans = 0
@@ -73,10 +98,32 @@ class Registry:
         self.wrapper_sites: dict[int, Site | None] = {}
 
     def find(self, param: Tensor) -> ParamInfo | None:
-        return self._by_param.get(id(param))
+        return self._by_param.get(id(param)) or self._copies.get(id(param))
 
     def infos(self) -> list[ParamInfo]:
         return list(self._by_param.values())
+
+    def copies(self) -> list[ParamInfo]:
+        """Tensors that optimizers own in place of the model's parameters."""
+        return list(self._copies.values())
+
+    def adopt(self, params: Iterable[Tensor], *, owner: bool = False) -> None:
+        """Find out which of an optimizer's tensors are copies of parameters. `owner`: it is the optimizer that asks."""
+        foreign = []
+        for param in params:
+            info = self.find(param)
+            if info is None:
+                foreign.append(param)
+            elif owner:
+                self._owned.add(info.id)
+        if not foreign:
+            return
+        candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
+        for index, regions in self._finder.find(foreign, candidates).items():
+            param = foreign[index]
+            info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
+            info.regions = tuple(regions)
+            self._copies[id(param)] = info
 
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
         """Name all parameters below a root module; yields those that are new."""
@@ -114,7 +161,7 @@ class Registry:
 
     def param_set(self, infos: list[ParamInfo]) -> int:
         """The id of a set of parameters, writing it on first use."""
-        key = tuple(info.id for info in infos)
+        key = tuple(dict.fromkeys(original.id for info in infos for original in originals(info)))
         found = self._sets.get(key)
         if found is None:
             found = self._sets[key] = len(self._sets)
@@ -169,6 +216,18 @@ class Registry:
         if found is None:
             found = info.plans[key] = self._dtensor_plan(info, like, local)
         return found, local
+
+    def region_plan(self, region: Region, device: torch.device) -> LocalPlan:
+        """How to sample a parameter's part of another tensor."""
+        info, start, offset, length = region
+        key = ("region", start, offset, length, device)
+        found = info.plans.get(key)
+        if found is None:
+            which = ((info.positions >= start) & (info.positions < start + length)).nonzero()[0]
+            indices = info.positions[which] - start + offset
+            chosen = None if len(which) == len(info.positions) else which
+            found = info.plans[key] = self._new_plan(info, chosen, indices, device, False, None, None)
+        return found
 
     def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcheck_dist.events import LEAF
+from gradcheck_dist.probes.regions import Region
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
 
 
@@ -87,8 +88,19 @@ class Sampler:
         """Sample `.grad` of parameters that have one."""
         for info in infos:
             grad = info.param.grad
-            if grad is not None and grad.layout is torch.strided:
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if info.regions:
+                self.sample_regions(seq, role, info.regions, grad)
+            else:
                 self.sample(seq, role, info, grad)
+
+    def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
+        """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
+        for region in regions:
+            plan = self.registry.region_plan(region, tensor.device)
+            if len(plan.indices):
+                self._keep(seq, role, plan, tensor.detach().take(plan.indices))
 
     def keep_leaves(self, seq: int, leaves: list[tuple[LocalPlan, Tensor]]) -> None:
         """Keep what a backward pass sampled at its leaves, one entry a parameter; empties the list."""

@@ -19,6 +19,18 @@ PLAIN = [
     Client("compiled.py", "no-division", "GS303", "accumulation_steps", LOSS, env={"BACKEND": "aot_eager"}),
     Client("ddp_no_sync.py", "double-averaging", "GS101", "1/dp_replicate", "loss.backward()", nproc=2),
     Client("fsdp2.py", "double-averaging", "GS101", "1/dp_shard", "loss.backward()", nproc=2),
+    *(
+        Client(
+            "plain_main_grad.py",
+            "double-averaging",
+            "GS000",
+            "1/world_size",
+            "(loss * world_size",
+            nproc=2,
+            env={"OPTIMIZER": reads},
+        )
+        for reads in ("grad", "master", "sharded")
+    ),
     Client("pipeline.py", "rescaled", "GS201", "microbatches^-(K-1-k)", "schedule.step(", nproc=2),
     Client(
         "nanogpt_style.py", "no-division", "GS303", "accumulation_steps", "return logits, F.cross_entropy(", nproc=2

@@ -1,0 +1,115 @@
+"""Optimizers that own no parameter of the model: float32 copies, flat buffers, shards; and what is no copy at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.regions import Finder, Region, in_memory
+from gradcheck_dist.trace.run import read_run
+
+
+def model_of() -> nn.Module:
+    """With norms, whose weights are all ones and whose biases are all zeros."""
+    net = Net()
+    net.inner = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16))
+    return net
+
+
+def each(values: list[Tensor]) -> list[Tensor]:
+    return [value.float().clone() for value in values]
+
+
+def flat(values: list[Tensor]) -> list[Tensor]:
+    return [torch.cat([value.float().flatten() for value in values])]
+
+
+def backwards(values: list[Tensor]) -> list[Tensor]:
+    return flat(values[::-1])
+
+
+def padded_thirds(values: list[Tensor]) -> list[Tensor]:
+    whole = flat(values)[0]
+    return [part.clone() for part in torch.cat([whole, torch.zeros(-len(whole) % 3)]).chunk(3)]
+
+
+def train(copies_of: Callable[[list[Tensor]], list[Tensor]], run_dir: Path, factor: float = 1.0) -> Report:
+    """Two steps of two batches; the optimizer reads gradients that lie as `copies_of` lays the parameters."""
+    model = model_of().bfloat16()
+    params = list(model.parameters())
+    copies = copies_of([param.detach() for param in params])
+    optimizer = torch.optim.SGD(copies, lr=0.0)
+    with attach(run_dir, objective="global-token-mean"):
+        for _ in range(2):
+            data = [batch(0, k) for k in range(2)]
+            total = sum(int((labels >= 0).sum()) for _, labels in data)
+            for part in data:
+                (token_sum(model, part) / total).backward()
+            grads = copies_of([param.grad * factor for param in params if param.grad is not None])
+            for copy, grad in zip(copies, grads, strict=True):
+                copy.grad = grad
+            optimizer.step()
+            model.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("copies_of", [each, flat, backwards, padded_thirds])
+def test_what_an_optimizer_reads_through_copies_is_found_and_judged(
+    copies_of: Callable[[list[Tensor]], list[Tensor]], tmp_path: Path
+) -> None:
+    report = train(copies_of, tmp_path / "right")
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert report.coverage.parameters_observed == report.coverage.parameters_total == 9
+    report = train(copies_of, tmp_path / "wrong", factor=0.5)
+    assert [round(finding.factor.observed, 2) for finding in report.findings] == [0.5]
+
+
+def test_tensors_that_are_no_copies_are_not_taken_for_the_model_and_nobody_is_accused(tmp_path: Path) -> None:
+    def unrelated(values: list[Tensor]) -> list[Tensor]:
+        return [value.float() * 1.5 + 1 for value in values]
+
+    report = train(unrelated, tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("what it reads is not known" in reason for reason in report.reasons)
+
+
+def test_a_parameter_that_no_forward_has_shown_is_no_copy_of_one_that_looks_alike(tmp_path: Path) -> None:
+    model, other = Net(), nn.Linear(16, 20)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    nn.init.zeros_(model.head.bias)
+    nn.init.zeros_(other.bias)
+    other.bias.grad = torch.full_like(other.bias, 7.0)
+    with attach(tmp_path, objective="global-token-mean"):
+        total = int((batch(0, 0)[1] >= 0).sum())
+        (token_sum(model, batch(0, 0)) / total).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+def info(number: int, values: Tensor) -> Any:
+    return SimpleNamespace(id=number, param=values)
+
+
+def test_a_shard_holds_the_end_of_one_parameter_and_the_beginning_of_the_next() -> None:
+    first, second = info(0, torch.arange(10.0)), info(1, torch.arange(20.0, 26.0))
+    shard = torch.cat([first.param[6:], second.param[:3]])
+    assert Finder().find([shard], [first, second]) == {0: [Region(first, 6, 0, 4), Region(second, 0, 4, 3)]}
+
+
+def test_a_view_is_known_by_its_place_in_memory_and_not_by_its_values() -> None:
+    buffer = torch.zeros(12)
+    known = [Region(info(0, buffer[2:6]), 0, 0, 4)]
+    assert in_memory(buffer[4:9], [(known, buffer[2:6])]) == [Region(known[0].info, 2, 0, 2)]
+    assert in_memory(torch.zeros(12), [(known, buffer[2:6])]) == []
+    assert in_memory(buffer.view(3, 4).t(), [(known, buffer[2:6])]) == []
