@@ -27,7 +27,6 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.trace.run import Run
 
-
 MAX_WRITTEN = 10**4
 
 

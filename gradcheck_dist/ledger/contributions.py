@@ -10,6 +10,9 @@ from gradcheck_dist.events import Event, Loss, LossGradient, PipelineStep, Reduc
 ContributionKey = tuple[int, int, int]
 """(data coordinate, accumulation step, microbatch)"""
 
+UNKNOWN = "unknown"
+"""Reduction of a loss of which no probe knows what it counts."""
+
 _DATA_PARALLEL = {"ddp", "fsdp", "hsdp", "replicate"}
 
 
@@ -71,7 +74,11 @@ def losses_of_rank(events: list[Event]) -> LossesOfRank:
         loss = losses.get(event.loss_id) if isinstance(event, LossGradient) else None
         if isinstance(event, LossGradient) and (loss is None or loss.term == "main"):
             found[event.accumulation_step, event.microbatch].append((event, losses.get(event.loss_id)))
-    return dict(found)
+    # A pass of its own for a regulariser is no contribution where others have a loss that counts tokens.
+    counted = {
+        slot: pairs for slot, pairs in found.items() if any(loss and loss.reduction != UNKNOWN for _, loss in pairs)
+    }
+    return counted or dict(found)
 
 
 def collect(events: dict[int, list[Event]]) -> Contributions:

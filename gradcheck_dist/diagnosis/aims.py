@@ -1,0 +1,160 @@
+"""What each contribution's weight is compared with: the objective's, or, where tokens are not known, one another.
+
+Three things stand between an objective and an expected weight. Losses that train disjoint parameters (two models in one
+loop) are objectives of their own, each over its own tokens. A class-weighted loss may count labels or class weights.
+And a loss whose tokens nobody counted says nothing of its weight: there, what happened to the contributions' own
+gradients is compared, since no objective treats one rank or accumulation step unlike another behind the loss's back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+SAME = 1e-3
+"""Transfers nearer to one another than this, relative, are the same."""
+
+
+@dataclass
+class Aim:
+    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another."""
+
+    contributions: Contributions
+    expected: dict[ContributionKey, Fraction]
+    tokens: dict[ContributionKey, int]
+    relative: bool = False
+
+    @property
+    def reasons(self) -> list[str]:
+        if not self.relative:
+            return []
+        losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
+        ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
+        named = f" ({', '.join(ops)})" if ops else ""
+        share = float(next(iter(self.expected.values())))
+        return [
+            f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
+            f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
+            "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
+        ]
+
+
+def aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+    """What the weights of a step are compared with."""
+    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
+    unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
+    if contributions.by_key and len(unusable) == len(contributions.by_key):
+        return _relative(contributions, measured)
+    groups = independent(data, contributions)
+    counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
+    weighted = _by_class_weights(contributions)
+    if weighted is not None and not _all_right(counted, measured):
+        sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
+        other = Aim(weighted, _expected(objective, sums, groups), sums)
+        if _all_right(other, measured):
+            return other
+    return counted
+
+
+def _expected(
+    objective: str, tokens: Mapping[ContributionKey, int], groups: list[set[ContributionKey]]
+) -> dict[ContributionKey, Fraction]:
+    expected: dict[ContributionKey, Fraction] = {}
+    for group in groups:
+        expected |= expected_weights(objective, {key: count for key, count in tokens.items() if key in group})
+    return expected
+
+
+def independent(data: StepData, contributions: Contributions) -> list[set[ContributionKey]]:
+    """Groups of contributions that have no parameter in common: each has an objective of its own."""
+    members: dict[ParamKey, set[ContributionKey]] = defaultdict(set)
+    for key, tracks in data.tracks.items():
+        for rank, track in tracks.items():
+            coordinate = contributions.coordinate.get(rank, rank)
+            members[key] |= {(coordinate, *slot) for slot in track.leaves}
+    groups: list[set[ContributionKey]] = [{key} for key in contributions.by_key]
+    for of_param in members.values():
+        joined = [group for group in groups if group & of_param]
+        if len(joined) > 1:
+            groups = [group for group in groups if not group & of_param] + [set[ContributionKey]().union(*joined)]
+        if len(groups) <= 1:
+            break
+    return groups
+
+
+def _by_class_weights(contributions: Contributions) -> Contributions | None:
+    """The same with the sum of the labels' class weights in the place of their number."""
+    by_key: dict[ContributionKey, Contribution] = {}
+    for key, contribution in contributions.by_key.items():
+        loss, count = contribution.loss, contribution.num_tokens
+        if loss is None or not loss.num_weighted_tokens or not count or contribution.weight is None:
+            return None
+        total = Fraction(loss.num_weighted_tokens).limit_denominator(10**9)
+        weight = contribution.weight * (count / float(total) if loss.reduction == "mean" else 1.0)
+        by_key[key] = replace(contribution, num_tokens=total, weight=weight)  # type: ignore[arg-type]
+    return replace(contributions, by_key=by_key) if by_key else None
+
+
+def _all_right(one: Aim, measured: list[Held]) -> bool:
+    return all(cell.right for held in judge(measured, one.contributions, one.expected) for cell in held.cells)
+
+
+def _relative(contributions: Contributions, measured: list[Held]) -> Aim:
+    """Every contribution counts as one token of weight 1; each should be scaled as most are."""
+    by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
+    share = _usual(measured, by_key)
+    return Aim(
+        replace(contributions, by_key=by_key), dict.fromkeys(by_key, share), dict.fromkeys(by_key, 1), relative=True
+    )
+
+
+def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution]) -> Fraction:
+    """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
+    ones that of the latest contributions, to which least was done. 1 where nothing arrived."""
+    found: list[tuple[float, tuple[int, int], float]] = []
+    for held in measured:
+        if held.observed is None or held.stderr is None or held.nominal is None:
+            continue
+        for column, key in enumerate(held.replay.basis.keys):
+            value, error = float(held.observed[column]), float(held.stderr[column])
+            if key in by_key and value > max(SAME, SIGMAS * error) and held.visible[column]:
+                found.append((value, key[1:], float(held.nominal[column])))
+    if not found:
+        return Fraction(1)
+    found.sort()
+    groups: list[list[tuple[float, tuple[int, int], float]]] = []
+    for one in found:
+        if groups and one[0] <= groups[-1][0][0] * (1 + SAME):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    best = max(groups, key=lambda group: (len(group), max(slot for _, slot, _ in group)))
+    value = float(np.median([value for value, _, _ in best]))
+    documented = [nominal for _, _, nominal in best if abs(nominal - value) <= SAME * value]
+    return Fraction(documented[0] if documented else value).limit_denominator(10**9)
+
+
+def may_be_meant(case: Case) -> bool:
+    """Whether a common factor below 1 at the loss may be a coefficient: other losses stand beside it."""
+    if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+        return False
+    gradients = [c.gradient for c in case.context.contributions.by_key.values()]
+    return 0 < case.pattern.factor < 1 and all(g is not None and g.other_losses > 0 for g in gradients)
+
+
+def coefficient_unknown(case: Case) -> str:
+    return (
+        f"the main loss enters backward with x {case.pattern.factor:.6g}, beside other losses: whether this is its "
+        "coefficient or a wrong normaliser nobody declared. gradcheck_dist.mark_loss(loss, num_tokens, "
+        'term="...", coefficient=...) declares the others'
+    )
