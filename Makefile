@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test lint types layers unit test-kernels library simulate matrix bench bench-quick screenshots clean
+.PHONY: help install demo test lint types layers unit test-kernels library simulate matrix bench bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
@@ -14,6 +14,7 @@ help:
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    probe overhead, trace cost, statistics, wall time of a scenario; kept in benchmarks/results"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
+	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
 
 install: $(VENV)/.installed
@@ -36,6 +37,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: install
 	@$(BIN)/gradcheck scenario ddp-accum
+
+# Runs the example notebooks again and keeps what they print.
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/python examples/notebooks/run.py
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet && echo "open site/index.html"
 
 test: lint types layers unit
 

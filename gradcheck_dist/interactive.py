@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import html
+import itertools
 import shutil
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,7 +114,7 @@ def run_cell(line: str, cell: str, shell: InteractiveShell) -> LoadedRun | None:
     from gradcheck_dist.probes import attach
 
     options = _options(line)
-    session = attach(options.out, objective=options.objective, steps=options.steps)
+    session = attach(options.out or _unused(), objective=options.objective, steps=options.steps)
     try:
         shell.run_cell(cell)  # type: ignore[no-untyped-call, unused-ignore]
     finally:
@@ -135,6 +137,13 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     gradcheck.__doc__ = run_cell.__doc__
     register: Any = shell.register_magic_function
     register(gradcheck, magic_kind="cell", magic_name="gradcheck")
+
+
+def _unused() -> Path:
+    """A run folder named after the time; two cells may begin in one second."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    places = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
+    return next(place for place in places if not place.exists())
 
 
 class _Parser(argparse.ArgumentParser):

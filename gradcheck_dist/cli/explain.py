@@ -29,16 +29,16 @@ def explain(
 
     It tells what the rule finds, why it matters, an example, the fix, and references.
     """
-    pages = {page.code: page for page in _pages()}
+    known = {page.code: page for page in pages()}
     if all_:
-        typer.echo("\n\n".join(_render(page) for page in pages.values()))
+        typer.echo("\n\n".join(_render(page) for page in known.values()))
         return
     if rule is None:
-        raise GradcheckError(f"no rule was named. {_overview(pages)} Or use --all.", code="E713")
-    names = {page.name: page for page in pages.values()}
-    page = pages.get(rule.upper()) or names.get(rule.lower())
+        raise GradcheckError(f"no rule was named. {_overview(known)} Or use --all.", code="E713")
+    names = {page.name: page for page in known.values()}
+    page = known.get(rule.upper()) or names.get(rule.lower())
     if page is None:
-        raise unknown_value("rule", rule, [*pages, *names], code="E713")
+        raise unknown_value("rule", rule, [*known, *names], code="E713")
     typer.echo(_render(page))
 
 
@@ -50,14 +50,14 @@ def _render(page: Page) -> str:
     return f"# {page.code} {page.name}\n\n{page.text}"
 
 
-def _pages() -> list[Page]:
+def pages() -> list[Page]:
     """The pages of all rules by code. Read, not imported: a page needs nothing of what its rule needs."""
     from importlib import resources
 
     folder = resources.files("gradcheck_dist.diagnosis") / "rules"
     sources = [entry for entry in folder.iterdir() if entry.name.endswith(".py") and not entry.name.startswith("_")]
-    pages = (_page(entry.read_text(encoding="utf-8")) for entry in sources)
-    return sorted((page for page in pages if page is not None), key=lambda page: page.code)
+    found = (_page(entry.read_text(encoding="utf-8")) for entry in sources)
+    return sorted((page for page in found if page is not None), key=lambda page: page.code)
 
 
 def _page(source: str) -> Page | None:

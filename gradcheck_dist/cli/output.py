@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.errors import GradcheckError, unknown_value
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
@@ -65,6 +65,28 @@ def check_writable(path: Path) -> None:
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         reason = "it is a folder" if path.is_dir() else f"there is no folder {folder} that you may write to"
         raise GradcheckError(f"cannot write {path}: {reason}. Name a file in a folder that exists.", code="E711")
+
+
+def check_report(path: Path | None) -> None:
+    """Raise GradcheckError (E711) unless a report can be written at `path` in the format of its ending."""
+    if path is not None:
+        _format_of(path)
+        check_writable(path)
+
+
+def write_report(path: Path | None, report: Report | ScenarioReport) -> None:
+    """Write a report in the format of the file's ending; nothing where no file was asked for."""
+    if path is not None:
+        write_file(path, render(report, _format_of(path)))
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _format_of(path: Path) -> FileFormat:
+    from gradcheck_dist.reports.formats import SUFFIXES
+
+    if path.suffix.lower() not in SUFFIXES:
+        raise unknown_value("ending of --report", path.suffix or path.name, SUFFIXES, code="E711")
+    return FileFormat(SUFFIXES[path.suffix.lower()])
 
 
 def write_file(path: Path, text: str) -> None:

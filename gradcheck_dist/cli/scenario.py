@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import FileFormat, Format, check_writable, render, show, write_file
+from gradcheck_dist.cli.output import Format, check_report, check_writable, show, write_file, write_report
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -43,7 +43,10 @@ def scenario(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     data: Annotated[Path | None, typer.Option(help="Text or JSONL file, or a folder of them, to train on.")] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report: .md as Markdown, else JSON.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the report, by ending: .json .md .html .sarif .xml; with --all .md or .json."
+        ),
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Leave one run folder a variant, DIR/<variant>.")
@@ -71,11 +74,12 @@ def scenario(
     from gradcheck_dist.scenarios.jobs import Overrides
 
     overrides = Overrides(nproc, accum, microbatches, seed, steps, dtype, str(data) if data is not None else None)
-    if report is not None:
-        check_writable(report)
     if name is None:
+        if report is not None:
+            check_writable(report)
         _run_all(library, overrides, keep, report, form)
     else:
+        check_report(report)
         _run_one(name, library, overrides, keep, report, form)
 
 
@@ -98,9 +102,7 @@ def _run_one(
             chosen, overrides, keep=keep, command=("gradcheck", *sys.argv[1:]), on_progress=progress.update
         )
     show(result.report, form)
-    if report is not None:
-        write_file(report, render(result.report, FileFormat.md if report.suffix == ".md" else FileFormat.json))
-        typer.echo(f"wrote {report}", err=True)
+    write_report(report, result.report)
     if result.error is not None:
         raise result.error
     if result.run_dir is not None:

@@ -99,6 +99,7 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
         (["ddp-acum"], ["unknown scenario 'ddp-acum'", "Did you mean: ddp-accum"]),
         ([], ["no scenario was named", "pp-accum", "--all"]),
         (["ddp-accum", "--all"], ["--all runs ddp-accum too"]),
+        (["ddp-accum", "--report", "r.pdf"], ["'.pdf'", ".sarif"]),
         (["--all", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
         (["--all", "--library", "/nowhere"], ["the library /nowhere is no folder", "--new NAME"]),
         (["--new", "../x"], ["the name '../x' is unusable"]),

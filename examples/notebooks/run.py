@@ -1,0 +1,16 @@
+"""Runs the notebooks beside this file and keeps what they print: `make notebooks`."""
+
+import tempfile
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+for path in sorted(Path(__file__).parent.glob("*.ipynb")):
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    nbformat.write(notebook, path)
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
