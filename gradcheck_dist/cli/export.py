@@ -22,6 +22,8 @@ class ExportFormat(StrEnum):
     parquet = "parquet"
     perfetto = "perfetto"
     tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"
 
 
 def export(
@@ -29,7 +31,8 @@ def export(
     form: Annotated[
         ExportFormat,
         typer.Option(
-            "--format", help="csv, parquet: tables. perfetto: a timeline for ui.perfetto.dev. tensorboard: scalars."
+            "--format",
+            help="csv, parquet: tables. perfetto: a timeline for ui.perfetto.dev. tensorboard, wandb, mlflow: scalars.",
         ),
     ] = ExportFormat.csv,
     output: Annotated[

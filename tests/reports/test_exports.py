@@ -58,6 +58,32 @@ def test_parquet_keeps_types_and_units(faulty: Judged, tmp_path: Path) -> None:
     exports.write(hostile_report(), None, "parquet", tmp_path / "hostile")
 
 
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_without_a_tracker_s_package_the_way_out_is_told(
+    faulty: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(GradcheckError, match=f"pip install {package}.*--format tensorboard"):
+        exports.write(*faulty, package, tmp_path / "out")
+
+
+def test_a_run_of_mlflow_holds_ratios_axes_and_the_report(faulty: Judged, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    exports.write(*faulty, "mlflow", tmp_path)
+    client = mlflow.MlflowClient(tmp_path.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("gradcheck").experiment_id])
+    assert run.data.metrics["gradcheck/ratio/all"] == pytest.approx(0.5)
+    assert run.data.params["dp_replicate"] == "2"
+    assert "GS101" in mlflow.artifacts.load_text(f"{run.info.artifact_uri}/gradcheck.md")
+
+
+def test_a_run_of_wandb_is_written_offline(faulty: Judged, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (folder,) = exports.write(*faulty, "wandb", tmp_path)
+    assert folder.is_relative_to(tmp_path)
+    assert list(folder.glob("*.wandb"))
+
+
 def test_without_pyarrow_the_way_out_is_told(faulty: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(GradcheckError, match=r"gradcheck-dist\[parquet\].*--format csv"):
@@ -103,6 +129,7 @@ def test_tensorboard_reads_scalars_and_findings_and_keeps_what_was_there(faulty:
     tags = log.Tags()
     assert [event.value for event in log.Scalars("gradcheck/ratio/all")] == pytest.approx([0.5, 0.5])
     assert {"gradcheck/loss", "gradcheck/norm_after_clip", "gradcheck/ratio/data_rank/1"} <= set(tags["scalars"])
+    assert "_hparams_/session_start_info" in log.summary_metadata
     assert b"GS101" in log.Tensors("gradcheck/findings")[0].tensor_proto.string_val[0]
 
 

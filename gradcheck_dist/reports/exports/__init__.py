@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report
     from gradcheck_dist.trace.run import Run
 
-MODULES = {"csv": "csv_files", "parquet": "parquet", "perfetto": "perfetto", "tensorboard": "tensorboard_log"}
+MODULES = {
+    "csv": "csv_files",
+    "parquet": "parquet",
+    "perfetto": "perfetto",
+    "tensorboard": "tensorboard_log",
+    "wandb": "wandb_run",
+    "mlflow": "mlflow_run",
+}
 
 
 def write(report: Report, run: Run | None, form: str, output: Path) -> list[Path]:
