@@ -19,6 +19,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
 SAME = 1e-3
@@ -44,7 +45,10 @@ class Step:
         """Equal for events that are one and the same line doing one and the same thing."""
         event = self.event
         site = (event.site.file, event.site.line) if event.site is not None else None
-        return (type(event).__name__, getattr(event, "op", None), len(getattr(event, "group", ()) or ()), site)
+        group = len(getattr(event, "group", ()) or ())
+        constant = nominal_factor(event) if isinstance(event, Reduce) else getattr(event, "divisor", None)
+        constant = None if constant is None or constant != constant else round(constant, 12)
+        return (type(event).__name__, getattr(event, "op", None), group, site, constant)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Account:
     steps: list[Step] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     arrived: bool = True
+    leaf: Event | None = None
 
     @cached_property
     def documented(self) -> float:
@@ -96,6 +101,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     slot = replay.basis.keys[column][1:]
     leaf = _leaf_event(data, held, origin, slot)
     entries, carried_over = _route(replay, column, origin, holder)
+    result.leaf = leaf
     result.arrived = holder == origin or carried_over
     if not carried_over and holder != origin:
         lost = [entry for entry in entries if isinstance(entry.event, ZeroGrad)]

@@ -14,7 +14,7 @@ from math import log, prod
 from gradcheck_dist.diagnosis.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, order
-from gradcheck_dist.diagnosis.hands import Judged, blame_losses, excuse, recorded, still_wrong
+from gradcheck_dist.diagnosis.hands import Judged, Surroundings, blame_losses, excuse, recorded, still_wrong
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -54,7 +54,8 @@ def blame(
     # What came out right in spite of its records speaks for no record.
     right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
     excuse(wrong, right, {one.cell.key for one in every if one.cell.right}, quantities)
-    recorded(contributions, [one for one in wrong if still_wrong(one)], right)
+    around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank))
+    recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares])
     return _collect(every)
 

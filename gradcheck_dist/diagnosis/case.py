@@ -60,7 +60,10 @@ def name_case(case: Case) -> None:
     """Find names for the pattern's numbers; those of the culprit's own numbers are preferred."""
     quantities, near = dict(case.context.quantities), set[str]()
     event = case.event
-    if isinstance(event, Reduce):
+    if case.culprit.wrong_constant:
+        # Not the event's own numbers, but one that it left out or counts twice.
+        near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}
+    elif isinstance(event, Reduce):
         size = len(event.group) * (len(event.replicate_group) or 1)
         name = case.context.group_name(size)
         quantities.setdefault(name, float(size))

@@ -116,23 +116,35 @@ def measure(data: StepData, contributions: Contributions) -> list[Held]:
 
 
 def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay) -> None:
-    """Shards too small to be solved alone are solved together: one set of weights for the whole parameter, which the
-    residual confirms or refutes."""
-    small = [held for held in of_param if held.reason == TOO_FEW]
-    if not small:
-        return
-    whole = np.full(played.basis.values.shape[1], np.nan)
+    """Shards too small to be solved alone are solved together with those that came out of the same reductions: one set
+    of weights for all of them, which the residual confirms or refutes."""
+    groups: dict[tuple[int, ...], list[Held]] = {}
     for held in of_param:
-        last = tracks[held.rank].points[-1].values.data
-        final = played.final(held.rank)
-        whole = np.where(np.isnan(whole), last / (final.clip if final is not None else 1.0), whole)
-    rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
-    nominal = small[0].nominal if small[0].nominal is not None else np.zeros(len(played.basis))
-    solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
-    if solution is None or not solution.fits:
-        return
-    for held in small:
-        held.observed, held.stderr, held.reason = solution.coefficients, np.nan_to_num(solution.stderr), ""
+        if held.reason == TOO_FEW or held.observed is not None:
+            groups.setdefault(_joined(held), []).append(held)
+    for sources, members in groups.items():
+        small = [held for held in members if held.reason == TOO_FEW]
+        if not small or not sources:
+            continue
+        whole = np.full(played.basis.values.shape[1], np.nan)
+        for held in members:
+            last = tracks[held.rank].points[-1].values.data
+            final = played.final(held.rank)
+            whole = np.where(np.isnan(whole), last / (final.clip if final is not None else 1.0), whole)
+        rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
+        nominal = small[0].nominal if small[0].nominal is not None else np.zeros(len(played.basis))
+        solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
+        if solution is None or not solution.fits:
+            continue
+        for held in small:
+            held.observed, held.stderr, held.reason = solution.coefficients, np.nan_to_num(solution.stderr), ""
+
+
+def _joined(held: Held) -> tuple[int, ...]:
+    """The ranks whose gradients came together in what this one holds: equal for shards of one gradient, and not for
+    those of replicas that nothing joined."""
+    reduced = [entry for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
+    return tuple(sorted({source for entry in reduced for source in entry.sources}))
 
 
 def _optimized(data: StepData, track: Track) -> bool:

@@ -35,6 +35,8 @@ class StepContext:
     num_stages: int = 1
     terms: tuple[str, ...] = ()
     quantities: dict[str, float] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    scenario: str | None = None
 
     def group_name(self, size: int) -> str:
         """How a reduce group of this size is called: the axes it spans when exactly one set of them fits."""
@@ -101,6 +103,8 @@ def step_context(
         contributions=contributions,
         num_stages=max((event.num_stages for event in pipelines), default=1),
         terms=tuple(sorted({event.term for event in everything if isinstance(event, Loss)} - {"main"})),
+        command=tuple(map(str, run.manifest.get("command") or ())),
+        scenario=run.manifest.get("scenario"),
     )
     quantities: dict[str, float] = {name: float(degree) for name, degree in axes.items()}
     quantities["accumulation_steps"] = float(num_accumulation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.explanations import Rival
 from gradcheck_dist.events import Backward, Event, LossGradient
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData
@@ -18,7 +19,9 @@ class Culprit:
     the end, but something that should have followed (a reduction) did not; the event is the last backward.
     `unrecorded`: the change lies between `event` (still right) and `before`, done by nothing that was recorded.
     `factor` is the measured factor of the event or gap, `nominal` the documented one. A loss's `event` is its
-    evaluation, `gradient` the backward in which its weight was seen.
+    evaluation, `gradient` the backward in which its weight was seen. `wrong_constant`: the event did what it documents,
+    but should have multiplied by another number. `missing` is the event that other weights went through and this one
+    did not. `rivals` are other explanations that cost about as much.
     """
 
     kind: str
@@ -30,6 +33,9 @@ class Culprit:
     unrecorded: bool = False
     before: Event | None = None
     gradient: LossGradient | None = None
+    wrong_constant: bool = False
+    missing: Event | None = None
+    rivals: tuple[Rival, ...] = ()
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""
@@ -53,10 +59,16 @@ class Culprit:
             self.unrecorded,
             getattr(event, "op", None),
             len(getattr(event, "group", ()) or ()),
-            getattr(event, "site", None) and (event.site.file, event.site.line),  # type: ignore[union-attr]
+            event is not None and _line(event),
+            self.wrong_constant,
+            self.missing and _line(self.missing),
             before is not None and type(before).__name__,
-            before is not None and before.site is not None and (before.site.file, before.site.line),
+            before is not None and _line(before),
         )
+
+
+def _line(event: Event) -> tuple[str, int] | None:
+    return (event.site.file, event.site.line) if event.site is not None else None
 
 
 def blame_loss(contribution: Contribution, factor: float) -> Culprit:

@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_cas
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import StepContext, step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
+from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
 from gradcheck_dist.diagnosis.rules import all_rules
@@ -248,7 +249,7 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
             first_event=first_event(case),
             explanation=answer.explanation,
             fix=answer.fix,
-            suggested_experiment=answer.suggested_experiment,
+            suggested_experiment=between_rivals(case) or answer.suggested_experiment,
             steps=[case.context.step],
         )
     raise AssertionError("GS000 answers every case")
@@ -272,7 +273,7 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
     findings = _merge(finding for verdict in verdicts for finding in verdict.findings)
     coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
-    reasons += summary.gaps(run, verdicts[0].held if verdicts else [])
+    reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     if not verdicts:
         reasons.append("no backward pass was recorded: attach before the training loop, and let it reach a step")
     judged = any(held.cells for verdict in verdicts for held in verdict.held)

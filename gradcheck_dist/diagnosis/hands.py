@@ -6,23 +6,29 @@ could be meant (a reduction or a division that no probe follows) is excused wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import log2, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.diagnosis.explanations import Explanation, Row, Search
 from gradcheck_dist.diagnosis.factors import name_number
+from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 
 SIMPLE = 1.9
 """Cost below which a name is one degree or count, once."""
 
-Edit = tuple[Hand, str]
-"""(hand, "never" or "once"): that recorded hand is taken away, or acts on a contribution only the first time."""
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an explanation may be made of: degrees and counts; and the last backward that a parameter took part in."""
+
+    quantities: Mapping[str, float]
+    last_backward: Callable[[Held], Event | None]
 
 
 @dataclass(eq=False)
@@ -79,7 +85,7 @@ def excuse(
     meant, leave one thing to blame instead of two. Those lose their share and count as documented."""
     rest = [one for one in wrong if still_wrong(one)]
     changed = [one for one in wrong if one.shares and not one.gone and not one.shares[0][0].absent]
-    if not rest or not any(one.shares for one in rest) or _fitting(rest, right) is not None:
+    if not rest or not any(one.shares for one in rest) or _explained(rest, right, quantities):
         return
     gaps = list(dict.fromkeys(culprit.identity for one in changed for culprit, _ in one.shares))
     saved = [(one, one.shares, one.meant) for one in wrong]
@@ -89,7 +95,7 @@ def excuse(
             one.shares = [item for item in one.shares if item[0].identity == faulty]
         left = [one for one in wrong if not (one.shares and not one.gone) and still_wrong(one)]
         off = any(still_wrong(one) for one in changed if one.shares)
-        if not off and (not left or (faulty is None and _fitting(left, right) is not None)):
+        if not off and (not left or (faulty is None and _explained(left, right, quantities))):
             return
         for one, shares, meant in saved:
             one.shares, one.meant = shares, meant
@@ -103,6 +109,11 @@ def excuse(
         for one in changed:
             one.shares = [(one.shares[0][0], one.cell.ratio)]
             one.meant = 1 / one.account.documented
+
+
+def _explained(wrong: list[Judged], right: list[Judged], quantities: Mapping[str, float]) -> bool:
+    """Whether recorded hands alone explain all of these."""
+    return Search(_rows(wrong), _rows(right), quantities).explained_by_hands(most=2)
 
 
 def _alike(cells: list[Judged]) -> bool:
@@ -119,78 +130,68 @@ def _deliberate(factor: float, quantities: Mapping[str, float]) -> bool:
     return scale or any(name.cost < SIMPLE for name in name_number(factor, quantities, 5e-3, max_factors=1))
 
 
-def _effect(one: Account, edit: Edit) -> float:
-    """By what the hand in question multiplied this weight (all but the first time)."""
-    hand, mode = edit
-    factors = one.factors.get(hand, [])
-    return prod(factors if mode == "never" else factors[1:])
+def _rows(cells: list[Judged]) -> list[Row]:
+    """One row for weights to which the same was done; two where they came out differently."""
+    found: dict[tuple[object, ...], list[Judged]] = {}
+    for one in cells:
+        found.setdefault((one.account.doings, one.meant == 1), []).append(one)
+    rows = []
+    for members in found.values():
+        ordered = sorted(members, key=lambda one: one.documented)
+        alike = abs(ordered[-1].documented - ordered[0].documented) <= ordered[0].allowed * abs(ordered[0].documented)
+        rows += [_row(one) for one in (ordered[:1] if alike else (ordered[0], ordered[-1]))]
+    return rows
 
 
-def _explains(one: Judged, edits: Iterable[Edit], constant: float = 1.0) -> bool:
-    value = constant
-    for edit in edits:
-        value *= _effect(one.account, edit)
-    if value == 0 or one.documented == 0:
-        return value == one.documented
-    return abs(one.documented / value - 1) <= one.allowed
+def _row(one: Judged) -> Row:
+    return Row(one.account, one.documented, one.allowed, one.cell.tolerance if one.meant == 1 else one.allowed)
 
 
-def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judged]) -> None:
-    """Find the fewest hands that explain all that is wrong; what they leave over is looked at again."""
+def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judged], around: Surroundings) -> None:
+    """Find the cheapest causes that explain all that is wrong; what they leave over is looked at again."""
+    known = _rows(right)
     while wrong:
-        edits = _edits(wrong, right)
-        fits = _fitting(wrong, right, most=3)
-        shared = _shared_constant(wrong, right)
-        if shared is not None and (fits is None or len(fits) > 1):
-            blame_losses(contributions, wrong)
-            return
-        if fits is None:
-            fits = max(
-                (chosen for count in (1, 2) for chosen in combinations(edits, count)),
-                key=lambda chosen: sum(_explains(one, chosen) for one in wrong) - 0.5 * len(chosen),
-                default=(),
-            )
-        explained = [one for one in wrong if fits and _explains(one, fits)]
+        search = Search(_rows(wrong), known, around.quantities)
+        fits = search.best() or search.partly()
+        explained = [one for one in wrong if fits and search.explains(_row(one), fits[0])]
         if not explained:
-            blame_losses(contributions, wrong)
+            _unexplained(contributions, wrong, {one.cell.key for one in right}, around)
             return
         for one in explained:
-            for edit in fits:
-                if _effect(one.account, edit) != 1:
-                    one.shares.append((_culprit_of_hand(one, edit), _effect(one.account, edit)))
+            _share(contributions, one, fits, search)
         done = set(map(id, explained))
         wrong = [one for one in wrong if id(one) not in done]
 
 
-def _fitting(wrong: list[Judged], right: list[Judged], most: int = 2) -> tuple[Edit, ...] | None:
-    """The fewest recorded hands that explain all that is wrong."""
-    edits = _edits(wrong, right)
-    choices = (chosen for count in range(1, most + 1) for chosen in combinations(edits, count))
-    return next((chosen for chosen in choices if all(_explains(one, chosen) for one in wrong)), None)
+def _share(contributions: Contributions, one: Judged, fits: list[Explanation], search: Search) -> None:
+    """Give a weight's factors to the causes of the cheapest explanation; the others that fit are kept as rivals."""
+    chosen, rivals = fits[0], search.rivals(fits)
+    alone = not one.shares and len(chosen.edits) + len(chosen.others) + (chosen.loss is not None) == 1
+    row, given = _row(one), []
+    if chosen.loss is not None:
+        given.append((blame_loss(contributions.by_key[one.cell.key], one.account.root), chosen.loss))
+    for hand, mode in chosen.edits:
+        value = search.effect(row, (hand, mode))
+        if value != 1:
+            given.append((_culprit_of_hand(one, hand, mode, search), value))
+    for hand, value in chosen.others:
+        if hand in one.account.factors:
+            given.append((_culprit_of_hand(one, hand, "other", search), value))
+    for culprit, value in given:
+        one.shares.append((replace(culprit, rivals=rivals), one.cell.ratio if alone else value))
 
 
-def _edits(wrong: list[Judged], right: list[Judged]) -> list[Edit]:
-    """Edits that change something that is wrong and nothing that is right, in the order of the events."""
-    hands = dict.fromkeys(hand for one in wrong for hand in one.account.factors)
-    faulty = {one.account.doings: one.account for one in wrong}.values()
-    healthy = {one.account.doings: one.account for one in right}.values()
-    return [
-        edit
-        for mode in ("never", "once")
-        for hand in hands
-        if any(_effect(one, edit := (hand, mode)) != 1 for one in faulty)
-        and all(_effect(one, edit) == 1 for one in healthy)
-    ]
-
-
-def _shared_constant(wrong: list[Judged], right: list[Judged]) -> float | None:
-    """The factor by which everything that contributions of these losses are in is off, None when there is none."""
-    if {one.cell.key for one in wrong} & {one.cell.key for one in right}:
-        return None
-    values = [one.documented for one in wrong]
-    low, high = min(values), max(values)
-    tolerance = max(one.allowed for one in wrong)
-    return values[0] if low > 0 and high / low - 1 <= 2 * tolerance else None
+def _unexplained(
+    contributions: Contributions, wrong: list[Judged], right_keys: set[ContributionKey], around: Surroundings
+) -> None:
+    """Nothing that was recorded explains these. A loss of which other weights came out right is not to blame."""
+    for one in wrong:
+        if one.cell.key not in right_keys:
+            blame_losses(contributions, [one])
+            continue
+        event = around.last_backward(one.held)
+        share = one.documented if one.shares else one.cell.ratio
+        one.shares.append((Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True), share))
 
 
 def blame_losses(contributions: Contributions, wrong: list[Judged]) -> None:
@@ -199,11 +200,18 @@ def blame_losses(contributions: Contributions, wrong: list[Judged]) -> None:
         one.shares.append((culprit, one.documented if one.shares else one.cell.ratio))
 
 
-def _culprit_of_hand(one: Judged, edit: Edit) -> Culprit:
-    hand, mode = edit
+def _culprit_of_hand(one: Judged, hand: Hand, mode: str, search: Search) -> Culprit:
+    if mode == "missing":
+        others = next(row.account for row in search.rows if hand in row.account.factors)
+        step = next(step for step in others.steps if step.hand == hand)
+        last = one.account.steps[-1] if one.account.steps else None
+        event = last.event if last is not None else one.account.leaf
+        return Culprit("backward" if last is None else kind_of(last.event), one.held.rank, event,
+                       factor=one.cell.ratio, absent=True, missing=step.event)  # fmt: skip
     steps: list[Step] = [step for step in one.account.steps if step.hand == hand]
-    acting = steps if mode == "never" else steps[1:]
-    step = next(step for step in acting if step.factor != 1)
+    acting = steps[1:] if mode == "once" else steps
+    step = next((step for step in acting if step.factor != 1), acting[0])
     measured = next((gap.factor for gap in one.account.gaps if gap.inside and gap.end is step.event), 1.0)
     nominal = None if step.opaque else step.factor
-    return Culprit(kind_of(step.event), step.rank, step.event, nominal=nominal, factor=step.factor * measured)
+    return Culprit(kind_of(step.event), step.rank, step.event, nominal=nominal, factor=step.factor * measured,
+                   wrong_constant=mode == "other")  # fmt: skip

@@ -215,12 +215,11 @@ class _Machine:
             return chain
         if chain is None and all(column.weights is not None for column in buffer.columns):
             return None, None, None  # too few elements for its few columns: more columns cannot help
-        units = np.eye(len(self.basis))
+        units, arrived = np.eye(len(self.basis)), self._arrived(point)
         everything = [
-            Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0)
-            for column in self._arrived(point)
+            Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
         ]
-        direct = self._solve(point, everything)
+        direct = self._solve(point, everything, buffer.nominal[arrived])
         if direct is not None and direct[2].fits and (chain is None or direct[2].sigma < 0.5 * chain[2].sigma):
             return direct
         if chain is not None and chain[2].fits:
@@ -240,7 +239,9 @@ class _Machine:
             }
         )
 
-    def _solve(self, point: Point, columns: list[Column]) -> tuple[np.ndarray, np.ndarray, Solution] | None:
+    def _solve(
+        self, point: Point, columns: list[Column], documented: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, Solution] | None:
         usable = [column for column in columns if column.weights is not None]
         if len(usable) < len(columns):
             return None
@@ -251,7 +252,7 @@ class _Machine:
             return None
         matrix = np.stack([column.data[rows] for column in usable], axis=1) if usable else np.empty((rows.sum(), 0))
         nominal = np.array([column.nominal for column in usable])
-        solution = solve(matrix, point.values.data[rows], self.result.epsilon, nominal)
+        solution = solve(matrix, point.values.data[rows], self.result.epsilon, nominal, documented)
         if solution is None:
             return None
         weights, variance = np.zeros(len(self.basis)), np.zeros(len(self.basis))

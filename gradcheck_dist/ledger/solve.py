@@ -42,7 +42,13 @@ class Solution:
     covariance: np.ndarray | None = None
 
 
-def solve(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarray | None = None) -> Solution | None:
+def solve(
+    columns: np.ndarray,
+    y: np.ndarray,
+    epsilon: float,
+    nominal: np.ndarray | None = None,
+    documented: np.ndarray | None = None,
+) -> Solution | None:
     """Least squares with standard errors.
 
     The noise is what the residual shows, but at least the rounding of the summands: where they cancel (a key bias,
@@ -53,6 +59,8 @@ def solve(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarra
         y: shape (num_rows,), float64.
         epsilon: dtype epsilon of the numbers that were summed.
         nominal: coefficients as documented, shape (num_columns,); they tell how large the summands were meant to be.
+        documented: coefficients as documented, where `nominal` is not; parallel columns that are meant to be in it
+            unequally are not told apart. NaN and None say nothing.
 
     Returns:
         None when there are no more rows than distinct non-zero columns: nothing would check the answer.
@@ -80,9 +88,9 @@ def solve(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarra
     summands = np.abs(x)
     if nominal is not None:
         meant = np.zeros(len(kept))
-        documented = np.nan_to_num(nominal[seen])
-        np.add.at(meant, member_of, np.abs(documented) * norms[seen])
-        summands = np.maximum(summands, meant * _scale(columns[:, seen] @ documented, meant, y))
+        shares = np.nan_to_num(nominal[seen])
+        np.add.at(meant, member_of, np.abs(shares) * norms[seen])
+        summands = np.maximum(summands, meant * _scale(columns[:, seen] @ shares, meant, y))
     size = y_norm + float(summands.sum())
     residual = rest / size if size else 0.0
     rounding = ROUNDING * epsilon * float(np.linalg.norm(summands)) / np.sqrt(num_rows)
@@ -95,6 +103,8 @@ def solve(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarra
         members = np.flatnonzero(member_of == group)
         if (sign[members] < 0).any():
             continue  # opposite columns cancel: their coefficients cannot be seen
+        if documented is not None and np.ptp(documented[seen[members]]) > 0:
+            continue  # who of them is in it cannot be seen, and an equal share would put in what was left out
         # Parallel columns share one coefficient: any split gives the same sum.
         total = norms[seen[members]].sum()
         coefficients[column] = x[group] / total

@@ -22,6 +22,7 @@ CASES = {
     "GS101": (AVERAGING, replace(AVERAGING, root=global_mean())),
     "GS102": (HEALTHY, replace(HEALTHY, sync="every")),
     "GS103": (HEALTHY, replace(HEALTHY, sync="never")),
+    "GS104": (AVERAGING, replace(AVERAGING, own_divide=(("norm.weight", 4.0),))),
     "GS201": (PIPELINE, replace(PIPELINE, scale_grads=True, root=global_mean(2))),
     "GS301": (AVERAGING, replace(AVERAGING, root=microbatch_mean(2))),
     "GS302": (AVERAGING, replace(AVERAGING, root=rank_mean(2))),

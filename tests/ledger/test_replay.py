@@ -113,3 +113,15 @@ def test_a_lost_event_leaves_the_observed_weights_right(kind: type) -> None:
     for held in measure(data, contributions):
         assert held.observed is not None
         np.testing.assert_allclose(held.observed * roots(contributions, held), truth(world, held), rtol=1e-3)
+
+
+def test_shards_with_few_elements_are_solved_with_their_own_replica_and_not_with_another() -> None:
+    """HSDP whose replicas nothing joins: what one replica holds says nothing about the other."""
+    trainer = replace(PLAIN, impl="hsdp", data_ranks=4, replicas=2, accumulation=1, params=(("embed.weight", 5),),
+                      join_replicas=False)  # fmt: skip
+    world, contributions, measured = ledgers(trainer)
+    assert measured and all(held.observed is not None for held in measured)
+    for held in measured:
+        assert held.observed is not None
+        root = roots(contributions, held)
+        np.testing.assert_allclose(held.observed * root, truth(world, held), rtol=1e-3, atol=1e-6 * root.max())

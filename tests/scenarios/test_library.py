@@ -10,11 +10,6 @@ from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.runner import run_scenario
 from gradcheck_dist.scenarios.schema import library, load
 
-MISJUDGED_WITH_SEED_3 = {
-    "hsdp-replica-not-reduced": "GS000 beside GS103: the embedding's shard on one rank is solved wrongly"
-}
-"""A test that passes has to leave this list."""
-
 
 def check(name: str, overrides: Overrides, folder: Path) -> None:
     result = run_scenario(load(name), overrides, keep=folder)
@@ -53,7 +48,5 @@ def test_a_scenario_holds_for_other_sizes(name: str, overrides: Overrides, tmp_p
 @pytest.mark.library
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", library())
-def test_a_scenario_holds_for_another_seed(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if name in MISJUDGED_WITH_SEED_3:
-        request.applymarker(pytest.mark.xfail(reason=MISJUDGED_WITH_SEED_3[name], strict=True))
+def test_a_scenario_holds_for_another_seed(name: str, tmp_path: Path) -> None:
     check(name, Overrides(seed=3), tmp_path / "runs")

@@ -20,8 +20,10 @@ from simulator import (
     Reduce,
     ScaleGrads,
     StepEnd,
+    Trainer,
     World,
     ZeroGrad,
+    param_table,
     rounded,
 )
 
@@ -67,20 +69,22 @@ def _synchronises(world: World, k: int) -> bool:
 def _backward(world: World, k: int, m: int) -> None:
     trainer = world.trainer
     reduces = _synchronises(world, k) and m == trainer.microbatches - 1 and trainer.impl != "none"
-    opened: dict[int, tuple[int, int]] = {}
+    units = _units(trainer) if reduces else []
+    opened: dict[int, tuple[int, list[int]]] = {}
     for rank in world.ranks:
         key = (rank.data_rank, k, m)
         root = _root(world, key)
         if rank.stage == trainer.stages - 1:
             _loss(world, rank, key, root)
         seq = rank.next_seq()
-        opened[rank.rank] = (seq, rank.next_seq() if reduces else -1)
+        opened[rank.rank] = (seq, [rank.next_seq() for _ in units])
         for name in rank.ids:
             _accumulate(world, rank, name, key, root, seq)
-        if reduces and trainer.impl == "ddp":
-            rank.sample_grads(opened[rank.rank][1], BEFORE, _reduced(world, rank))
-    if reduces:
-        _reduce(world, k, m, {rank: reduce_seq for rank, (_, reduce_seq) in opened.items()})
+        for (names, _), reduce_seq in zip(units, opened[rank.rank][1], strict=True):
+            if trainer.impl == "ddp":
+                rank.sample_grads(reduce_seq, BEFORE, names)
+    for index, (names, divide) in enumerate(units):
+        _reduce(world, k, m, {rank: seqs[index] for rank, (_, seqs) in opened.items()}, names, divide)
     for rank in world.ranks:
         seq = opened[rank.rank][0]
         stage = rank.stage if trainer.stages > 1 else None
@@ -150,13 +154,21 @@ def _reduced(world: World, rank: Process) -> list[str]:
     return [name for name in rank.ids if name not in world.trainer.not_reduced]
 
 
-def _reduce(world: World, k: int, m: int, seqs: dict[int, int]) -> None:
+def _units(trainer: Trainer) -> list[tuple[list[str], float | None]]:
+    """What is reduced together, and by which factor it is divided (None: as the operation does)."""
+    own = dict(trainer.own_divide)
+    names = [name for name, _ in param_table(trainer) if name not in trainer.not_reduced]
+    units: list[tuple[list[str], float | None]] = [([name for name in names if name not in own], trainer.divide)]
+    return units + [([name], own[name]) for name in names if name in own]
+
+
+def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str], divide: float | None) -> None:
     """All data ranks of each stage: DDP replaces .grad, FSDP adds the reduced unsharded gradient to the sharded one."""
     trainer = world.trainer
     sharded = trainer.impl in ("fsdp", "hsdp")
     size = trainer.data_ranks
     shards = size // trainer.replicas
-    premul = 1.0 / trainer.divide if trainer.divide is not None else None
+    premul = 1.0 / divide if divide is not None else None
     op = "premul_sum" if premul is not None else trainer.op
     factor = premul if premul is not None else 1.0 / size if op == "avg" else 1.0
     hand = 1.0
@@ -165,26 +177,28 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int]) -> None:
             hand *= one.factor
     for stage in range(trainer.stages):
         members = [rank for rank in world.ranks if rank.stage == stage]
-        names = _reduced(world, members[0])
         for name in names:
             if sharded:
                 for rank in members:
                     rank.sample(seqs[rank.rank], BEFORE, name, rank.unsharded[name].values, shard=False)
-            inputs = [(rank.unsharded if sharded else rank.grad)[name] for rank in members]
-            total = _sum(world, inputs, factor * hand)
-            for rank in members:
-                if sharded:
-                    del rank.unsharded[name]
-                    _add(world, rank.grad, name, total)
-                else:
-                    rank.grad[name] = total
+            apart = trainer.replicas if not trainer.join_replicas else 1
+            for replica in range(apart):
+                together = members[replica * len(members) // apart : (replica + 1) * len(members) // apart]
+                inputs = [(rank.unsharded if sharded else rank.grad)[name] for rank in together]
+                total = _sum(world, inputs, factor * hand)
+                for rank in together:
+                    if sharded:
+                        del rank.unsharded[name]
+                        _add(world, rank.grad, name, total)
+                    else:
+                        rank.grad[name] = total
         for rank in members:
             position = members.index(rank)
             group = tuple(other.rank for other in members)
             replicas: tuple[int, ...] = ()
             if trainer.impl == "hsdp":
                 start = position - position % shards
-                replicas = group[position % shards :: shards]
+                replicas = group[position % shards :: shards] if trainer.join_replicas else ()
                 group = group[start : start + shards]
             rank.sample_grads(seqs[rank.rank], AFTER, names)
             line = 15 if trainer.stages > 1 else 14

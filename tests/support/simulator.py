@@ -97,6 +97,8 @@ class Trainer:
     """A trainer. `root(key, tokens)` is the weight per token at the loss; `sync` one of last, every, never, inverted.
 
     World rank = data rank * stages + stage. `divide` is FSDP's gradient divide factor (None: the default average).
+    Without `join_replicas` nothing reduces over HSDP's replicate axis. `own_divide` names parameters that are reduced
+    apart from the others, with a divide factor of their own.
     """
 
     root: Callable[[Key, dict[Key, int]], float]
@@ -125,6 +127,8 @@ class Trainer:
     sum_first: bool = False
     auxiliary: Callable[[Key, dict[Key, int]], float] | None = None
     coefficient: float | None = 0.01
+    own_divide: tuple[tuple[str, float], ...] = ()
+    join_replicas: bool = True
 
     @property
     def keys(self) -> list[Key]:

@@ -48,6 +48,11 @@ def judge(case: Case) -> Answer:
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
+        if culprit.missing is not None:
+            site = culprit.missing.site
+            line = f" at {site.file}:{site.line}" if site is not None else ""
+            kind = culprit.missing.__struct_config__.tag
+            where += f" Other gradients went through the {kind} event{line}; these did not."
     else:
         measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
         documented = f"{culprit.nominal:.6g}" if culprit.nominal is not None else "unknown"

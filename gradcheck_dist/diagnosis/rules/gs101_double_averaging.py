@@ -47,7 +47,7 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.reduce
-    if event is None or not case.recorded or case.pattern.kind != "uniform":
+    if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
     if not factor < 1 or abs(case.pattern.factor / factor - 1) > max(1e-3, 2 * case.pattern.tolerance):

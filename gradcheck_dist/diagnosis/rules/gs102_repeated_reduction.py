@@ -43,7 +43,7 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.reduce
-    if event is None or not case.recorded:
+    if event is None or not case.recorded or case.culprit.wrong_constant:
         return None
     factor = case.culprit.factor
     size = len(event.group)

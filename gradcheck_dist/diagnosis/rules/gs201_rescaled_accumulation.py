@@ -42,10 +42,10 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.event
-    if not isinstance(event, ScaleGrads) or not case.recorded:
+    if not isinstance(event, ScaleGrads) or not case.recorded or case.culprit.wrong_constant:
         return None
     divisor, steps = event.divisor, case.context.num_accumulation
-    if case.pattern.kind == "geometric":
+    if case.pattern.kind == "geometric" and abs(case.pattern.factor - 1) <= 2 * case.pattern.tolerance:
         shape = f"accumulation step k of {steps} weighs {divisor:g}^-(K-1-k)"
         what = f"divides the whole accumulated gradient by {divisor:g} at each of {steps} schedule steps"
     else:

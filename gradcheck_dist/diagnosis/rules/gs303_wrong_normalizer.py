@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case, ambiguous
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.experiments import between_names
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS303"
@@ -38,18 +39,11 @@ def judge(case: Case) -> Answer | None:
         return None
     factor = case.pattern.factor
     name = f" = {case.names[0].expression}" if case.names else ""
-    others = ambiguous(case.names, near=False)
-    experiment = None
-    if others:
-        listed = ", ".join(other.expression for other in others)
-        experiment = (
-            f"{case.names[0].expression} and {listed} are equal in this run: run again with another number of "
-            f"accumulation steps ({case.context.num_accumulation + 1}) to tell them apart."
-        )
+    equal = [*case.names[:1], *ambiguous(case.names, near=False)]
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
         f"{case.context.objective} asks for, and no later event makes up for it.",
         fix="Correct the normalisation where the loss is computed: the factor's name says which number is used once "
         "too often or is missing.",
-        suggested_experiment=experiment,
+        suggested_experiment=between_names(case.context, equal),
     )

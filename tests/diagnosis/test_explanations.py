@@ -1,0 +1,100 @@
+"""The cheapest explanation: what came out right speaks for its causes, and equal sizes are told to be ambiguous."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_trainers import global_mean
+from simulator import Trainer, World
+
+from gradcheck_dist.diagnosis.account import Account, Step
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.explanations import Row, Search
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Event, Reduce, ScaleGrads, Site
+
+QUANTITIES = {"dp_shard": 4.0, "accumulation_steps": 3.0, "microbatches": 2.0}
+AVERAGING = Trainer(root=global_mean(2), op="avg", accumulation=3, data_ranks=2)
+PIPELINE = Trainer(root=global_mean(2), impl="fsdp", op="avg", data_ranks=2, stages=2, microbatches=2, accumulation=3,
+                   sync="every", scale_grads=True)  # fmt: skip
+
+
+def average(size: int, line: int = 1, divide: float | None = None) -> Reduce:
+    return Reduce(seq=1, t_ns=0, step=0, impl="fsdp", op="avg" if divide is None else "sum", group=tuple(range(size)),
+                  params=0, post_divide=divide, site=Site("train.py", line, "main"))  # fmt: skip
+
+
+def schedule(divisor: float) -> ScaleGrads:
+    return ScaleGrads(seq=1, t_ns=0, step=0, divisor=divisor, params=0, site=Site("train.py", 9, "main"))
+
+
+def row(root: float, *events: tuple[Event, float]) -> Row:
+    account = Account(root, [Step(event, 0, factor) for event, factor in events])
+    return Row(account, account.documented, 1e-3, 1e-6)
+
+
+def judged(trainer: Trainer, seed: int = 5) -> Report:
+    return diagnose(World(trainer, seed).run())
+
+
+def test_a_loss_of_which_another_parameter_came_out_right_is_not_to_blame() -> None:
+    dense, expert = row(4.0, (average(4), 0.25)), row(4.0, (average(2), 0.5))
+    best = Search([expert], [dense], QUANTITIES).best()[0]
+    assert (best.loss, best.edits) == (None, ())
+    assert [(hand[2], factor) for hand, factor in best.others] == [(2, pytest.approx(2.0))]
+
+
+def test_without_anything_right_the_same_weight_is_the_losses_doing() -> None:
+    best = Search([row(4.0, (average(2), 0.5))], [], QUANTITIES).best()[0]
+    assert best.loss == pytest.approx(2.0)
+
+
+def test_a_division_at_the_loss_and_an_average_are_two_causes_and_no_product() -> None:
+    best = Search([row(1 / 3, (average(4), 0.25))], [], QUANTITIES).best()[0]
+    assert best.loss == pytest.approx(1 / 3)
+    assert [mode for _, mode in best.edits] == ["never"]
+
+
+def test_a_constant_without_a_name_is_one_cause() -> None:
+    best = Search([row(0.7 * 4, (average(4), 0.25))], [], QUANTITIES).best()[0]
+    assert (best.edits, best.loss) == ((), pytest.approx(0.7))
+
+
+def test_a_divisor_without_a_name_is_blamed_and_not_the_loss_that_was_made_for_the_average() -> None:
+    best = Search([row(4.0, (average(4, divide=7.0), 1 / 7))], [], QUANTITIES).best()[0]
+    assert best.loss is None
+    assert [factor for _, factor in best.others] == [pytest.approx(4 / 7)]
+
+
+def test_a_hand_that_others_went_through_is_missing() -> None:
+    first, last = row(2.0, (schedule(2.0), 0.5)), row(2.0)
+    best = Search([last], [first], QUANTITIES).best()[0]
+    assert [(hand[0], mode) for hand, mode in best.edits] == [("ScaleGrads", "missing")]
+
+
+def test_one_unit_with_a_divisor_of_its_own_is_found_and_named() -> None:
+    finding = judged(replace(AVERAGING, own_divide=(("norm.weight", 6.0),))).findings[0]
+    assert (finding.code, finding.units) == ("GS104", ["norm.weight"])
+    assert finding.factor.observed == pytest.approx(1 / 3, rel=1e-5)
+    assert finding.first_event is not None and finding.first_event.kind == "reduce"
+
+
+def test_as_many_ranks_as_microbatches_leave_two_explanations_and_the_run_that_tells_them_apart() -> None:
+    report = judged(PIPELINE)
+    assert [finding.code for finding in report.findings] == ["GS201"]
+    experiment = report.findings[0].suggested_experiment or ""
+    assert "should not act" in experiment and "3 pipeline microbatches" in experiment
+    told = judged(replace(PIPELINE, microbatches=3, root=global_mean(3)))
+    assert {finding.code for finding in told.findings} == {"GS101", "GS201"}
+
+
+def test_the_experiment_is_the_users_own_command_with_one_size_changed() -> None:
+    run = World(replace(AVERAGING, accumulation=2, op="sum", root=global_mean(2)), 5).run()
+    for command, wanted in {
+        ("torchrun", "train.py", "--accum", "2"): "gradcheck run -- torchrun train.py --accum 3",
+        ("train.py", "--gradient_accumulation_steps=2"): "gradcheck run -- train.py --gradient_accumulation_steps=3",
+        ("python", "train.py"): "gradcheck run -- python train.py   # with 3 accumulation steps",
+    }.items():
+        run.manifest["command"] = list(command)
+        assert wanted in (diagnose(run).findings[0].suggested_experiment or "")
