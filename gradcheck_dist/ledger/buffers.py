@@ -26,7 +26,8 @@ class Entry:
     """The state of a buffer on a rank after something happened to it. Vectors run over the columns of the basis.
 
     `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
-    `clip` is the product of the recorded clip coefficients so far.
+    `clip` is the product of the recorded clip coefficients so far, `leftover` tells whether the buffer holds gradients
+    of earlier steps.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Entry:
     sources: tuple[int, ...] = ()
     solution: Solution | None = None
     sampled: bool = False
+    leftover: bool = False
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Buffer:
     nominal: np.ndarray
     columns: list[Column] = field(default_factory=list)
     clip: float = 1.0
+    leftover: bool = False
 
     def scale(self, factor: float) -> None:
         self.nominal = self.nominal * factor
@@ -58,10 +61,12 @@ class Buffer:
         self.nominal = np.zeros_like(self.nominal)
         self.columns = []
         self.clip = 1.0
+        self.leftover = False
 
     def add(self, other: Buffer, factor: float) -> None:
         # What is not there stays so, even where the factor is not known.
         self.nominal = self.nominal + np.where(other.nominal == 0, 0.0, factor * other.nominal)
+        self.leftover |= other.leftover
         self.columns += [
             Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns
         ]

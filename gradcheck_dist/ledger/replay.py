@@ -123,7 +123,7 @@ class _Machine:
             params = getattr(event, "params", None)
             if params is None or isinstance(event, Backward):
                 continue
-            if track.param.id in data.params_of(rank, params):
+            if track.param.id in data.params_of(rank, params) and not track.is_behind_value_clip(event):
                 ops.append((event.seq, EVENT_ORDER, event))
         return sorted(ops, key=lambda op: op[:2])
 
@@ -148,6 +148,7 @@ class _Machine:
         unit[column] = 1.0
         buffer.nominal = buffer.nominal + unit
         buffer.columns.append(Column(self.basis.values[column], unit, np.zeros(len(self.basis)), 1.0))
+        buffer.clip = 1.0  # a clip of what was not complete is a scaling like any other
         self._note(seq, LEAF_ORDER, None, self.leaf_buffer)
 
     def _apply(self, event: Event) -> None:
@@ -167,7 +168,7 @@ class _Machine:
         """What this rank brings into a reduction."""
         name = "unsharded" if event.impl in _SHARDED else "grad"
         buffer = self.buffers[name]
-        taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip)
+        taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip, buffer.leftover)
         if name == "unsharded":
             buffer.clear()
         return taken
@@ -182,6 +183,7 @@ class _Machine:
         factor = nominal_factor(event)
         for source in inputs:
             target.add(source, factor)
+        target.clip = 1.0
         if sharded and not partial:
             target.add(self.buffers["partial"], 1.0)
             self.buffers["partial"].clear()
@@ -193,6 +195,7 @@ class _Machine:
         entry = Entry(
             self.track.rank, seq, order, event, name, buffer.nominal.copy(), clip=buffer.clip, sources=sources
         )
+        entry.leftover = buffer.leftover
         self.entries.append(entry)
         return entry
 
@@ -204,6 +207,12 @@ class _Machine:
         buffer = self.buffers[name]
         entry = self._note(point.seq, order, None, name)
         entry.sampled = True
+        if order == BEFORE_ORDER and event is None:  # before a step's first backward pass: the contributions of no step
+            zeros = np.zeros(len(self.basis))
+            buffer.columns = [Column(point.values.data, zeros, zeros, 1.0)]
+            buffer.leftover = bool(np.nan_to_num(point.values.data).any())
+            entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
+            return
         weights, stderr, solution = self._measure(point, buffer)
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
         zeros = np.zeros(len(self.basis))

@@ -224,5 +224,3 @@ def add_root(recorder: Recorder, root: nn.Module, stage: int | None) -> None:
         listener(recorder, root)
     for info in new:
         discovery.hook(info, info.param)
-        if info.managed_by == "ddp":
-            discovery.hook_accumulated(info)

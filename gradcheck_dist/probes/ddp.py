@@ -78,6 +78,8 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
         for param_name, param in ddp.module.named_parameters():
             info = recorder.registry.find(param)
             if info is not None and param_name not in ignored and param.requires_grad:
+                if info.managed_by != "ddp":
+                    recorder.discovery.hook_accumulated(info)
                 info.managed_by, info.wrapper = "ddp", wrapper
                 infos.append(info)
         state = states[id(ddp)] = _State(ddp, wrapper, infos)

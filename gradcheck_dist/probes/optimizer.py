@@ -84,6 +84,7 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
+    recorder.read_in.update((info.id, recorder.step) for info in infos)
     record_norms(recorder, seq, [info for info in infos if info.id not in recorder.clipped])
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}

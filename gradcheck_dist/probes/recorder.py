@@ -90,6 +90,7 @@ class Recorder(Sampler):
         self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
         self.pipeline_site: Site | None = None
         self.discovery: Any = None  # set by the autograd probe
+        self.read_in: dict[int, int] = {}  # parameter id -> step in which an optimizer last read its gradient
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
@@ -101,6 +102,7 @@ class Recorder(Sampler):
             self.end = max(steps, default=-1) + 1
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
+        self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
         self._flushed_ns = 0
         self.copies = HostCopies()
@@ -222,7 +224,15 @@ class Recorder(Sampler):
         if not self.recording:
             return None
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
+        if self._begun != self.step:
+            self._begun = self.step
+            self._sample_leftovers(self.current.seq)
         return self.current
+
+    def _sample_leftovers(self, seq: int) -> None:
+        """What the last step's optimizer has read and nobody has emptied."""
+        read = [info for info in self.registry.infos() if self.read_in.get(info.id) == self.step - 1]
+        self.sample_grads(seq, BEFORE, read)
 
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
