@@ -26,6 +26,8 @@ FIRST_STEPS = 4
 MAX_LIVE_STEPS = 8
 MAX_RANK_STEPS = 1024
 """Of many ranks fewer steps are judged: at most so many ranks times steps, and at least one step."""
+READ_FIRST_RANKS = 64
+"""A finished run of more ranks is read to its end before it is judged: both at once take longer."""
 DUTY = 4.0
 """After a judgement that took t, the next one begins no sooner than DUTY * t later: a quarter of a core at most."""
 
@@ -74,6 +76,8 @@ class Judge:
         limit = max(1, min(limit, MAX_RANK_STEPS // max(1, run.num_files)))
         settled = () if live or not complete else run.counts()
         state = (tuple(whole[-1:]), min(len(whole), limit), live, run.num_files, complete, settled)
+        if not complete and not live and run.num_files > READ_FIRST_RANKS:
+            return
         ready = whole or (complete and not live and run.num_files)
         if ready and state != self._known and time.monotonic() >= self._not_before_s:
             self._known = state

@@ -42,6 +42,8 @@ _FIELDS: dict[type[Record], tuple[str, ...]] = {
     Clip: ("total_norm", "partial"),
     Reduce: ("group", "params"),
 }
+_RAW = ("group",)
+"""Left as bytes: a thousand ranks are a thousand numbers in every reduction."""
 """What the light pass reads of an event beside its step."""
 
 
@@ -51,7 +53,8 @@ def _light(kind: type[Record]) -> type[Record]:
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         if field.name in wanted:
-            fields.append((field.name, field.type) if field.required else (field.name, field.type, field.default))
+            type_ = msgspec.Raw if field.name in _RAW else field.type
+            fields.append((field.name, type_) if field.required else (field.name, type_, field.default))
     tag = kind.__struct_config__.tag
     made: Any = msgspec.defstruct(f"Light{kind.__name__}", fields, tag_field="kind", tag=tag, kw_only=True, gc=False)
     return made  # type: ignore[no-any-return]
@@ -86,7 +89,12 @@ class RankFile:
         self._offset = 0
         self._offsets, self._lengths = array("q"), array("q")
         self._first, self._last = array("q"), array("q")
-        self._reduced: set[int] = set()
+        self._reduced: set[tuple[int, int]] = set()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of it was read."""
+        return self._offset > 0
 
     @property
     def behind(self) -> int:
@@ -189,10 +197,10 @@ class RankFile:
             kind: Any = type(record)
             if kind in _KEPT:
                 tables.append(record)
-            elif kind is REDUCE and len(record.group) > 1 and record.params not in self._reduced:
+            elif kind is REDUCE and (record.params, size := _length(record.group)) not in self._reduced:
                 # Which parameters are ever reduced is a question to the whole run: one event of each set stays.
-                self._reduced.add(record.params)
-                tables += _like(payload, record)
+                self._reduced.add((record.params, size))
+                tables += _like(payload, record.params, size)
             if kind is not SAMPLES:
                 self.num_events += 1
                 take(record)
@@ -246,7 +254,15 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[Any]], payload: memoryview | 
         return []
 
 
-def _like(payload: memoryview, light: Any) -> list[Reduce]:
+def _length(raw: msgspec.Raw) -> int:
+    """The number of elements of a msgpack array, from its head."""
+    head = bytes(memoryview(raw)[:5])
+    if head[0] & 0xF0 == 0x90:
+        return head[0] & 0x0F
+    return int.from_bytes(head[1:3] if head[0] == 0xDC else head[1:5], "big")
+
+
+def _like(payload: memoryview, params: int, size: int) -> list[Reduce]:
     """The reduction in whole that was read in its light form."""
     of_kind = [one for one in _decoded(_WHOLE, payload) if isinstance(one, Reduce)]
-    return [one for one in of_kind if (one.params, one.group) == (light.params, light.group)][:1]
+    return [one for one in of_kind if one.params == params and len(one.group) == size][:1]

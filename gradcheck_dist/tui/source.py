@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 POLL_S = 1 / 20
 IDLE_POLL_S = 0.25
+READ_POLL_S = 0.02
+SWITCH_S = 0.001
+"""How long a thread may keep the interpreter: reading and drawing wait for the judging thread that often."""
 SIBLINGS_S = 5.0
 
 
@@ -73,6 +77,7 @@ class FolderSource:
         # Here and not above: the first frame must not wait for numpy.
         from gradcheck_dist.tui.live_run import LiveRun
 
+        sys.setswitchinterval(SWITCH_S)
         path = choose_run(self.path)
         run = LiveRun(path, self._clock)
         judge: Judge | None = None
@@ -91,7 +96,7 @@ class FolderSource:
             if shown != last:
                 last = shown
                 yield snapshot
-            self._asked.wait(POLL_S if changed else IDLE_POLL_S)
+            self._asked.wait(READ_POLL_S if snapshot.loading else POLL_S if changed else IDLE_POLL_S)
 
     def _snapshot(self, run: LiveRun, judge: Judge | None) -> Snapshot:
         lines, series = run.lines(), run.series()
