@@ -42,6 +42,7 @@ class Boot:
     run_dir: str
     steps: Steps = Steps()
     objective: str | None = None
+    verify: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -55,7 +56,7 @@ def decode(text: str) -> Boot:
     """
     try:
         fields = json.loads(text)
-        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"])
+        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], bool(fields["verify"]))
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{VARIABLE} is {text!r}, which this version of gradcheck did not write ({error!r})"

@@ -1,0 +1,100 @@
+"""What `--verify` found in a step: wrong modules as groups that share a cause, and what it could not decide."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gradcheck_dist.events import Event, GradientCheck
+from gradcheck_dist.ledger.tracks import ParamKey
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Checks that came out wrong in the same way at one forward: (rank, check), the plainest first."""
+
+    checks: tuple[tuple[int, GradientCheck], ...]
+
+    @property
+    def first(self) -> GradientCheck:
+        return self.checks[0][1]
+
+    @property
+    def modules(self) -> list[str]:
+        return sorted({check.module for _, check in self.checks})
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for rank, _ in self.checks}))
+
+
+_PLAIN = ("scaled", "cut", "constant", "partial", "flat", "other")
+
+
+def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
+    """The wrong checks of a step, one entry for each forward that is written wrongly.
+
+    What a module does to several parameters and inputs is one fault; the plainest view of it stands first: a factor
+    tells more than a mixture with a path that is right.
+    """
+    groups: dict[tuple[object, ...], list[tuple[int, GradientCheck]]] = defaultdict(list)
+    for rank, check in _checks(events):
+        if check.outcome == "wrong":
+            place = (check.site.file, check.site.line) if check.site else (check.module,)
+            groups[check.target == "leaf", *place].append((rank, check))
+    return [Wrong(tuple(sorted(group, key=lambda one: (_plainness(one[1]), one[0])))) for group in groups.values()]
+
+
+def _plainness(check: GradientCheck) -> tuple[int, float]:
+    share = abs((check.error or 0.0) / check.numerical) if check.numerical else 1.0
+    return (_PLAIN.index(check.shape) if check.shape in _PLAIN else len(_PLAIN), share)
+
+
+def was_verified(events: Mapping[int, Iterable[Event]]) -> bool:
+    """Whether any module's backward was found right or wrong."""
+    return any(check.outcome in ("right", "wrong") for _, check in _checks(events))
+
+
+def parameters_of(wrong: Wrong, known: Iterable[ParamKey]) -> list[str]:
+    """Names of the parameters whose gradients the wrong checks were about, as far as the trace knows them."""
+    names = {name for _, name in known}
+    found: set[str] = set()
+    for _, check in wrong.checks:
+        full = f"{check.module}.{check.name}"
+        if check.target in ("parameter", "leaf"):
+            found |= {name for name in names if name.split(" ")[0] in (full, check.name)}
+        elif check.target == "parameters":
+            found |= {name for name in names if name.startswith((f"{full}.", f"{check.name}."))}
+    return sorted(found)
+
+
+def not_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
+    """What `--verify` could not decide, in words, alike reasons together."""
+    checks = list(_checks(events))
+    if not checks:
+        return []
+    places: dict[str, list[str]] = defaultdict(list)
+    for _, check in checks:
+        if check.outcome == "undetermined":
+            name = f"{check.module} ({check.target} {check.name})" if check.name else check.module
+            if name not in places[check.reason]:
+                places[check.reason].append(name)
+    return [f"verify: undetermined for {_some(names)}: {reason}" for reason, names in places.items()]
+
+
+def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
+    """A reason for no verdict when verification was asked for and decided nothing at all."""
+    asked = any(True for _ in _checks(events))
+    return ["verify: no module's backward could be checked"] if asked and not was_verified(events) else []
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _checks(events: Mapping[int, Iterable[Event]]) -> Iterable[tuple[int, GradientCheck]]:
+    return ((rank, event) for rank, of_rank in events.items() for event in of_rank if isinstance(event, GradientCheck))

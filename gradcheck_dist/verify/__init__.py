@@ -1,0 +1,20 @@
+"""The numerical gradient check of a distributed trainer: is what backward gives the derivative of what forward does?
+
+capture.py     in training: the outermost module calls of one microbatch, and the gradients that arrive at their outputs
+run.py         before the optimizer steps: replays them, checks module by module, writes the outcomes into the trace
+replay.py      one replay of an outermost call, in which every module below shows its inputs and its output gradient
+twin.py        a module as a function of copies of its parameters, without data-parallel wrappers
+preserve.py    random states, plain attributes and hooks are afterwards what they were before
+check.py       one module: can it be evaluated alone, and in which dtype
+function.py    a module call as a number: the inner product of its outputs with the gradients that arrived there
+targets.py     what of a module is perturbed: parameters, inputs, the modules below
+measure.py     central differences of that number against what autograd gives, over all ranks concerned
+result.py      what was found
+leaves.py      what training delivered at the parameters against the replay
+difference.py  the arithmetic: steps, extrapolation, error estimate, judgement
+exchange.py    numbers between ranks through the rendezvous store, with a time limit and no collective
+observe.py     which groups communicate inside, and in which precision
+pieces.py      tensors inside of arguments and results
+
+The model's parameters are never changed: what is perturbed are copies.
+"""

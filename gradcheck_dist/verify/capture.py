@@ -1,0 +1,154 @@
+"""In training: which outermost modules ran forward, on what, and which gradients arrived at their outputs.
+
+Only the first call of each outermost module in the chosen step is kept. Tensor hooks return None, clones are taken of
+what the trainer could change, and everything is taken away again before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
+from gradcheck_dist.verify.preserve import RandomState, inner_module, random_state
+
+MAX_CALLS = 64
+
+
+class Output:
+    """One floating tensor of a result: samples of its values, and the gradient that arrived there."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name, self.values = name, sample(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.gradient: Tensor | None = None
+
+
+class RootCall:
+    """One forward call of an outermost module. `several` when a backward pass may hold more than this call."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.random: RandomState = random_state()
+        self.args, self.kwargs = map_tensors(frozen, (args, kwargs))
+        device = next((tensor.device.type for _, tensor in tensors_of([*args, *kwargs.values()])), None)
+        self.device_type = device or next((param.device.type for param in module.parameters()), "cpu")
+        self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
+        self.training = module.training
+        self.outputs: list[Output] = []
+        self.leaves: dict[str, Tensor] = {}
+        self.several = False
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(output.gradient is not None for output in self.outputs)
+
+
+class Capture:
+    """What was seen so far; `verify` is called once, with everything, before the optimizer steps."""
+
+    def __init__(self, recorder: Any, patches: Any, verify: Callable[[Any, list[RootCall]], None]) -> None:
+        self._recorder, self._verify = recorder, verify
+        self._calls: dict[int, RootCall] = {}
+        self._others: dict[int, int] = {}
+        self._inside = threading.local()
+        self._done = False
+        self._hooks: list[Any] = []
+        patches.replace(nn.Module, "_call_impl", self._watch)
+        patches.on_restore(self._forget)
+        patches.on_restore(register_optimizer_step_pre_hook(self._stepping).remove)
+
+    def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        capture = self
+
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if capture._done or torch.compiler.is_compiling() or not capture._wanted():
+                return original(self, *args, **kwargs)
+            taken = capture._before(self, args, kwargs)
+            capture._inside.depth = True
+            try:
+                result = original(self, *args, **kwargs)
+            finally:
+                capture._inside.depth = False
+            if taken is not None:
+                capture._after(taken, result)
+            return result
+
+        return call
+
+    def _wanted(self) -> bool:
+        recorder = self._recorder
+        return (
+            not getattr(self._inside, "depth", False)
+            and recorder.recording
+            and not recorder.suspended
+            and torch.is_grad_enabled()
+            and recorder.current is None  # a forward inside of a backward is a recomputation
+        )
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
+        with self._guarded():
+            if id(module) in self._calls:
+                self._calls[id(module)].several |= not self._calls[id(module)].leaves
+                return None
+            if len(self._calls) < MAX_CALLS:
+                return RootCall(module, args, kwargs)
+        return None
+
+    def _after(self, call: RootCall, result: Any) -> None:
+        with self._guarded():
+            outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
+            if not outputs:
+                return
+            self._calls[id(call.module)] = call
+            for name, tensor in outputs:
+                output = Output(name, tensor)
+                call.outputs.append(output)
+                self._hooks.append(tensor.register_hook(functools.partial(self._arrived, output)))
+            root = call.module
+            while (inner := inner_module(root)) is not None:
+                root = inner
+            for name, param in root.named_parameters():
+                if param.requires_grad and not is_distributed(param):
+                    call.several |= self._others.setdefault(id(param), id(call)) != id(call)
+                    self._hooks.append(param.register_hook(functools.partial(self._leaf, call, name)))
+
+    def _arrived(self, output: Output, gradient: Tensor) -> None:
+        with self._guarded():
+            if output.gradient is None:
+                output.gradient = gradient.detach().clone()
+
+    def _leaf(self, call: RootCall, name: str, gradient: Tensor) -> None:
+        with self._guarded():
+            call.leaves.setdefault(name, sample(gradient))
+
+    def _stepping(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        ready = [call for call in self._calls.values() if call.has_gradient]
+        if self._done or not ready:
+            return
+        self._done = True
+        self._forget()
+        with self._guarded():
+            self._verify(self._recorder, ready)
+        self._calls.clear()
+
+    def _forget(self) -> None:
+        self._done = True
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Any:
+        try:
+            yield
+        except Exception as error:  # training goes on
+            self._recorder.failed("verify", error)

@@ -1,0 +1,101 @@
+"""Central differences with an error estimate, and what may be concluded from them.
+
+f'(0) along a direction from (f(h) - f(-h)) / 2h, error O(h**2), at three steps a factor 4 apart; Richardson's
+extrapolation (16 D(h/4) - D(h)) / 15 takes the h**2 term away (Ridders, Adv. Eng. Software 4, 1982). The error is what
+two extrapolations differ by, plus what rounding of f does to the smallest step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+RATIO = 4.0
+ROUNDING = 8.0
+"""Rounding errors of f in units of epsilon times the root of the sum of its squared summands."""
+
+AGREE = 1e-3
+"""Relative deviation that is none: autograd's own rounding, and approximations by documented formulas."""
+
+ACCUSE = 1e-2
+"""Below this relative deviation nothing is accused: approximate backward formulas (GELU) stay below it."""
+
+PRECISE = 5e-2
+"""An error estimate above this share of the derivative decides nothing."""
+
+NOTHING = 1e-3
+"""A derivative below this share of the function's own size, in noise of the same size, is called zero."""
+
+Outcome = Literal["right", "wrong", "undetermined", "zero"]
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """A directional derivative by central differences and its error, in the unit of f."""
+
+    value: float
+    error: float
+
+
+def steps(epsilon: float) -> tuple[float, float, float]:
+    """Relative step sizes for arithmetic of this machine epsilon, largest first."""
+    middle = epsilon**0.25
+    return middle * RATIO, middle, middle / RATIO
+
+
+def differentiate(
+    function: Callable[[float], float], sizes: Sequence[float], epsilon: float, magnitude: float, jitter: float
+) -> Derivative:
+    """d/dt function(t) at 0.
+
+    Args:
+        function: of a relative step; evaluated six times, at the three `sizes` and their negatives.
+        epsilon: the coarsest machine epsilon inside of it.
+        magnitude: root of the sum of its squared summands, what rounding is proportional to.
+        jitter: by how much two evaluations at the same point differ.
+    """
+    large, middle, small = ((function(size) - function(-size)) / (2 * size) for size in sizes)
+    coarse, fine = _extrapolate(large, middle), _extrapolate(middle, small)
+    rounding = (ROUNDING * epsilon * magnitude + jitter) / sizes[-1]
+    return Derivative(fine, abs(fine - coarse) + rounding)
+
+
+def _extrapolate(at_h: float, at_h_over_4: float) -> float:
+    return (RATIO**2 * at_h_over_4 - at_h) / (RATIO**2 - 1)
+
+
+def confirmed(coarse: Derivative, fine: Derivative | None = None) -> Derivative:
+    """The better of two derivatives: with the steps that the coarsest result inside asks for, and with the finest.
+
+    A coarse result may lie beside the way (a dropout mask), or on it: then small steps fall below its rounding and miss
+    what goes through it. So the fine one counts where large steps say the same.
+    """
+    if fine is None or fine.error >= coarse.error:
+        return coarse
+    scale = max(abs(fine.value), abs(coarse.value))
+    return fine if abs(fine.value - coarse.value) <= ACCUSE * scale else coarse
+
+
+def judge(analytic: float, numeric: Derivative, natural: float, magnitude: float, agree: float) -> Outcome:
+    """Whether a projected gradient is the derivative.
+
+    Args:
+        analytic: what autograd gives along the direction.
+        numeric: what the differences give.
+        natural: root of the sum of the squared summands of `analytic`, what a random direction gives without luck.
+        magnitude: root of the sum of the function's squared summands.
+        agree: relative rounding error of the analytic gradient.
+    """
+    if not (isfinite(analytic) and isfinite(numeric.value) and isfinite(numeric.error)):
+        return "undetermined"
+    scale = max(abs(analytic), abs(numeric.value), natural)
+    deviation = abs(analytic - numeric.value)
+    if scale <= 5 * numeric.error:  # a vanishing gradient, or nothing that can be seen at this precision
+        return "zero" if numeric.error <= NOTHING * magnitude or scale == 0.0 else "undetermined"
+    if deviation > 5 * numeric.error + max(ACCUSE, 3 * agree) * scale:
+        return "wrong"
+    if numeric.error > PRECISE * scale:
+        return "undetermined"
+    return "right" if deviation <= 5 * numeric.error + max(AGREE, 3 * agree) * scale else "undetermined"

@@ -1,0 +1,203 @@
+"""A module call as a number: the inner product of its outputs with the gradients that arrived there.
+
+Its derivative with respect to a parameter or an input is what backward must give. Each rank computes a share; the
+shares of all ranks that communicate inside of the module add up to the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradcheck_dist.verify.capture import RootCall
+from gradcheck_dist.verify.observe import Observer
+from gradcheck_dist.verify.pieces import cast, is_distributed, local, tensors_of
+from gradcheck_dist.verify.preserve import set_random_state
+from gradcheck_dist.verify.replay import Call, training_precision
+from gradcheck_dist.verify.twin import NotVerifiableError, Twin
+
+
+@dataclass
+class Base:
+    """The function at the unperturbed point: its outputs, its gradient by variable, what its arithmetic was like.
+
+    `added` is what backward gives when zeros arrive: an auxiliary loss that puts its gradient in there (as Megatron's
+    MoEAuxLossAutoScaler does), or a backward that does not look at what arrives.
+    """
+
+    outputs: list[Tensor]
+    gradient: dict[str, Tensor | None]
+    added: dict[str, Tensor | None]
+    epsilon: float
+
+
+@dataclass
+class Function:
+    """A module call in one dtype (None: training's own, with its autocast).
+
+    `variables` by key: "input N" and names of parameters in the root; tied parameters are one variable.
+    `share` of each output counts 1 / (number of ranks that hold the same).
+    """
+
+    twin: Twin
+    root: RootCall
+    call: Call
+    dtype: torch.dtype | None
+    variables: dict[str, Tensor] = field(default_factory=dict)
+    share: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._leaves, self._spec = tree_flatten((self.call.args, self.call.kwargs))
+        self._inputs: dict[int, str] = {}
+        for index, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor):
+                self._leaves[index] = cast(leaf.detach(), self.dtype)
+                if leaf.requires_grad and leaf.is_floating_point():
+                    self._inputs[index] = f"input {len(self._inputs)}"
+                    self.variables[self._inputs[index]] = self._leaves[index]
+        self._names = self.twin.below(self.call.path)
+        self._fixed: dict[int, Tensor] = {}
+        self._key: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name in self._names.values():
+            value = self.twin.values[name]
+            key = self._key[name] = first.setdefault(id(value), name)
+            if name in self.twin.trained and value.is_floating_point():
+                self.variables.setdefault(key, cast(value, self.dtype))
+            elif id(value) not in self._fixed:
+                self._fixed[id(value)] = cast(value, self.dtype)
+        self.cotangents = [self._cotangent(index) for index in range(len(self.call.outputs))]
+        self.share = [1.0] * len(self.cotangents)
+
+    def key_of(self, name: str) -> str | None:
+        """The variable that a parameter of the root is here; None when it is not trained."""
+        key = self._key.get(name)
+        return key if key in self.variables else None
+
+    def _cotangent(self, index: int) -> Tensor | None:
+        outputs = self.call.outputs
+        gradient = outputs[index].gradient
+        if gradient is not None:
+            return cast(gradient, self.dtype)
+        return None
+
+    @contextlib.contextmanager
+    def run(self, variables: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+        """The module's floating outputs, with some variables replaced; random numbers are those of the replay."""
+        leaves = list(self._leaves)
+        for index, key in self._inputs.items():
+            leaves[index] = variables.get(key, self.variables[key])
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        values = {}
+        for name, full in self._names.items():
+            key = self._key[full]
+            if key in self.variables:
+                values[name] = variables.get(key, self.variables[key])
+            else:
+                values[name] = self._fixed[id(self.twin.values[full])]
+        set_random_state(self.call.random)
+        precision = (
+            training_precision(self.root)
+            if self.dtype is None
+            else torch.autocast(self.root.device_type, enabled=False)
+        )
+        with self.twin.standing_in(self.call.path, values, self.dtype) as module:
+            with torch.enable_grad(), precision:  # as in training, also where nothing requires a gradient
+                result = module(*args, **kwargs)
+            found = [tensor for _, tensor in tensors_of(result)]
+            if len(found) != len(self.cotangents):
+                raise NotVerifiableError("run once more, it gives another number of tensors")
+            yield found
+
+    def base(self) -> Base:
+        """Forward and backward, watched; backward with what arrived and with zeros."""
+        observer = Observer()
+        outputs, gradient = self._differentiated(observer, 1.0)
+        _, added = self._differentiated(observer, 0.0)
+        return Base(outputs, gradient, added, observer.epsilon)
+
+    def _differentiated(self, observer: Observer, scale: float) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        leaves = {key: value.detach().clone().requires_grad_() for key, value in self.variables.items()}
+        with observer, self.run(leaves) as outputs:
+            for index, output in enumerate(outputs):
+                if self.dtype is not None and output.dtype not in (self.dtype, torch.float32):
+                    raise NotVerifiableError(f"computes in {output.dtype} whatever its input is")
+                if self.cotangents[index] is None and self._use_random(index):
+                    self.cotangents[index] = random_direction(output.detach(), f"{self.call.path} {index}")
+            pairs = [
+                (output, cotangent.to(output.dtype) * scale)
+                for output, cotangent in zip(outputs, self.cotangents, strict=True)
+                if cotangent is not None and output.requires_grad
+            ]
+            gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            if pairs and leaves:
+                gradients = torch.autograd.grad(
+                    [output for output, _ in pairs],
+                    list(leaves.values()),
+                    [cotangent for _, cotangent in pairs],
+                    allow_unused=True,
+                )
+        found = {key: None if grad is None else grad.detach() for key, grad in zip(leaves, gradients, strict=True)}
+        return [output.detach() for output in outputs], found
+
+    def _use_random(self, index: int) -> bool:
+        """Where backward brought nothing at all, because the outputs are cut off behind, any gradient will do."""
+        outputs = self.call.outputs
+        return outputs[index].requires_grad and all(output.gradient is None for output in outputs)
+
+    def value(self, variables: Mapping[str, Tensor]) -> float:
+        """This rank's share of the function, with some variables replaced."""
+        with self.run(variables) as outputs:
+            return sum(
+                inner(cotangent, output) * share
+                for output, cotangent, share in zip(outputs, self.cotangents, self.share, strict=True)
+                if cotangent is not None
+            )
+
+    def magnitude(self, base: Base) -> float:
+        """The sum of the squares of this rank's summands."""
+        return sum(
+            float((local(cotangent).double() * local(output).double()).square().sum()) * share
+            for output, cotangent, share in zip(base.outputs, self.cotangents, self.share, strict=True)
+            if cotangent is not None and local(cotangent).shape == local(output).shape
+        )
+
+
+def inner(one: Tensor, other: Tensor) -> float:
+    """The inner product in float64; of DTensors this rank's share of the whole."""
+    if not is_distributed(one) and not is_distributed(other):
+        return float((one.detach().double() * other.detach().double()).sum())
+    from torch.distributed.tensor import DTensor, Replicate
+
+    like = other if isinstance(other, DTensor) else one
+    assert isinstance(like, DTensor)
+    placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
+    parts, copies = [], 1
+    for tensor in (one, other):
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
+        assert isinstance(tensor, DTensor)
+        parts.append(tensor.detach().redistribute(placements=placements).to_local().double())  # type: ignore[attr-defined]
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            copies *= like.device_mesh.size(dim)
+    return float((parts[0] * parts[1]).sum()) / copies
+
+
+def random_direction(like: Tensor, seed: str) -> Tensor:
+    """Standard normal numbers in the shape, dtype and layout of a tensor, the same wherever the seed is the same."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(local(like).device, like.dtype)
+    if not is_distributed(like):
+        return numbers
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
+    return distribute_tensor(numbers, like.device_mesh, placements, src_data_rank=None)

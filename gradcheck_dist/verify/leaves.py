@@ -1,0 +1,55 @@
+"""What a replay cannot show: what training delivered at the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradcheck_dist.verify.capture import RootCall
+from gradcheck_dist.verify.difference import ACCUSE
+from gradcheck_dist.verify.replay import Replay
+from gradcheck_dist.verify.result import Result
+from gradcheck_dist.verify.targets import Target
+
+PROPORTIONAL = 1e-3
+"""A gradient is a multiple of another when no larger share of it is anything else."""
+
+
+def compare_leaves(call: RootCall, played: Replay) -> list[Result]:
+    """Training's gradients at plain parameters against the replay's, on samples.
+
+    Only a multiple is accused (a hook on the parameter, or on a tensor outside of any module): anything else comes
+    about where the trainer uses a parameter outside of the module too.
+    """
+    if not call.leaves:
+        reason = "what arrives at distributed tensors is not compared, only what the modules give"
+        return [Result("", Target("leaf", "", ()), "undetermined", reason=reason)] if played.trained else []
+    if call.several:
+        reason = "several forward passes of it share a backward, so what arrives at the parameters is their sum"
+        return [Result("", Target("leaf", "", ()), "undetermined", reason=reason)]
+    results, alike, others = [], 0, []
+    for name, trained in call.leaves.items():
+        replayed = played.gradients.get(name)
+        if replayed is None or replayed.shape != trained.shape or not float(replayed.norm()) > 0:
+            continue
+        factor = float(trained @ replayed / (replayed @ replayed))
+        rest = float((trained - factor * replayed).norm()) / max(float(trained.norm()), float(replayed.norm()))
+        limit = max(PROPORTIONAL, 16 * played.epsilon)
+        if rest > limit:
+            others.append(name)
+        elif abs(factor - 1) > max(ACCUSE, limit):
+            path, _, own = name.rpartition(".")
+            target = Target("leaf", own, ())
+            observed = float(trained.norm()) * (1 if factor >= 0 else -1)
+            numerical = float(replayed.norm())
+            error = rest * numerical
+            shape: Any = "scaled"
+            results.append(Result(path, target, "wrong", observed, numerical, error, factor, "", shape))
+        else:
+            alike += 1
+    if alike:
+        results.append(Result("", Target("leaf", f"{alike} parameters", ()), "right"))
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        reason = f"the gradient of {others[0]}{more} is not its module's alone: it is used outside of the module too"
+        results.append(Result("", Target("leaf", "", ()), "undetermined", reason=reason))
+    return results

@@ -1,0 +1,242 @@
+"""One module, evaluated on all ranks that it communicates with: derivatives by differences against autograd's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.verify.difference import Derivative, Outcome, confirmed, differentiate, judge, steps
+from gradcheck_dist.verify.exchange import Exchange
+from gradcheck_dist.verify.function import Base, Function, inner, random_direction
+from gradcheck_dist.verify.pieces import is_distributed, local, same
+from gradcheck_dist.verify.result import ARRIVED, Result, Shape
+from gradcheck_dist.verify.targets import Target
+
+DIRECTIONS = ("along", "across")
+INSIDE = {"float32": 2.0**-23, "TF32 or float16": 2.0**-10, "bfloat16": 2.0**-7}
+REPEATS = (1.0, 3.0, 1 / 3)
+"""Factors on the steps: who accuses must accuse with every one of them."""
+
+
+class Measured:
+    """A module whose function could be evaluated on every rank."""
+
+    def __init__(self, function: Function, base: Base, exchange: Exchange, told: list[dict[str, Any]]) -> None:
+        self._function, self._base, self._exchange = function, base, exchange
+        self._gradient = {key: _less(grad, base.added[key]) for key, grad in base.gradient.items()}
+        own = told[exchange.ranks.index(exchange.rank)]
+        self._own = own["variables"]
+        self._whole, self._torn = _shares(function, own, told)
+        self._holders = {
+            key: [
+                rank for rank, fact in zip(exchange.ranks, told, strict=True) if same(mine, fact["variables"].get(key))
+            ]
+            or [exchange.rank]
+            for key, mine in own["variables"].items()
+        }
+        self._epsilon = max(fact["epsilon"] for fact in told)
+        own_epsilon = torch.finfo(function.dtype).eps if function.dtype is not None else self._epsilon
+        self._ladders = sorted({self._epsilon, own_epsilon}, reverse=True)
+        self._precision = _precision(function.dtype, self._epsilon)
+
+    def results(self, targets: list[Target]) -> list[Result]:
+        first, second = self._function.value({}), self._function.value({})
+        self._noise = [self._function.magnitude(self._base), abs(first - second)]
+        return [self._result(target) for target in targets]
+
+    def _result(self, target: Target) -> Result:
+        results = []
+        for factor in REPEATS:
+            results.append(self._measure(target, factor))
+            if results[-1].outcome != "wrong":
+                break
+        if len(results) > 1 and results[-1].outcome != "wrong":
+            return replace(results[-1], outcome="undetermined", reason="the differences depend on the step: not smooth")
+        return results[0]
+
+    def _measure(self, target: Target, stretch: float) -> Result:
+        where = f"{self._function.call.path}/{target.label}/{stretch:.3f}"
+        tries = [self._try(target, kind, f"{where}/{kind}", stretch) for kind in DIRECTIONS]
+        complete = _together([one.complete for one in tries])
+        partial = _together([one.partial for one in tries])
+        best = max(tries, key=lambda one: abs(one.numeric.value) - one.numeric.error)
+        outcome, shape = complete, _shape(tries, self._agree) if complete == "wrong" else ""
+        if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
+            shape = "constant"
+        reason, unsummed, seen = "", False, tuple[list[float], ...]()
+        if complete == "wrong" and partial in ("right", "zero") and not self._exchange.alone:
+            outcome, shape = "right", "partial"
+            unsummed = target.kind == "input" and self._whole
+            seen = tuple(self._own[key] for key in target.keys)
+        elif complete == "wrong" and self._torn:
+            outcome, reason, seen = "undetermined", ARRIVED, self._torn
+        elif outcome == "undetermined":
+            reason = _why(best)
+        ratio = best.observed / best.numeric.value if best.numeric.value and shape in ("scaled", "cut") else None
+        return Result(
+            self._function.call.path,
+            target,
+            outcome,
+            observed=best.observed,
+            numerical=best.numeric.value,
+            error=best.numeric.error,
+            factor=ratio,
+            precision=self._precision,
+            shape=shape,
+            ranks=self._exchange.ranks,
+            reason=reason,
+            left_unsummed=unsummed,
+            seen=seen,
+        )
+
+    @property
+    def _agree(self) -> float:
+        return 8 * self._epsilon
+
+    def _try(self, target: Target, kind: str, tag: str, stretch: float) -> _Try:
+        function, gradient = self._function, self._gradient
+        directions = {key: self._direction(key, kind) for key in target.keys}
+        shares = {key: 1 / len(self._holders[key]) for key in target.keys}
+        sizes = [[size * stretch for size in steps(epsilon)] for epsilon in self._ladders]
+        points = [sign * size for ladder in sizes for size in ladder for sign in (1, -1)]
+        values = [
+            function.value({key: function.variables[key] + t * d for key, d in directions.items()}) for t in points
+        ]
+        projected = {key: inner(grad, d) for key, d in directions.items() if (grad := gradient[key]) is not None}
+        squares = sum(_squares(gradient[key], d) * shares[key] for key, d in directions.items())
+        # The perturbed variables are rounded too.
+        rounded = sum(_squares(gradient[key], function.variables[key]) * shares[key] for key in directions)
+        mine = [
+            *values,
+            sum(value * shares[key] for key, value in projected.items()),
+            sum(projected.values()),
+            squares,
+            self._noise[0] + rounded,
+            self._noise[1],
+        ]
+        sums = [sum(column) for column in zip(*self._exchange.gather(tag, mine), strict=True)]
+        at = dict(zip(points, sums, strict=False))
+        complete, partial, squares, magnitude, jitter = sums[len(points) :]
+        natural, size = sqrt(squares), sqrt(magnitude)
+        derivatives = [
+            differentiate(lambda t: at[t], ladder, epsilon, size, jitter)
+            for ladder, epsilon in zip(sizes, self._ladders, strict=True)
+        ]
+        numeric = confirmed(*derivatives)
+        if judge(complete, derivatives[-1], natural, size, self._agree) == "right":
+            numeric = derivatives[-1]  # what rounds coarsely inside cannot agree so well by chance
+        return _Try(
+            complete,
+            numeric,
+            judge(complete, numeric, natural, size, self._agree),
+            judge(partial, numeric, natural, size, self._agree),
+        )
+
+    def _direction(self, key: str, kind: str) -> Tensor:
+        """Relative to the variable's own size: along its gradient where every holder knows it whole, else random."""
+        value, grad = self._function.variables[key], self._gradient[key]
+        spread = is_distributed(value)
+        size = float(_full(value.double().square().mean()).sqrt()) or 1.0
+        leader = "" if spread else str(self._holders[key][0])
+        if kind == "along" and grad is not None and (spread or self._exchange.alone):
+            if spread:
+                grad = grad.redistribute(placements=value.placements)  # type: ignore[attr-defined]
+            norm = float(_full(grad.double().square().sum()).sqrt())
+            highest = float(_full(grad.abs().max()))
+            if norm > 0 and highest > 0:
+                return grad * min(size * sqrt(value.numel()) / norm, 8 * size / highest)
+        seed = f"{self._function.call.path} {key} {kind} {leader}"
+        return random_direction(value, seed) * size
+
+
+def _shares(
+    function: Function, own: dict[str, Any], told: list[dict[str, Any]]
+) -> tuple[bool, tuple[list[float], ...]]:
+    """Let what several ranks hold count once; tells whether all ranks hold all of it alike, and the fingerprints of
+    outputs that are the same on ranks where different gradients of them arrived."""
+    whole, torn = True, []
+    for fact in told:
+        for index, mine in enumerate(fact["outputs"]):
+            if mine is None:
+                continue
+            held = [other for one in told if (other := one["outputs"][index]) is not None and same(mine[0], other[0])]
+            alike = sum(same(mine[1], gradient) for _, gradient in held)
+            if fact is own:
+                function.share[index] = 1 / alike
+            if alike < len(held):
+                torn.append(mine[0])
+            whole &= alike == len(told)
+    return whole, tuple(torn)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """One direction: autograd's derivative, the differences', and whether they are one, whole or as a summand."""
+
+    observed: float
+    numeric: Derivative
+    complete: Outcome
+    partial: Outcome
+
+
+def _less(gradient: Tensor | None, added: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or added is None else gradient - added
+
+
+def _squares(one: Tensor | None, other: Tensor) -> float:
+    """The sum of the squares of an inner product's summands, of this rank's part."""
+    if one is None or local(one).shape != local(other).shape:
+        return 0.0
+    return float((local(one).double() * local(other).double()).square().sum())
+
+
+def _why(one: _Try) -> str:
+    scale = max(abs(one.observed), abs(one.numeric.value))
+    deviation = abs(one.observed - one.numeric.value)
+    if not scale or 5 * one.numeric.error >= deviation:
+        return "at this precision the differences are too coarse to decide"
+    return f"off by {deviation / scale:.2%}: more than rounding, less than is called wrong"
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if is_distributed(value) else value  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(local(gradient).any())
+
+
+def _precision(dtype: torch.dtype | None, epsilon: float) -> str:
+    """In words: the dtype, and the coarser one that the arithmetic inside has."""
+    name = "training's own precision" if dtype is None else str(dtype).removeprefix("torch.")
+    inside = next((word for word, own in INSIDE.items() if own == epsilon), f"epsilon {epsilon:.1g}")
+    return name if dtype is not None and epsilon <= torch.finfo(dtype).eps else f"{name}, {inside} inside"
+
+
+def _together(outcomes: list[Outcome]) -> Outcome:
+    for outcome in ("wrong", "right", "zero"):
+        if outcome in outcomes:
+            return outcome  # type: ignore[return-value]
+    return "undetermined"
+
+
+def _shape(tries: list[_Try], agree: float) -> Shape:
+    """What kind of wrong it is."""
+    if all(one.observed == 0.0 for one in tries):
+        return "cut"
+    if all(abs(one.numeric.value) <= 5 * one.numeric.error for one in tries):
+        return "flat"
+    ratios = [
+        (one.observed / one.numeric.value, one.numeric.error / abs(one.numeric.value))
+        for one in tries
+        if one.numeric.value and one.numeric.error < 0.1 * abs(one.numeric.value)
+    ]
+    if not ratios:
+        return "other"
+    factor = ratios[0][0]
+    alike = all(abs(ratio - factor) <= (0.01 + 5 * error + 3 * agree) * abs(factor) for ratio, error in ratios)
+    return "scaled" if alike else "other"

@@ -1,0 +1,139 @@
+"""One replay of an outermost call, in training's own dtype: what goes into every module, and what comes back to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcheck_dist.verify.capture import Output, RootCall
+from gradcheck_dist.verify.observe import Observer
+from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
+from gradcheck_dist.verify.preserve import RandomState, random_state, set_random_state
+from gradcheck_dist.verify.twin import NotVerifiableError, Twin
+
+FAITHFUL = 64
+"""How many machine epsilons a replay's output may be off, relative to its norm."""
+
+
+@dataclass
+class Call:
+    """A module's first call in the replay. `outputs` hold the gradients that arrived."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    outputs: list[Output] = field(default_factory=list)
+
+
+@dataclass
+class Replay:
+    """`calls` by path in the order of forward; `gradients` of parameters by name, samples of plain ones; `trained`:
+    there are parameters that require a gradient."""
+
+    calls: dict[str, Call]
+    gradients: dict[str, Tensor]
+    ranks: set[int]
+    epsilon: float
+    trained: bool
+
+
+@contextlib.contextmanager
+def training_precision(call: RootCall) -> Iterator[None]:
+    """Autocast as it was in training's forward."""
+    enabled, dtype = call.autocast
+    with torch.autocast(call.device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
+
+
+def replay(call: RootCall, twin: Twin) -> Replay:
+    """Run forward and backward of a captured call once more.
+
+    Raises:
+        NotVerifiableError: the replay gives another result than training did.
+    """
+    leaves: dict[int, Tensor] = {}
+    values = {}
+    for name, value in twin.values.items():
+        if id(value) not in leaves:
+            leaves[id(value)] = value.detach().clone().requires_grad_(name in twin.trained)
+        values[name] = leaves[id(value)]
+    calls: dict[str, Call] = {}
+    observer = Observer()
+    set_random_state(call.random)
+    args, kwargs = map_tensors(frozen, (call.args, call.kwargs))
+    wanted = list({id(value): value for value in values.values() if value.requires_grad}.values())
+    with twin.standing_in("", values) as root:
+        with torch.enable_grad(), training_precision(call), _watched(twin, calls), observer:
+            result = root(*args, **kwargs)
+        outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
+        _check_faithful(call, outputs)
+        pairs = [
+            (tensor, seen.gradient)
+            for (_, tensor), seen in zip(outputs, call.outputs, strict=True)
+            if seen.gradient is not None
+        ]
+        with observer:
+            gradients = torch.autograd.grad(
+                [tensor for tensor, _ in pairs],
+                wanted or [tensor for tensor, _ in pairs],
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
+            )
+    by_leaf = dict(zip(map(id, wanted), gradients, strict=False))
+    found = {name: by_leaf.get(id(value)) for name, value in values.items()}
+    samples = {name: sample(grad) for name, grad in found.items() if grad is not None and not is_distributed(grad)}
+    return Replay(calls, samples, observer.ranks, observer.epsilon, bool(wanted))
+
+
+def _check_faithful(call: RootCall, outputs: list[tuple[str, Tensor]]) -> None:
+    if [name for name, _ in outputs] != [output.name for output in call.outputs]:
+        raise NotVerifiableError("run once more, it gives other tensors than in training")
+    for (name, tensor), seen in zip(outputs, call.outputs, strict=True):
+        values = sample(tensor)
+        same = values.shape == seen.values.shape
+        allowed = FAITHFUL * torch.finfo(tensor.dtype).eps
+        if not same or float((values - seen.values).norm()) > allowed * float(seen.values.norm()):
+            raise NotVerifiableError(
+                f"run once more, it gives another output{' ' + name if name else ''} than in training: its forward "
+                "depends on something that was only there then (a context manager, a global state)"
+            )
+
+
+@contextlib.contextmanager
+def _watched(twin: Twin, calls: dict[str, Call]) -> Iterator[None]:
+    """While open, the first call of every module below the twin's root is kept."""
+    original = nn.Module._call_impl
+
+    @functools.wraps(original)
+    def watch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = twin.names.get(id(self))
+        if path is None or path in calls or not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
+        given, named = map_tensors(frozen, (args, kwargs))
+        call = calls[path] = Call(path, self, given, named, random_state())
+        result = original(self, *args, **kwargs)
+        for name, tensor in tensors_of(result):
+            output = Output(name, tensor)
+            call.outputs.append(output)
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(_keep, output))
+        return result
+
+    nn.Module._call_impl = watch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+def _keep(output: Output, gradient: Tensor) -> None:
+    if output.gradient is None:
+        output.gradient = gradient.detach().clone()

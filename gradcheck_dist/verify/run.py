@@ -1,0 +1,154 @@
+"""The verification of a step: every captured outermost call, module by module, into the trace.
+
+It happens once, before the first optimizer of the step steps, when the parameters are still those of the forward. All
+ranks come to it together; what they tell each other goes through the rendezvous store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gradcheck_dist.events import GradientCheck, Site
+from gradcheck_dist.verify.capture import Capture, RootCall
+from gradcheck_dist.verify.check import check
+from gradcheck_dist.verify.exchange import Exchange, OutOfStepError, connected
+from gradcheck_dist.verify.leaves import compare_leaves
+from gradcheck_dist.verify.pieces import same
+from gradcheck_dist.verify.preserve import inner_module, preserved, unwrapped
+from gradcheck_dist.verify.replay import Replay, replay
+from gradcheck_dist.verify.result import ARRIVED, INSIDE, Result
+from gradcheck_dist.verify.targets import Target
+from gradcheck_dist.verify.twin import NotVerifiableError, Twin
+
+Emit = Callable[[Result], None]
+_counter = itertools.count()
+WHOLE = Target("module", "", ())
+
+
+def install(recorder: Any, patches: Any) -> None:
+    """Put the capture in place: the first step that is recorded is verified."""
+    Capture(recorder, patches, verify)
+
+
+def verify(recorder: Any, calls: list[RootCall]) -> None:
+    """Check what was captured, on all ranks in step, and write the outcomes as events."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    world = Exchange.of_world(f"{restart}/{next(_counter)}")
+    recorder.suspended += 1
+    try:
+        for index, call in enumerate(calls):
+            emit = functools.partial(_emit, recorder, call.module)
+            try:
+                with preserved(call.module):
+                    _verify_root(call, world, f"{index}", emit)
+            except (NotVerifiableError, OutOfStepError) as error:
+                emit(Result("", WHOLE, "undetermined", reason=str(error)))
+    finally:
+        recorder.suspended -= 1
+
+
+def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
+    """Check one outermost call.
+
+    Raises:
+        NotVerifiableError: it cannot be replayed, here or on a rank that it communicates with.
+        OutOfStepError: another rank did not come.
+    """
+    # Making the twin and replaying it may communicate, so nobody begins before all are here.
+    world.gather(f"{tag}/here", True)
+    twin = Twin(call.module)
+    problem, played = "", None
+    with unwrapped(twin.root):
+        try:
+            played = replay(call, twin)
+        except NotVerifiableError as error:
+            problem = str(error)
+        except Exception as error:  # the user's module may raise anything
+            problem = f"run once more, it raises {type(error).__name__}: {error}"[:300]
+        told = world.gather(f"{tag}/replayed", [sorted(played.ranks) if played else [], problem])
+        group = world.of(connected(world.rank, [ranks for ranks, _ in told]))
+        problems = [told[rank][1] for rank in group.ranks if told[rank][1]]
+        if problems or played is None:
+            raise NotVerifiableError(problem or problems[0])
+        _check_modules(twin, call, played, group.tagged(tag), emit)
+
+
+def _check_modules(twin: Twin, call: RootCall, played: Replay, group: Exchange, emit: Emit) -> None:
+    results: list[Result] = []
+    wrong: set[str] = set()
+    try:
+        for path in reversed(list(played.calls)):  # children before their parents
+            if any(not path or below.startswith(f"{path}.") for below in wrong):
+                results.append(Result(path, WHOLE, "undetermined", reason=INSIDE))
+                continue
+            known = played.calls[path]
+            if path and not any(output.requires_grad for output in known.outputs):
+                continue  # gives nothing that could get a gradient
+            found = check(twin, call, known, list(played.calls), group)
+            if any(result.outcome == "wrong" for result in found):
+                wrong.add(path)
+            results += found
+        results = _blame_unsummed(results)
+        if not wrong:
+            results += compare_leaves(call, played)
+    finally:
+        for result in results:
+            emit(result)
+
+
+def _blame_unsummed(results: list[Result]) -> list[Result]:
+    """Where a module's gradients arrive torn apart between ranks, the sum is missing in the module that its output
+    went into, if that is entered with whole gradients and left with summands. What is wrong around it follows from it.
+    """
+    torn = [seen for result in results if result.reason == ARRIVED for seen in result.seen]
+    for index, result in enumerate(results):
+        if result.left_unsummed and any(same(result.seen[0], output) for output in torn):
+            around = [other.path for other in results if other.outcome == "wrong"]
+            if all(not path or result.path.startswith(f"{path}.") for path in around):
+                results = [other for other in results if other.outcome != "wrong"]
+                results.insert(index, replace(result, outcome="wrong"))
+                results += [Result(path, WHOLE, "undetermined", reason=INSIDE) for path in dict.fromkeys(around)]
+                return results
+    return results
+
+
+def _emit(recorder: Any, root: nn.Module, result: Result) -> None:
+    module = root
+    while (inner := inner_module(module)) is not None:
+        module = inner
+    name = type(module).__name__
+    with contextlib.suppress(AttributeError):
+        module = module.get_submodule(result.path)
+    recorder.emit(
+        GradientCheck,
+        site=_site(module),
+        module=result.path or name,
+        module_type=type(module).__name__,
+        target=result.target.kind,
+        name=result.target.name,
+        outcome=result.outcome,
+        shape=result.shape,
+        observed=result.observed,
+        numerical=result.numerical,
+        error=result.error,
+        factor=result.factor,
+        precision=result.precision,
+        group=result.ranks,
+        reason=result.reason,
+    )
+
+
+def _site(module: nn.Module) -> Site | None:
+    """Where the module's forward is written."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None

@@ -1,0 +1,227 @@
+"""`attach(verify=True)` in one process: right models are not accused, wrong ones named, and no bit is left changed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from verify_models import Model, Scaled, batch, loss_of
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.events import GradientCheck
+
+
+def train(model: nn.Module, run_dir: Path | None, *, steps: int = 3, loss: Any = loss_of) -> list[float]:
+    """Two microbatches a step; all parameters and buffers afterwards, and the random states."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    session = gradcheck_dist.attach(run_dir, verify=True, steps=range(2)) if run_dir else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        for k in range(2):
+            tokens, labels = batch(2 * step + k)
+            (loss(model(tokens), labels) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if session is not None:
+        session.detach()
+    state = [value.double().flatten() for value in (*model.parameters(), *model.buffers())]
+    return [*torch.cat(state).tolist(), float(torch.rand(1)), random.random(), float(np.random.rand())]
+
+
+def checks(folder: Path) -> list[GradientCheck]:
+    events = [event for trace in gradcheck_dist.read_run(folder).ranks.values() for event in trace.events]
+    return [event for event in events if isinstance(event, GradientCheck)]
+
+
+def report(folder: Path) -> Report:
+    return gradcheck_dist.diagnose(gradcheck_dist.read_run(folder))
+
+
+def accusations(folder: Path) -> list[Finding]:
+    return [finding for finding in report(folder).findings if finding.code == "GS801"]
+
+
+def test_a_right_model_is_right_everywhere_and_trains_on_bit_by_bit(tmp_path: Path) -> None:
+    verified, alone = Model(), Model()
+    assert train(verified, tmp_path / "run") == train(alone, None)
+    assert verified.layers[0].history == alone.layers[0].history
+    found = checks(tmp_path / "run")
+    assert {check.outcome for check in found} == {"right"}
+    modules = {check.module for check in found}
+    assert {"embedding", "layers.0.up", "layers.1", "layers.1.norm", "norm", "head", "Model"} <= modules
+    assert {check.precision.split(",")[0] for check in found if check.target != "leaf"} == {"float64"}
+    assert all(abs((check.observed or 0) - (check.numerical or 0)) < 1e-3 for check in found)
+    assert {check.step for check in found} == {0}
+    judged = report(tmp_path / "run")
+    assert "GS801" in judged.rules.passed
+    assert not [problem for problem in judged.coverage.problems if "verify" in problem]
+
+
+@pytest.mark.parametrize(
+    ("fault", "factor", "severity", "words"),
+    [
+        ("scaled", 0.5, "error", "x 0.5"),
+        ("hook", 0.5, "error", "x 0.5"),
+        ("ignoring", None, "error", "whatever gradient arrives"),
+        ("detached", 0.0, "warning", "no gradient where the output does depend"),
+        ("reversed", -1.0, "warning", "x -1"),
+    ],
+)
+def test_a_fault_inside_a_module_is_named(
+    fault: str, factor: float | None, severity: str, words: str, tmp_path: Path
+) -> None:
+    assert train(Model(fault), tmp_path / "run") == train(Model(fault), None)
+    (found,) = accusations(tmp_path / "run")
+    assert found.name == "wrong-backward" and found.severity == severity
+    assert found.factor.observed == (None if factor is None else pytest.approx(factor, abs=1e-6))
+    assert found.pattern.startswith("layers.1: the parameters of ") and words in found.pattern
+    assert found.first_event is not None and Path(str(found.first_event.file)).name == "verify_models.py"
+    assert found.first_event.function == "Layer.forward"
+    assert "layers.1.up.weight" in found.units and not any("layers.0" in unit for unit in found.units)
+
+
+def test_a_wrong_backward_of_a_norm_is_named_by_the_norm(tmp_path: Path) -> None:
+    train(Model("norm"), tmp_path / "run")
+    (found,) = accusations(tmp_path / "run")
+    assert found.pattern == "layers.1.norm: input 0 gets another gradient than the derivative"
+    assert found.first_event is not None and found.first_event.function == "Norm.forward"
+
+
+@pytest.mark.parametrize("fault", ["relu", "added loss"])
+def test_kinks_and_auxiliary_losses_put_into_backward_are_not_accused(fault: str, tmp_path: Path) -> None:
+    train(Model(fault), tmp_path / "run")
+    assert {check.outcome for check in checks(tmp_path / "run")} <= {"right", "undetermined"}
+    assert report(tmp_path / "run").verdict == "clean"
+
+
+def test_bfloat16_is_checked_in_float64_and_a_fault_in_it_found(tmp_path: Path) -> None:
+    train(Model().bfloat16(), tmp_path / "right")
+    assert {check.outcome for check in checks(tmp_path / "right")} == {"right"}
+    train(Model("scaled").bfloat16(), tmp_path / "wrong")
+    (found,) = accusations(tmp_path / "wrong")
+    assert found.factor.observed == pytest.approx(0.5, abs=1e-6)
+
+
+class Coarse(nn.Module):
+    """Computes in bfloat16 whatever it is given, as a kernel for that dtype alone."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(16, 16), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight
+        if weight.dtype == torch.float64:
+            raise RuntimeError("no kernel for float64")
+        product = F.linear(x.bfloat16(), weight.bfloat16()).to(x.dtype)
+        return Scaled.apply(product, self.factor)
+
+
+@pytest.mark.parametrize(("factor", "outcomes"), [(1.0, {"right", "undetermined"}), (0.5, {"wrong", "undetermined"})])
+def test_where_precision_does_not_suffice_that_is_said(factor: float, outcomes: set[str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), Coarse(factor), nn.Linear(16, 20))
+    train(model, tmp_path / "run")
+    found = [check for check in checks(tmp_path / "run") if check.module == "1"]
+    assert {check.outcome for check in found} <= outcomes
+    assert {check.precision for check in found} == {"float32, bfloat16 inside"}
+
+
+def test_a_hook_on_a_parameter_is_seen_in_what_training_delivered(tmp_path: Path) -> None:
+    model = Model()
+    model.head.weight.register_hook(lambda grad: 0.25 * grad)
+    train(model, tmp_path / "run")
+    (found,) = accusations(tmp_path / "run")
+    assert found.factor.observed == pytest.approx(0.25, rel=1e-4)
+    assert found.units == ["head.weight"]
+    assert "hook" in found.explanation
+
+
+def test_a_regularizer_outside_of_the_module_is_no_fault(tmp_path: Path) -> None:
+    model = Model()
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return loss_of(logits, labels) + 0.1 * model.head.weight.square().sum()
+
+    train(model, tmp_path / "run", loss=loss)
+    assert accusations(tmp_path / "run") == []
+    assert any(
+        "head.weight" in problem and "outside" in problem for problem in report(tmp_path / "run").coverage.problems
+    )
+
+
+def test_a_forward_that_depends_on_its_surroundings_is_undetermined(tmp_path: Path) -> None:
+    class Moody(nn.Module):
+        factor = 2.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return Moody.factor * self.inner(tokens)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        Moody.factor += 1.0
+        return loss_of(logits, labels)
+
+    train(Moody(), tmp_path / "run", loss=loss)
+    judged = report(tmp_path / "run")
+    assert {check.outcome for check in checks(tmp_path / "run")} == {"undetermined"}
+    assert judged.verdict == "undetermined"
+    assert any("no module's backward could be checked" in reason for reason in judged.reasons)
+    assert any("depends on something" in problem for problem in judged.coverage.problems)
+
+
+def test_a_module_that_raises_when_run_again_does_not_harm_training(tmp_path: Path) -> None:
+    class Once(Model):
+        count = 0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            Once.count += 1
+            if Once.count == 3:
+                raise ValueError("only twice a step")
+            return super().forward(tokens)
+
+    train(Once(), tmp_path / "run", steps=1)
+    (check,) = checks(tmp_path / "run")
+    assert check.outcome == "undetermined" and "only twice a step" in check.reason
+
+
+def test_a_loss_module_and_several_outermost_modules(tmp_path: Path) -> None:
+    class Halved(nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return loss_of(Scaled.apply(logits, 0.5), labels)
+
+    train(Model(), tmp_path / "run", loss=Halved())
+    (found,) = accusations(tmp_path / "run")
+    assert found.pattern == "Halved: input 0 gets x 0.5"
+
+
+def test_tied_weights_and_checkpointing(tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Tied(Model):
+        def __init__(self, fault: str) -> None:
+            super().__init__(fault)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return self.head(x)
+
+    train(Tied(""), tmp_path / "right")
+    assert {check.name for check in checks(tmp_path / "right") if check.outcome != "right"} == {"norm"}  # not used
+    train(Tied("scaled"), tmp_path / "wrong")
+    assert [found.factor.observed for found in accusations(tmp_path / "wrong")] == [pytest.approx(0.5, abs=1e-6)]

@@ -1,0 +1,115 @@
+"""What ranks of the verification tests run: tensor parallelism by hand, right and wrong."""
+
+import contextlib
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from verify_models import VOCAB, WIDTH, batch, loss_of
+
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.result import TrainResult
+
+
+def train_verified(config: TrainConfig, run_dir: str | None) -> TrainResult:
+    """The project's trainer; verified when a run folder is given."""
+    from gradcheck_dist.probes import attach
+    from gradcheck_dist.trainer.loop import train
+
+    if run_dir is None:
+        return train(config)
+    with attach(run_dir, objective="global-token-mean", axes=config.axes, verify=True):
+        return train(config)
+
+
+class Enter(torch.autograd.Function):
+    """Megatron's f: identity forward, all-reduce backward; `summed` False leaves that out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, summed: bool) -> Tensor:
+        ctx.summed = summed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.summed:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        return grad, None
+
+
+class Leave(torch.autograd.Function):
+    """Megatron's g: all-reduce forward, identity backward; `again` sums once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, again: bool) -> Tensor:
+        ctx.again = again
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.again:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        return grad, None
+
+
+class Split(nn.Module):
+    """A feed-forward layer split over all ranks: column-parallel, then row-parallel."""
+
+    def __init__(self, fault: str, residual: bool) -> None:
+        super().__init__()
+        self.fault, self.residual = fault, residual
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).chunk(world)[rank].clone() / 4)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).chunk(world, 1)[rank].clone() / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Enter.apply(self.norm(x), self.fault != "no sum")
+        hidden = F.gelu(hidden @ self.up.t())
+        out = Leave.apply(hidden @ self.down.t(), self.fault == "sums again")
+        return x + out if self.residual else out
+
+
+class SplitModel(nn.Module):
+    def __init__(self, fault: str, residual: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([Split("", residual), Split(fault, residual)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tensor_parallel_by_hand(fault: str, residual: bool, run_dir: str | None) -> int:
+    """Two steps on the same data on every rank; returns a checksum of this rank's parameters."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    recorded = (
+        attach(run_dir, objective="global-token-mean", axes={"tp": dist.get_world_size()}, verify=True)
+        if run_dir
+        else contextlib.nullcontext()
+    )
+    with recorded:
+        model = SplitModel(fault, residual)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            tokens, labels = batch(step)
+            loss_of(model(tokens), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
