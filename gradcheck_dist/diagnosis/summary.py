@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from fractions import Fraction
 from statistics import median
 
@@ -122,8 +123,8 @@ def weights(
     observed ones are relative to the contribution's own gradient."""
     rows: dict[tuple[str, int, ContributionKey], list[Cell]] = defaultdict(list)
     for one in held:
-        for cell in one.cells:
-            rows[names[one.param], one.rank, cell.key].append(cell)
+        for key, summands in _by_contribution(one).items():
+            rows[names[one.param], one.rank, key].append(_share(summands))
     result = []
     for (unit, rank, key), cells in sorted(rows.items()):
         nominal = median(cell.nominal for cell in cells)
@@ -144,6 +145,27 @@ def weights(
             )
         )
     return result
+
+
+def _by_contribution(held: Held) -> dict[ContributionKey, list[Cell]]:
+    cells: dict[ContributionKey, list[Cell]] = defaultdict(list)
+    for cell in held.cells:
+        cells[cell.key].append(cell)
+    return cells
+
+
+def _share(summands: list[Cell]) -> Cell:
+    """A contribution whose gradient arrived as summands on several ranks (tensor parallel), as one cell: their mean."""
+    if len(summands) == 1:
+        return summands[0]
+    count = len(summands)
+    return replace(
+        summands[0],
+        nominal=sum(cell.nominal for cell in summands) / count,
+        observed=sum(cell.observed for cell in summands) / count,
+        ratio=sum(cell.ratio for cell in summands) / count,
+        stderr=sum(cell.stderr**2 for cell in summands) ** 0.5 / count,
+    )
 
 
 def configured_at(data: StepData, culprit: Culprit) -> str | None:

@@ -21,6 +21,8 @@ CLEAN = "clean"
 """Nothing is wrong, and nothing may be found."""
 GRADIENTS_RIGHT = "gradients-right"
 """Something is wrong, but no gradient is, so nothing may be found."""
+RIGHT = "1"
+"""The ratio of weights that are right, for findings that no weight shows."""
 _CODE = re.compile(r"GS\d{3}")
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _LEGAL_EXPECT = (
@@ -42,7 +44,8 @@ class Expectation:
     """A finding that must come out of a faulty variant.
 
     Attributes:
-        ratio: observed / expected of every weight that it concerns; those of several findings multiply.
+        ratio: observed / expected of every weight that it concerns; those of several findings multiply. Without one
+            the weights are right, and something else is wrong.
         parameters: patterns of parameter names (`layers.0.*`); all others have the ratio 1. Without any, all are meant.
         factor: what the engine has to call the factor; None leaves the name free.
         terms: auxiliary loss terms; the ratio is then theirs, and the main loss's weights are right.
@@ -303,7 +306,7 @@ def _expectation(fields: _Fields) -> Expectation:
     expectation = Expectation(
         code,
         fields.text("name"),
-        Formula(str(fields.raw("ratio"))),
+        Formula(RIGHT if (ratio := fields.raw("ratio")) is None else str(ratio)),
         blamed,
         fields.text_or_texts("parameters"),
         fields.text_or_none("factor"),

@@ -24,17 +24,19 @@ class AuxiliaryStep:
         contributions: evaluations of one rank in the step, K * M.
         later_divisor: see loss.StepTokens; may differ from the main loss's by the loss scale alone.
         loss_scale: what a GradScaler multiplies the main loss by.
+        copies: ranks that evaluate the same, and whose gradients are added up: those of tp.
     """
 
     global_positions: int
     contributions: int
     later_divisor: int
     loss_scale: float = 1.0
+    copies: int = 1
 
 
 def auxiliary_scale(step: AuxiliaryStep) -> float:
     """What the position sum of one microbatch is multiplied by, so that after all later divisions it is a mean."""
-    return step.loss_scale * step.later_divisor / step.global_positions
+    return step.loss_scale * step.later_divisor / (step.global_positions * step.copies)
 
 
 class AuxiliaryLosses:

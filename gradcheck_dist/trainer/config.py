@@ -64,6 +64,9 @@ class TrainConfig:
         preserve_rng_state: recompute with the random numbers of the forward pass.
         dropout: probability on the output of attention and feed-forward.
         tied_embeddings: one matrix for embedding and output head.
+        num_mtp_heads: further heads, each a block of its own before the shared output matrix, that predict the token
+            after the next one, the one after that, and so on.
+        mtp_loss_weight: of all of them together; each is a mean over the tokens that it predicts.
         num_experts: experts of a mixture-of-experts layer in the place of each feed-forward; 0 for a dense model.
         top_k: experts that a token goes to.
         aux_loss_weight: of the load-balance loss, a mean over positions and summed over layers.
@@ -107,6 +110,8 @@ class TrainConfig:
     preserve_rng_state: bool = True
     dropout: float = 0.0
     tied_embeddings: bool = False
+    num_mtp_heads: int = 0
+    mtp_loss_weight: float = 0.1
     num_experts: int = 0
     top_k: int = 2
     aux_loss_weight: float = 0.01
@@ -212,7 +217,7 @@ def _check_values(config: TrainConfig) -> None:
         raise GradcheckError(f"lr is {config.lr!r}; legal values are numbers above 0.", code="E205")
     if not 0 <= config.dropout < 1:
         raise GradcheckError(f"dropout is {config.dropout!r}; legal values are from 0 to below 1.", code="E205")
-    for name in ("aux_loss_weight", "z_loss_weight"):
+    for name in ("aux_loss_weight", "z_loss_weight", "mtp_loss_weight"):
         if getattr(config, name) < 0:
             raise GradcheckError(
                 f"{name} is {getattr(config, name)!r}; legal values are numbers from 0 up.", code="E205"
@@ -242,6 +247,11 @@ def _check_model(config: TrainConfig) -> None:
         raise GradcheckError(
             f"n_kv_heads={config.n_kv_heads} does not divide n_heads={config.n_heads}. Legal values here: "
             f"{[n for n in range(1, config.n_heads + 1) if config.n_heads % n == 0]}.",
+            code="E207",
+        )
+    if not 0 <= config.num_mtp_heads < config.seq_len:
+        raise GradcheckError(
+            f"num_mtp_heads is {config.num_mtp_heads}; legal values here are 0 to seq_len - 1 = {config.seq_len - 1}.",
             code="E207",
         )
     if config.num_experts < 0 or (config.num_experts and not 1 <= config.top_k <= config.num_experts):

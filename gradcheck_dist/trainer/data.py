@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradcheck_dist.trainer.config import TrainConfig
@@ -20,7 +21,8 @@ class Batch:
 
     Attributes:
         tokens: input ids, int64 [microbatches * batch_size, seq_len].
-        labels: the next ids, or IGNORE_INDEX, same shape.
+        labels: the next ids, or IGNORE_INDEX, same shape; where heads predict further tokens [..., 1 + num_mtp_heads],
+            the next, the one after it, and so on.
     """
 
     tokens: Tensor
@@ -29,7 +31,23 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Labels that count."""
-        return int((self.labels != IGNORE_INDEX).sum())
+        return self.tokens_by_head[0]
+
+    @property
+    def tokens_by_head(self) -> tuple[int, ...]:
+        """Labels that count, of the next token, the one after it, and so on."""
+        return tuple(int((part != IGNORE_INDEX).sum()) for part in by_head(self.labels))
+
+
+def by_head(labels: Tensor) -> tuple[Tensor, ...]:
+    """Labels [batch, seq] of each head."""
+    return labels.unbind(2) if labels.dim() == 3 else (labels,)
+
+
+def further_labels(labels: Tensor, count: int) -> Tensor:
+    """Labels [batch, seq] beside those of the `count` tokens after them, [batch, seq, 1 + count]."""
+    shifted = [F.pad(labels[:, ahead:], (0, ahead), value=IGNORE_INDEX) for ahead in range(count + 1)]
+    return torch.stack(shifted, dim=2)
 
 
 def data_rank(config: TrainConfig, position: Mapping[str, int]) -> int:
@@ -61,6 +79,8 @@ class DataLoader:
             tokens = encode(self._document(first + row), config.seq_len)
             padded[row, : len(tokens)] = torch.tensor(tokens)
         labels = padded[:, 1:].masked_fill(padded[:, 1:] == PAD, IGNORE_INDEX)
+        if config.num_mtp_heads:
+            labels = further_labels(labels, config.num_mtp_heads)
         return Batch(tokens=padded[:, :-1].contiguous(), labels=labels)
 
     def _document(self, index: int) -> bytes:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradcheck_dist.trainer.loss import StepTokens
 
 _NORMALIZER = "gradcheck_dist.trainer.loss:normalizer"
+_FURTHER = "gradcheck_dist.trainer.loss:further_normalizer"
 _LATER_DIVISOR = "gradcheck_dist.trainer.parallelize:later_divisor"
 
 
@@ -46,6 +47,26 @@ def undivided(labels: Tensor, step: StepTokens) -> float:
     return 1 / step.later_divisor
 
 
+def own_valid_tokens(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return int((labels >= 0).sum())
+
+
+def all_positions(labels: Tensor, step: StepTokens) -> float:
+    """Stands in for loss.normalizer."""
+    return step.contributions * labels.numel()
+
+
+def further_undivided(step: StepTokens, head: int) -> float:
+    """Stands in for loss.further_normalizer."""
+    return step.further_tokens[head] / step.later_divisor / step.contributions
+
+
+def main_tokens(step: StepTokens, head: int) -> float:
+    """Stands in for loss.further_normalizer."""
+    return step.global_tokens / step.later_divisor
+
+
 def _averaged(config: TrainConfig) -> int:
     return config.gradient_ranks if config.gradient_reduction == "average" else 1
 
@@ -62,7 +83,7 @@ def times_context(config: TrainConfig) -> int:
 
 def own_positions(step: AuxiliaryStep) -> float:
     """Stands in for auxiliary.auxiliary_scale."""
-    return step.loss_scale * step.later_divisor * step.contributions / step.global_positions
+    return step.loss_scale * step.later_divisor * step.contributions / (step.global_positions * step.copies)
 
 
 FAULTS = (
@@ -114,6 +135,34 @@ FAULTS = (
         "already. Every weight is cp.",
         _LATER_DIVISOR,
         times_context,
+    ),
+    Fault(
+        "rl-denominator",
+        "Each policy-gradient microbatch is a mean over its own valid tokens, and nobody divides by the number of "
+        "microbatches (gradient_reduction 'average'). Tokens of microbatch c weigh N / (R n_c).",
+        _NORMALIZER,
+        own_valid_tokens,
+    ),
+    Fault(
+        "padding-counts-as-tokens",
+        "The sum over valid tokens is divided by the number of all positions, padding too (gradient_reduction "
+        "'average'). Every weight is N over the positions of the step.",
+        _NORMALIZER,
+        all_positions,
+    ),
+    Fault(
+        "mtp-loss-units",
+        "The loss of the multi-token-prediction head is a mean over one microbatch while the main one is a share of "
+        "the step's. Its part of the gradient weighs K M, the main loss's part is right.",
+        _FURTHER,
+        further_undivided,
+    ),
+    Fault(
+        "mtp-other-token-count",
+        "The loss of the multi-token-prediction head is divided by the main loss's tokens, and the last ones of each "
+        "sequence have no token to predict. Its part weighs as much less.",
+        _FURTHER,
+        main_tokens,
     ),
     Fault(
         "aux-loss-not-scaled",

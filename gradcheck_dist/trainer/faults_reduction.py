@@ -47,6 +47,14 @@ def average_context(model: nn.Module, config: TrainConfig) -> None:
         set_divisor(unit, config.axes.cp)
 
 
+def divide_by_shards(model: nn.Module, config: TrainConfig) -> None:
+    """Stands in for parallelize.combine_gradients."""
+    from gradcheck_dist.trainer.parallelize import fsdp_units, set_divisor
+
+    for unit in fsdp_units(model):
+        set_divisor(unit, config.axes.dp_shard)
+
+
 def forget_one_unit(model: nn.Module, config: TrainConfig) -> None:
     """Stands in for parallelize.combine_gradients."""
     from gradcheck_dist.trainer.parallelize import fsdp_units, set_divisor
@@ -114,6 +122,11 @@ def drop_partial_sums(model: nn.Module) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
+def router_without_sum(weight: Tensor) -> Tensor:
+    """Stands in for moe.router_weight."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
 def keep_copies_apart(parts: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     """Stands in for tied.sum_tied_gradients."""
 
@@ -165,6 +178,13 @@ _ENTRIES = (
         "Sharding was told to sum, but replicas are averaged over. Every weight is 1/dp_replicate.",
         "combine_gradients",
         average_replicas,
+    ),
+    (
+        "hsdp-divide-factor-differs",
+        "The divide factor is that of sharding alone, as on a mesh of one dimension, and replicas are added up "
+        "undivided (gradient_reduction 'average'). Every weight is dp_replicate.",
+        "combine_gradients",
+        divide_by_shards,
     ),
     (
         "cp-averages",
@@ -270,6 +290,13 @@ FAULTS = (
         "without being added up. The gradients of the tp ranks add up to the right one.",
         "gradcheck_dist.trainer.tensor_parallel:sum_partial_gradients",
         drop_partial_sums,
+    ),
+    Fault(
+        "moe-router-missing-tp-reduce",
+        "The router's weight becomes a plain tensor without a word about its gradient, which is a summand on each rank "
+        "of tp and is taken for the whole. The gradients of the tp ranks add up to the right one.",
+        "gradcheck_dist.trainer.moe:router_weight",
+        router_without_sum,
     ),
     Fault(
         "tied-embedding-across-pp",

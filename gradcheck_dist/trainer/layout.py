@@ -149,10 +149,10 @@ def _check_experts(config: TrainConfig) -> None:
             f"{config.ffn_dim}, which that number must divide. Change one of them.",
             "E216",
         )
-    if config.num_experts and axes.tp > 1:
+    if axes.ep > 1 and axes.tp > 1:
         _refuse(
-            f"num_experts={config.num_experts} with tp={axes.tp}: this trainer does not split mixture-of-experts "
-            "layers over tp. Set tp=1 and use dp_shard, cp, ep or pp; or num_experts=0.",
+            f"ep={axes.ep} with tp={axes.tp}: this trainer splits experts over one of the two. Set ep=1, where tp "
+            "splits each expert, or tp=1.",
             "E216",
         )
 

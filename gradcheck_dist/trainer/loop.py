@@ -55,7 +55,7 @@ class Trainer:
 
             load_weights(self.parts, config.seed_checkpoint)
         self.scaler = precision.build_scaler(config, self.device)
-        self.loss = TokenMeanLoss(self.device, self.scaler.scale) if self.scaler else TokenMeanLoss(self.device)
+        self.loss = build_loss(config, self.device, self.scaler)
         self.schedule = pipeline.build_schedule(self.parts, config, meshes, self.device, self.loss)
         self.optimizer = build_optimizer(self.model, config)
 
@@ -93,7 +93,7 @@ class Trainer:
         self.loss.start_step(tokens)
         positions = self.config.sequences_per_step * self.config.seq_len
         scale = float(self.scaler.get_scale()) if self.scaler else 1.0
-        step = AuxiliaryStep(positions, tokens.contributions, tokens.later_divisor, scale)
+        step = AuxiliaryStep(positions, tokens.contributions, tokens.later_divisor, scale, self.config.axes.tp)
         for module in self.model.modules():
             auxiliary = getattr(module, "auxiliary", None)
             if isinstance(auxiliary, AuxiliaryLosses):
@@ -130,12 +130,14 @@ class Trainer:
 
     def count_tokens(self, batches: list[Batch]) -> StepTokens:
         """Tokens of the step, here and on all ranks; known before the first forward."""
-        own = sum(batch.num_tokens for batch in batches)
-        total = torch.tensor(own, device=self.device)
+        own = torch.tensor([batch.tokens_by_head for batch in batches], device=self.device).sum(0)
+        total = own.clone()
         if self.world_size > 1:
             dist.all_reduce(total)
         seen_by = self.config.axes.tp * self.config.axes.pp  # ranks that count the same tokens
-        return StepTokens(int(total) // seen_by, own, self.config.contributions, parallelize.later_divisor(self.config))
+        tokens, *further = (total // seen_by).tolist()
+        divisor = parallelize.later_divisor(self.config)
+        return StepTokens(tokens, int(own[0]), self.config.contributions, divisor, tuple(further))
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
         """Around loss and backward: what split logits need."""
@@ -211,6 +213,14 @@ def pick_device(config: TrainConfig) -> torch.device:
             code="E211",
         )
     return torch.device("cpu")
+
+
+def build_loss(config: TrainConfig, device: torch.device, scaler: torch.amp.GradScaler | None) -> TokenMeanLoss:
+    """The loss on the model's output, as it goes into backward."""
+    further_weight = config.mtp_loss_weight / config.num_mtp_heads if config.num_mtp_heads else 0.0
+    if scaler is None:
+        return TokenMeanLoss(device, further_weight=further_weight)
+    return TokenMeanLoss(device, scaler.scale, further_weight)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """A Llama-style decoder. It knows nothing of ranks.
 
 Sources: RMSNorm, arXiv 1910.07467; rotary embedding, arXiv 2104.09864; SwiGLU, arXiv 2002.05202; grouped-query
-attention, arXiv 2305.13245; Llama, arXiv 2302.13971.
+attention, arXiv 2305.13245; Llama, arXiv 2302.13971; multi-token prediction by parallel heads, arXiv 2404.19737.
 """
 
 import torch
@@ -83,7 +83,9 @@ class Decoder(nn.Module):
     """The whole model, or what `keep_stage` left of it.
 
     The first part takes token ids [batch, seq], the others hidden states [batch, seq, dim]; the last part gives
-    logits [batch, seq, vocab_size], the others hidden states. Names of parameters are the same in every split.
+    logits [batch, seq, vocab_size], the others hidden states. With heads that predict further tokens, logits are
+    [batch, seq, 1 + num_mtp_heads, vocab_size]: the next token's, the one's after it, and so on. Names of parameters
+    are the same in every split.
 
     Attributes:
         first_position: where in the sequence the tokens begin that this model is given.
@@ -98,6 +100,7 @@ class Decoder(nn.Module):
         self.seq_len = config.seq_len
         self.auxiliary = AuxiliaryLosses(config)
         self.layers = nn.ModuleDict({str(index): Block(config, self.auxiliary) for index in range(config.n_layers)})
+        self.mtp = nn.ModuleDict({str(index): Block(config, self.auxiliary) for index in range(config.num_mtp_heads)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=_NORM_EPS)
         self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -110,8 +113,19 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x = layer(x, rope)
         if self.norm is not None and self.head is not None:
+            further = [self.head(self.norm(block(x, rope))) for block in self.mtp.values()]
             x = self.head(self.norm(x))
+            if further:
+                x = torch.stack([x, *further], dim=2)
         return x
+
+    def block_names(self) -> list[str]:
+        """Qualified names of the blocks that are here, first to last."""
+        return [*(f"layers.{name}" for name in self.layers), *(f"mtp.{name}" for name in self.mtp)]
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of `block_names`, perhaps inside of wrappers."""
+        return [*self.layers.values(), *self.mtp.values()]
 
 
 def build_model(config: TrainConfig) -> Decoder:
@@ -139,6 +153,7 @@ def keep_stage(model: Decoder, stage: int, num_stages: int) -> None:
         model.embedding = None
     if stage < num_stages - 1:
         model.norm = model.head = None
+        model.mtp.clear()
 
 
 def rope_table(first: int, count: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

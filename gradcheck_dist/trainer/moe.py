@@ -49,6 +49,16 @@ def local_part(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
+def router_weight(weight: Tensor) -> Tensor:
+    """The router's weight, whole. Ranks of tp hold parts of every expert: what reaches it there is a summand."""
+    if not hasattr(weight, "to_local"):
+        return weight
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
+
+
 class MixtureOfExperts(nn.Module):
     """Each token goes to its top_k experts; [batch, seq, dim] to the same shape.
 
@@ -70,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         self.first_position = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).float()
+        scores = F.linear(x, router_weight(self.router.weight)).float()
         probabilities = scores.softmax(-1)
         chosen = self._balanced_choice(x) if self._balanced else probabilities.topk(self._top_k, dim=-1).indices
         weights = probabilities.gather(-1, chosen)

@@ -45,7 +45,7 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
     if (expert := meshes.submesh("ep")) is not None:
         from gradcheck_dist.trainer.moe import apply_expert_parallel
 
-        for block in model.layers.values():
+        for block in model.blocks():
             apply_expert_parallel(cast("MixtureOfExperts", block.ffn), expert)
     apply_checkpointing(model, config)
     parallel = wrap(model, config, meshes)
@@ -99,12 +99,12 @@ def apply_fsdp(model: Decoder, config: TrainConfig, meshes: Meshes) -> None:
     if not is_sharded(config):
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        for module in (*model.layers.values(), model):
+        for module in (*model.blocks(), model):
             replicate(module, mesh=data_parallel_mesh(meshes), mp_policy=policy)
         return
     mesh, expert_mesh = data_parallel_mesh(meshes), meshes.data_parallel(experts=True)
     options: dict[str, Any] = {"reshard_after_forward": reshards_after_forward(config), "mp_policy": policy}
-    for block in model.layers.values():
+    for block in model.blocks():
         if expert_mesh is not None:
             # Dimension 0 is taken by ep.
             experts = cast("MixtureOfExperts", block.ffn).experts

@@ -77,8 +77,11 @@ def _shapes(config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     dtype = getattr(torch, config.mixed_precision if mixed else config.dtype)
     positions = config.seq_len // config.axes.cp
     between = positions // config.axes.tp if config.sequence_parallel else positions
+    heads = (1 + config.num_mtp_heads,) if config.num_mtp_heads else ()
     return (
         torch.empty(config.batch_size, positions, device="meta", dtype=torch.int64),
         torch.empty(config.batch_size, between, config.dim, device="meta", dtype=dtype, requires_grad=True),
-        torch.empty(config.batch_size, positions, config.vocab_size, device="meta", dtype=dtype, requires_grad=True),
+        torch.empty(
+            config.batch_size, positions, *heads, config.vocab_size, device="meta", dtype=dtype, requires_grad=True
+        ),
     )

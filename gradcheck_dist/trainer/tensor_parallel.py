@@ -5,12 +5,13 @@ Sources: Megatron-LM, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -39,6 +40,36 @@ class Replicated(ParallelStyle):
         return output.to_local()
 
 
+class MixtureParallel(ParallelStyle):
+    """A mixture of experts that sees whole sequences on every rank and holds a part of each expert.
+
+    Every rank computes a summand of the output, and so of what flows back to input and router. Source: torchtitan's
+    plan for its mixture of experts.
+    """
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self._between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placements = {"w_gate": Shard(1), "w_up": Shard(1), "w_down": Shard(2), "weight": Replicate()}
+        for part in (module.experts, module.router):
+            for name, parameter in list(part.named_parameters()):  # type: ignore[union-attr]
+                split = distribute_tensor(parameter.detach(), device_mesh, [placements[name]])
+                part.register_parameter(name, nn.Parameter(split))  # type: ignore[union-attr]
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Tensor:
+        whole = DTensor.from_local(inputs[0], mesh, [self._between], run_check=False).redistribute(
+            placements=[Replicate()]
+        )
+        return whole.to_local(grad_placements=[Partial()])
+
+    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+        summands = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+        return summands.redistribute(placements=[self._between]).to_local()
+
+
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: DeviceMesh) -> None:
     """Split a model, or a pipeline stage of one, over a one-dimensional mesh, in place."""
     between = Shard(1) if config.sequence_parallel else Replicate()
@@ -53,25 +84,35 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: DeviceMesh)
             output_layouts=Shard(-1) if config.loss_parallel else Replicate(),
             use_local_output=not config.loss_parallel,
         )
-    for name in model.layers:
-        plan |= {
-            f"layers.{name}.attention_norm": norm(),
-            f"layers.{name}.attention": PrepareModuleInput(  # the second input is the rotary table
-                input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
-            ),
-            f"layers.{name}.attention.wq": ColwiseParallel(),
-            f"layers.{name}.attention.wk": ColwiseParallel(),
-            f"layers.{name}.attention.wv": ColwiseParallel(),
-            f"layers.{name}.attention.wo": RowwiseParallel(output_layouts=between),
-            f"layers.{name}.ffn_norm": norm(),
-            f"layers.{name}.ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-            f"layers.{name}.ffn.w_gate": ColwiseParallel(),
-            f"layers.{name}.ffn.w_up": ColwiseParallel(),
-            f"layers.{name}.ffn.w_down": RowwiseParallel(output_layouts=between),
-        }
+    for name in model.block_names():
+        plan |= _block_plan(name, config, between, norm)
     parallelize_module(model, mesh, plan)
     if config.tied_embeddings and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight  # splitting gave each a parameter of its own
+
+
+def _block_plan(
+    name: str, config: TrainConfig, between: Placement, norm: Callable[[], ParallelStyle]
+) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        f"{name}.attention_norm": norm(),
+        f"{name}.attention": PrepareModuleInput(  # the second input is the rotary table
+            input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+        ),
+        f"{name}.attention.wq": ColwiseParallel(),
+        f"{name}.attention.wk": ColwiseParallel(),
+        f"{name}.attention.wv": ColwiseParallel(),
+        f"{name}.attention.wo": RowwiseParallel(output_layouts=between),
+        f"{name}.ffn_norm": norm(),
+    }
+    if config.num_experts:
+        return plan | {f"{name}.ffn": MixtureParallel(between)}
+    return plan | {
+        f"{name}.ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        f"{name}.ffn.w_gate": ColwiseParallel(),
+        f"{name}.ffn.w_up": ColwiseParallel(),
+        f"{name}.ffn.w_down": RowwiseParallel(output_layouts=between),
+    }
 
 
 def sum_partial_gradients(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from trainer_checks import (
 from trainer_workers import Gradients
 
 from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.data import DataLoader
 from gradcheck_dist.trainer.faults import fault_names
 from gradcheck_dist.trainer.result import TrainResult
 
@@ -78,6 +79,12 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
     "loss-divided-after-backward": (PIPELINE, lambda c, key, rank: total_tokens(c)),
     "rank-means": ({**DDP, **AVERAGE}, rank_means),
     "microbatch-means": ({**DDP, **AVERAGE}, microbatch_means),
+    "rl-denominator": ({**DDP, **AVERAGE}, lambda c, key, rank: total_tokens(c) / (2 * contributions(c)[key][0])),
+    "padding-counts-as-tokens": (
+        {**DDP, **AVERAGE},
+        lambda c, key, rank: total_tokens(c) / (c.sequences_per_step * c.seq_len),
+    ),
+    "hsdp-divide-factor-differs": ({"dp_replicate": 2, "dp_shard": 2, "accum": K, **AVERAGE}, lambda c, key, rank: 2),
     "bf16-loss-scale": (DDP, lambda c, key, rank: 1 / 65536),
     "pipeline-infers-shapes-in-ddp": (
         {"dp_replicate": 2, "pp": 2, "microbatches": M},
@@ -95,6 +102,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
 OTHERS = (
     *("fsdp-one-unit-averages", "param-ignored-by-ddp", "ep-fsdp-divide-mismatch", "expert-group-wrong"),
     *("ddp-group-excludes-cp", "sp-norm-partial", "tied-embedding-across-pp", "aux-loss-not-scaled"),
+    *("moe-router-missing-tp-reduce", "mtp-loss-units", "mtp-other-token-count"),
     *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
@@ -190,6 +198,32 @@ def test_norms_of_tp_ranks_that_are_not_summed_add_up_to_the_right_gradient() ->
             assert distance(gradients[0][name], right) > 0.1
         else:
             assert distance(gradients[0][name], right) < TOLERANCE_TP
+
+
+def test_routers_of_tp_ranks_that_are_not_summed_add_up_to_the_right_gradient() -> None:
+    layout = {"tp": 2, "num_experts": 4, "accum": 2, "aux_loss_weight": 1.0}
+    gradients, _ = faulty("moe-router-missing-tp-reduce", **layout)
+    expected = control(small(**layout))[0]
+    for name, right in expected.items():
+        if "router" in name:
+            assert distance(gradients[0][name] + gradients[1][name], right) < TOLERANCE_TP
+            assert distance(gradients[0][name], right) > 0.1
+        else:
+            assert distance(gradients[0][name], right) < TOLERANCE_TP
+
+
+@pytest.mark.parametrize("name", ["mtp-loss-units", "mtp-other-token-count"])
+def test_the_further_heads_part_alone_is_in_other_units(name: str) -> None:
+    layout = {"dp_shard": 2, "accum": 3, "num_mtp_heads": 1, "mtp_loss_weight": 1.0}
+    config = small(**layout)
+    right = control(config)[0]
+    main = control(small(**layout | {"mtp_loss_weight": 0.0}))[0]
+    batches = [batch for rank in range(2) for batch in DataLoader(config).step_batches(0, rank)]
+    tokens = np.array([batch.tokens_by_head for batch in batches]).sum(0)
+    factor = 3 if name == "mtp-loss-units" else tokens[1] / tokens[0]
+    expected = {key: main[key] + factor * (right[key] - main[key]) for key in right}
+    for grads in faulty(name, **layout)[0]:
+        assert_same(grads, expected, 2e-6)
 
 
 def test_tied_copies_that_are_not_summed_add_up_to_the_right_gradient() -> None:
