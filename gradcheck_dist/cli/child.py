@@ -21,19 +21,36 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         GradcheckError: E714 the command cannot be started.
     """
+    with started(command, environment) as child:
+        return exit_code(child.wait())
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str], **streams: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The command while it runs; signals sent to us reach it as long as this is open.
+
+    Raises:
+        GradcheckError: E714 the command cannot be started.
+    """
     with _forwarded() as children:
         try:
-            child = subprocess.Popen(list(command), env=dict(environment))
+            child = subprocess.Popen(list(command), env=dict(environment), **streams)
         except OSError as error:
-            exit_code = 126 if isinstance(error, PermissionError) else 127
+            code = 126 if isinstance(error, PermissionError) else 127
             raise GradcheckError(
                 f"cannot start {command[0]!r}: {error.strerror or error}. Write the command as you would without "
                 "`gradcheck run --`.",
                 code="E714",
-                exit_code=exit_code,
+                exit_code=code,
             ) from error
         children.append(child)
-        code = child.wait()
+        yield child
+
+
+def exit_code(code: int) -> int:
+    """As a shell tells it: 128 + n when signal n ended the command."""
     return code if code >= 0 else 128 - code
 
 

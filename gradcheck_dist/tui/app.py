@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import on, work
@@ -56,6 +57,7 @@ class WatchApp(App[None]):
         Binding("right_square_bracket", "step(1)", "Step +", show=False, key_display="]"),
         Binding("f", "follow", "Follow"),
         Binding("space", "pause", "Pause"),
+        Binding("ctrl+o", "output", "Output"),
         Binding("t", "next_theme", "Theme", show=False),
         Binding("question_mark", "help", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
@@ -70,6 +72,7 @@ class WatchApp(App[None]):
         super().__init__()
         self.source = source
         self.shown = Snapshot(path)
+        self.command = ""
         self._first_mode = mode
         self._selected_step: int | None = None
         self._wanted_finding: int | None = None
@@ -105,7 +108,7 @@ class WatchApp(App[None]):
         self.update_screen()
 
     def _show_newest(self) -> None:
-        moved = self.shown.live != self.snapshot.live
+        moved = (self.shown.live, self.shown.has_output) != (self.snapshot.live, self.snapshot.has_output)
         self.shown = self.snapshot
         if moved:
             self.refresh_bindings()
@@ -243,6 +246,8 @@ class WatchApp(App[None]):
         """Follow and pause are offered where something moves, and where they are on already."""
         if action == "follow":
             return self.shown.live or self.follow
+        if action == "output":
+            return self.shown.has_output
         if action == "pause":
             return self.shown.live or self.paused
         return True
@@ -264,6 +269,23 @@ class WatchApp(App[None]):
 
     def action_pause(self) -> None:
         self.paused = not self.paused
+
+    def action_output(self) -> None:
+        from gradcheck_dist.tui.output import LOG_NAME
+        from gradcheck_dist.tui.screens.output import OutputScreen
+
+        self.push_screen(OutputScreen(Path(self.shown.path) / LOG_NAME))
+
+    def action_help_quit(self) -> None:
+        """Ctrl-C: neither the screens nor the training end by it."""
+        self.notify("Ctrl-C does nothing here: q closes the screens, and the training goes on.", markup=False)
+
+    def command_ended(self, exit_code: int) -> None:
+        """The command that `gradcheck run --live` started has ended."""
+        self.command = "command ended" if exit_code == 0 else f"COMMAND FAILED, EXIT {exit_code}"
+        how = "ended" if exit_code == 0 else f"failed with exit code {exit_code}"
+        self.notify(f"The command {how}. ctrl+o shows its output, q closes the screens.", markup=False, timeout=10)
+        self.update_screen()
 
     def action_next_theme(self) -> None:
         names = [theme.name for theme in THEMES]

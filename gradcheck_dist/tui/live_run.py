@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from gradcheck_dist.events import Clip, Loss
 from gradcheck_dist.trace.run import Run, read_manifest, trace_files
 from gradcheck_dist.tui.rank_file import BACKWARD, CLIP, LOSS, STEP_END, RankFile
 from gradcheck_dist.tui.snapshot import RankLine, RankState, Series
@@ -101,13 +102,13 @@ class LiveRun:
                 ended.setdefault(event.step, set()).add(rank)
             elif kind is BACKWARD:
                 steps.add(event.step)
-            elif kind is LOSS:
+            elif kind is LOSS or kind is Loss:
                 if event.value is not None and event.num_tokens and event.requires_grad:
                     of_term = loss.setdefault(event.term, {})
                     total, tokens = of_term.get(event.step, (0.0, 0.0))
                     value = event.value * (event.num_tokens if event.reduction == "mean" else 1)
                     of_term[event.step] = (total + value, tokens + event.num_tokens)
-            elif kind is CLIP and not event.partial:
+            elif (kind is CLIP or kind is Clip) and not event.partial:
                 grad_norm[event.step] = event.total_norm
 
         return take

@@ -22,14 +22,18 @@ from gradcheck_dist.events import (
     Clip,
     Event,
     Loss,
+    Norms,
     ProbeError,
     ProbeStatus,
     Record,
     Reduce,
     RunEnd,
     Samples,
+    StepColumns,
     StepEnd,
+    StepShape,
 )
+from gradcheck_dist.trace.columns import expand
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 from gradcheck_dist.trace.reader import RankTrace, no_header, no_trace, read_header
 
@@ -63,14 +67,13 @@ def _light(kind: type[Record]) -> type[Record]:
 _KEPT = (ProbeStatus, ProbeError, RunEnd)
 """Few and of no step: kept whole."""
 LIGHT: dict[type[Record], type[Record]] = {
-    kind: kind if kind in _KEPT or not issubclass(kind, Event | Samples) else _light(kind)
+    kind: kind if kind in _KEPT or not issubclass(kind, Event | Samples | Norms) else _light(kind)
     for kind in get_args(AnyRecord)
 }
 """What the light pass makes of each kind of record."""
 _LIGHT: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[reduce(or_, LIGHT.values())])  # type: ignore[misc]
-LOSS, CLIP, REDUCE, BACKWARD, STEP_END, SAMPLES = (
-    LIGHT[kind] for kind in (Loss, Clip, Reduce, Backward, StepEnd, Samples)
-)
+LOSS, CLIP, REDUCE, BACKWARD, STEP_END = (LIGHT[kind] for kind in (Loss, Clip, Reduce, Backward, StepEnd))
+_DATA = (LIGHT[Samples], LIGHT[Norms])
 
 
 class RankFile:
@@ -193,6 +196,10 @@ class RankFile:
             step = getattr(record, "step", None)
             if step is None:
                 tables.append(record)
+                if type(record) is StepShape:
+                    self.trace.shapes[record.id] = record
+                elif type(record) is StepColumns:
+                    self._take_columns(self.trace, record, take)
                 continue
             kind: Any = type(record)
             if kind in _KEPT:
@@ -201,7 +208,7 @@ class RankFile:
                 # Which parameters are ever reduced is a question to the whole run: one event of each set stays.
                 self._reduced.add((record.params, size))
                 tables += _like(payload, record.params, size)
-            if kind is not SAMPLES:
+            if kind not in _DATA:
                 self.num_events += 1
                 take(record)
             steps.add(step)
@@ -214,6 +221,19 @@ class RankFile:
             self._last.append(max(steps))
             self._offsets.append(at)  # the last of the four: another thread counts by it
 
+    def _take_columns(self, trace: RankTrace, columns: StepColumns, take: Callable[[Any], None]) -> None:
+        """Steps without samples: there is nothing to judge, but their losses and norms belong on the charts."""
+        shape = trace.shapes.get(columns.shape)
+        try:
+            for step, events in expand(shape, columns) if shape is not None else ():
+                self.num_events += len(events)
+                self.last_step = max(step, self.last_step or 0)
+                for event in events:
+                    if isinstance(event, Loss | Clip):
+                        take(event)
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._damage(Damage(self._offset, 0, f"steps in columns cannot be read: {error}"))
+
     def load(self, steps: Collection[int]) -> RankTrace | None:
         """What was recorded of these steps, with all tables; the light pass must have come by."""
         if self.trace is None:
@@ -222,6 +242,7 @@ class RankFile:
         trace = RankTrace(known.path, known.header)
         trace.params, trace.param_sets = dict(known.params), dict(known.param_sets)
         trace.plans, trace.wrappers = dict(known.plans), dict(known.wrappers)
+        trace.shapes, trace.columns = dict(known.shapes), list(known.columns)
         trace.damage = list(known.damage)
         wanted = set(steps)
         trace.events = [event for event in list(known.events) if event.step not in wanted or type(event) in _KEPT]

@@ -79,6 +79,7 @@ class Snapshot:
     other: OtherRun | None = None
     num_events: int = 0
     num_bytes: int = 0
+    has_output: bool = False
 
     @property
     def title(self) -> str:

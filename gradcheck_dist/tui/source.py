@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
+from gradcheck_dist.tui.output import LOG_NAME
 from gradcheck_dist.tui.snapshot import OtherRun, Snapshot
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class FolderSource:
         self._wanted_step: int | None = None
         self._wanted_other = str(compare) if compare is not None else None
         self._other: OtherRun | None = None
+        self._output = False
         self._beside: tuple[float, tuple[str, ...]] = (float("-inf"), ())
 
     def stop(self) -> None:
@@ -91,7 +93,14 @@ class FolderSource:
 
                 judge = Judge(run, self._asked.set)
             snapshot = self._snapshot(run, judge)
-            told = (snapshot.phase, snapshot.message, snapshot.loading, snapshot.live, snapshot.ranks)
+            told = (
+                snapshot.phase,
+                snapshot.message,
+                snapshot.loading,
+                snapshot.live,
+                snapshot.ranks,
+                snapshot.has_output,
+            )
             shown = (told, snapshot.num_events, *map(id, (snapshot.report, snapshot.step, snapshot.other)))
             if shown != last:
                 last = shown
@@ -132,6 +141,7 @@ class FolderSource:
             other=self._other,
             num_events=num_events,
             num_bytes=num_bytes,
+            has_output=self._has_output(run.path),
         )
 
     def _siblings(self, path: Path) -> tuple[str, ...]:
@@ -140,6 +150,10 @@ class FolderSource:
         if now - self._beside[0] > SIBLINGS_S:
             self._beside = (now, siblings(path))
         return self._beside[1]
+
+    def _has_output(self, path: Path) -> bool:
+        self._output = self._output or (path / LOG_NAME).is_file()
+        return self._output
 
     def _load_other(self, path: Path, judged: Judged | None) -> None:
         if judged is None or judged.report is None:

@@ -63,7 +63,9 @@ class RunScreen(Screen[None]):
         app = self.watch_app
         snapshot = app.shown
         behind = app.snapshot is not snapshot
-        self.query_one(StatusBar).show(snapshot, paused=app.paused, follow=app.follow, behind=behind)
+        self.query_one(StatusBar).show(
+            snapshot, paused=app.paused, follow=app.follow, behind=behind, command=app.command
+        )
         words = None if not self.NEEDS_STEP else self._why_not(snapshot)
         notice = self.query_one(Notice)
         notice.display = words is not None

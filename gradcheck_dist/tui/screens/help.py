@@ -24,9 +24,10 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("[ ]", "previous, next recorded step"),
             ("f", "follow the live end: the newest step is shown"),
             ("space", "pause the display (never the training)"),
+            ("ctrl+o", "what the command prints (gradcheck run --live)"),
             ("t", "next theme: dark, light, high contrast; all others in the palette"),
             ("ctrl+p", "command palette: screens, themes, screenshot as SVG"),
-            ("? q", "this help; quit (the training goes on; open again at any time)"),
+            ("? q", "this help; quit (the training goes on; open again at any time); ctrl+c does nothing"),
         ),
     ),
     (

@@ -95,6 +95,9 @@ class Rows(ScrollView, can_focus=True):
         super().on_mount()  # type: ignore[no-untyped-call]
         self.watch_count()
 
+    def on_resize(self) -> None:
+        self.show_cursor()
+
     def notify_style_update(self) -> None:
         self._made.clear()
         self._drawn.clear()

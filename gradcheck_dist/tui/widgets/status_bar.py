@@ -16,7 +16,7 @@ class StatusBar(Static):
     StatusBar { height: 1; background: $surface; color: $foreground; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 
-    def show(self, snapshot: Snapshot, *, paused: bool, follow: bool, behind: bool = False) -> None:
+    def show(self, snapshot: Snapshot, *, paused: bool, follow: bool, behind: bool = False, command: str = "") -> None:
         """`behind`: something newer waits until the pause ends."""
         text = Text(no_wrap=True, overflow="ellipsis")
         alive = sum(line.state in ("running", "ended") for line in snapshot.ranks)
@@ -24,6 +24,8 @@ class StatusBar(Static):
         text.append(f" {word} ", "bold reverse" if paused or snapshot.live else "bold")
         if paused and behind:
             text.append("newer data waits ", "italic")
+        if command:
+            text.append(f"{command}  ", "bold" if command.islower() else "bold reverse")
         if follow:
             text.append("following ", "bold")
         if snapshot.step is not None:
