@@ -298,7 +298,7 @@ class GradientCheck(Event, tag="gradient_check"):
     central differences (`numerical`, with `error`, all in the unit of the function).
 
     `target` is "parameter", "input", "parameters" (of the child `name`), "leaf" (what training delivered at the
-    parameter) or "module" (the whole of it). `outcome` is "right", "wrong", "undetermined" or "zero" (nothing depends on
+    parameter), "boundary" (from the output to the next rank's module `name`) or "module" (the whole of it). `outcome` is "right", "wrong", "undetermined" or "zero" (nothing depends on
     it); `shape` says how: "scaled" by `factor`, "cut" (no gradient), "constant" (whatever arrives), "flat" (a gradient
     where there is no dependence), "other", "partial" (a summand over the ranks of `group`). `group` are the ranks that
     were checked together. `site` is the module's forward.
@@ -395,16 +395,18 @@ AnyEvent = (
 
 
 class StepShape(Record, tag="step_shape"):
-    """What the steps of a StepColumns have in common: the events of the first of them. `seq` and `loss_id` count from
-    the step's first event, `step` is 0."""
+    """What the steps of a StepColumns have in common: the events of the first of them, as msgpack of a list of them.
+
+    `seq` and `loss_id` count from the step's first event, `step` is 0. Encoded, since most ranks write the same.
+    """
 
     id: int
-    events: list[AnyEvent]
+    events: bytes
 
 
 class StepColumns(Record, tag="step_columns"):
     """Consecutive steps of one shape, recorded without samples: of each event only the numbers that change from step to
-    step (trace/columns.py says which).
+    step (trace/columns.py says which). Read back, `numbers` is a view into what was read, without a copy.
 
     `first_seqs` is int64 bytes of shape (num_steps,); `numbers` of shape (num_numbers, num_steps), int64 or float64 as
     the field is, all little endian.
@@ -414,7 +416,7 @@ class StepColumns(Record, tag="step_columns"):
     first_step: int
     num_steps: int
     first_seqs: bytes
-    numbers: bytes
+    numbers: memoryview
 
 
 AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns

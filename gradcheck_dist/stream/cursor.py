@@ -26,6 +26,7 @@ from gradcheck_dist.events import (
     ScaleGrads,
     StepColumns,
     StepEnd,
+    StepShape,
     ZeroGrad,
 )
 from gradcheck_dist.trace.reader import RankTrace, TraceTail
@@ -34,6 +35,7 @@ from gradcheck_dist.trace.run import Run, note_problems, read_manifest, require_
 WINDOW_BYTES = 128 << 20
 """Read at a time, all ranks together; at least MIN_READ_BYTES a rank."""
 MIN_READ_BYTES, MAX_READ_BYTES = 64 << 10, 1 << 20
+HEADER_BYTES = 16 << 10
 LATE_STEPS = 3
 """What an accelerator delivers late comes before the samples of the next recorded step; without samples to tell, this
 many later steps end a step."""
@@ -63,7 +65,8 @@ class RankCursor(TraceTail):
             GradcheckError: as read_trace.
         """
         while self.trace is None and not self.finished:
-            self._read()
+            self.poll(final=True, limit=HEADER_BYTES)
+            self.finished = self.at_end
         if self.trace is None:
             raise GradcheckError(
                 f"{self.path} holds no header: the rank died before it wrote anything. Leave the file out or record "
@@ -71,10 +74,6 @@ class RankCursor(TraceTail):
                 code="E503",
             )
         return self.trace
-
-    @property
-    def num_bytes_read(self) -> int:
-        return self._offset
 
     def _read(self) -> None:
         self.poll(final=True, limit=self._read_bytes)
@@ -84,8 +83,8 @@ class RankCursor(TraceTail):
         tables: list[AnyRecord] = []
         for record in records:
             step = getattr(record, "step", None)
-            if isinstance(record, StepColumns):
-                continue  # judged as arrays (documented.py)
+            if isinstance(record, StepShape | StepColumns):
+                continue  # judged as arrays (watch.py)
             if step is None:
                 tables.append(record)
                 continue
@@ -177,7 +176,7 @@ class RunCursor:
 
     @property
     def num_bytes_read(self) -> int:
-        return sum(cursor.num_bytes_read for cursor in self._cursors.values())
+        return sum(cursor.offset for cursor in self._cursors.values())
 
     @property
     def skipped_steps(self) -> list[int]:

@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.engine import StepVerdict, conclude, not_recorded,
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.verdicts import judge_part
+from gradcheck_dist.stream.watched import add_to, watch_run
 
 POOL_FROM_S = 0.3
 """A step that takes longer than this to judge is worth other processes, which take about as long to start."""
@@ -60,12 +61,23 @@ def diagnose_run(
     """
     cursor = RunCursor(path)
     chosen, chosen_from = objective_of(cursor.run, objective)
+    watched = None
+    if any(trace.header.columns for trace in cursor.run.ranks.values()):
+
+        def told(step: int, num_judged: int, num_found: int, share: float) -> None:
+            if progress is not None:
+                progress(Progress(step, num_judged, num_found, share))
+
+        watched = watch_run(cursor.run, chosen, steps=steps, first=first, jobs=jobs, told=told)
     recorded: list[int] = []
     verdicts: list[StepVerdict] = []
     left_out = num_weights = num_found = 0
     stopped = False
+    before = watched.first_finding if watched is not None and first else None
     with _Judges(jobs, chosen, chosen_from) as judges:
-        for verdict in judges.verdicts(cursor, recorded, steps):
+        for verdict in judges.verdicts(cursor, recorded, steps) if watched is None or watched.has_more else ():
+            if before is not None and verdict.context.step > before:
+                break
             found = any(finding.severity != "info" for finding in verdict.findings)
             num_found += found
             if num_weights + len(verdict.weights) > MAX_WEIGHTS and not found:
@@ -81,6 +93,9 @@ def diagnose_run(
     if recorded and not verdicts and steps is not None and not set(recorded) & set(steps):
         raise not_recorded(recorded)
     report = conclude(cursor.run, verdicts, cursor.skipped_steps, chosen, chosen_from)
+    if watched is not None:
+        add_to(report, watched, sampled=bool(verdicts))
+        stopped |= watched.stopped
     if left_out:
         report.coverage.problems.append(f"the weights of {left_out} steps without findings are not listed")
     if stopped:

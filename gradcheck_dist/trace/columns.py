@@ -56,6 +56,18 @@ _FORMAT = {"<i8": "q", "<f8": "d"}
 BLOCK_STEPS, BLOCK_BYTES = 64, 64 << 10
 
 
+_DECODER = msgspec.msgpack.Decoder(list[AnyEvent])
+
+
+def events_of(shape: StepShape) -> list[AnyEvent]:
+    """The events of a shape.
+
+    Raises:
+        msgspec.MsgspecError: these are no events.
+    """
+    return _DECODER.decode(shape.events)
+
+
 def columns_of(events: list[AnyEvent]) -> list[tuple[int, str, str]]:
     """The columns of a shape, as (index of the event, field, dtype)."""
     return [
@@ -107,7 +119,7 @@ class ColumnWriter:
                     self._write(event)
                 return
             shape = self._shapes[key] = len(self._shapes)
-            self._write(StepShape(id=shape, events=template))
+            self._write(StepShape(id=shape, events=key))
         block = self._open
         if block is None or block.shape != shape or block.first_step + len(block.numbers) != step:
             self.flush()
@@ -128,7 +140,7 @@ class ColumnWriter:
                     first_step=block.first_step,
                     num_steps=len(block.numbers),
                     first_seqs=np.array(block.first_seqs, dtype="<i8").tobytes(),
-                    numbers=rows.T.tobytes(),
+                    numbers=memoryview(rows.T.tobytes()),
                 )
             )
 
@@ -150,22 +162,23 @@ def expand(shape: StepShape, columns: StepColumns) -> Iterator[tuple[int, list[A
     """The steps with their events again, all but the times of single events.
 
     Raises:
-        ValueError: the columns do not fit the shape.
+        ValueError: the columns do not fit the shape, or this is none.
     """
-    table = columns_of(shape.events)
+    template = events_of(shape)
+    table = columns_of(template)
     numbers = np.frombuffer(columns.numbers, dtype="<i8").reshape(len(table), columns.num_steps)
     first_seqs = np.frombuffer(columns.first_seqs, dtype="<i8")
     values = [numbers[row].view(dtype).tolist() for row, (_, _, dtype) in enumerate(table)]
     for offset, first in enumerate(first_seqs.tolist()):
         changes: list[dict[str, object]] = [
-            {"seq": event.seq + first, "step": columns.first_step + offset} for event in shape.events
+            {"seq": event.seq + first, "step": columns.first_step + offset} for event in template
         ]
         for (index, name, _), column in zip(table, values, strict=True):
             changes[index][name] = column[offset]
         ended = next((of["t_ns"] for of in changes if "t_ns" in of), 0)
-        for event, of in zip(shape.events, changes, strict=True):
+        for event, of in zip(template, changes, strict=True):
             of.setdefault("t_ns", ended)
             if isinstance(event, Loss | LossGradient):
                 of["loss_id"] = event.loss_id + first
-        pairs = zip(shape.events, changes, strict=True)
+        pairs = zip(template, changes, strict=True)
         yield columns.first_step + offset, [msgspec.structs.replace(event, **of) for event, of in pairs]

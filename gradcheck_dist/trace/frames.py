@@ -52,14 +52,17 @@ def _try_frame(data: memoryview, offset: int) -> tuple[memoryview | None, int, s
     return payload, start + length, ""
 
 
-def iter_frames(data: bytes, offset: int = 0) -> Iterator[tuple[memoryview | Damage, int]]:
+def iter_frames(data: bytes, offset: int = 0, *, more: bool = False) -> Iterator[tuple[memoryview | Damage, int]]:
     """All whole payloads from `offset` and a Damage for every stretch that is none, each with the offset behind it.
 
     The last Damage may be a frame that is still being written: a live reader waits and tries again from its offset.
+    `more`: the file goes on behind `data`, so a frame that is cut there is left out and not searched for others.
     """
     view = memoryview(data)
     while offset < len(view):
         payload, behind, reason = _try_frame(view, offset)
+        if payload is None and more and "cut" in reason and view[offset : offset + len(MARK)] == MARK:
+            return
         if payload is None:
             behind = _next_frame(data, view, offset + 1)
             yield Damage(offset, behind - offset, reason), behind

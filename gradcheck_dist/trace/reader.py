@@ -104,6 +104,11 @@ class TraceTail:
         self.at_end = False
         self._offset = 0
 
+    @property
+    def offset(self) -> int:
+        """Bytes of the file that have been read and understood, or named as damage."""
+        return self._offset
+
     def poll(self, *, final: bool = False, limit: int | None = None) -> int:
         """Read on; returns the number of new records.
 
@@ -130,7 +135,7 @@ class TraceTail:
                 return 0
             start = len(MAGIC)
         base, count, consumed = self._offset, 0, start
-        for piece, behind in iter_frames(data, start):
+        for piece, behind in iter_frames(data, start, more=not self.at_end):
             if isinstance(piece, Damage):
                 if behind == len(data) and not final:
                     break

@@ -112,6 +112,11 @@ def test_steps_of_too_many_kinds_are_written_as_events(monkeypatch: pytest.Monke
 
 
 def test_columns_that_do_not_fit_their_shape_are_refused() -> None:
-    shape = StepShape(id=0, events=one_step(0, 0))
+    shape = StepShape(id=0, events=msgspec.msgpack.encode(one_step(0, 0)))
     with pytest.raises(ValueError, match="reshape"):
-        list(expand(shape, StepColumns(shape=0, first_step=0, num_steps=1, first_seqs=bytes(8), numbers=bytes(24))))
+        list(
+            expand(
+                shape,
+                StepColumns(shape=0, first_step=0, num_steps=1, first_seqs=bytes(8), numbers=memoryview(bytes(24))),
+            )
+        )

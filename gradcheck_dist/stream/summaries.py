@@ -1,0 +1,250 @@
+"""A rank's columns, block by block, as a few numbers a step: what the comparison over ranks needs, and no more.
+
+Of each step: its tokens, and the least and the largest of q = (weight at the loss) x (documented factor), normalised so
+that the objective asks for one value of q in all of a step's contributions:
+
+    global-token-mean   q = w          must be 1 / N
+    microbatch-mean     q = w n_c      must be 1 / C
+    rank-token-mean     q = w N_d      must be 1 / D
+    sum                 q = w          must be 1
+
+with n_c tokens in a contribution, N_d on a data coordinate, N in the step, C contributions and D data coordinates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.cells import MAX_SPREAD
+from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEnd, Samples, StepColumns, StepShape
+from gradcheck_dist.stream.documented import ShapeWays, ways_of
+from gradcheck_dist.trace.reader import RankTrace, TraceTail
+
+READ_BYTES = 1 << 20
+
+
+@dataclass
+class Block:
+    """Consecutive steps of one shape on one rank. Arrays have shape (num_steps,)."""
+
+    shape: ShapeWays
+    columns: StepColumns
+    num_bytes: int = 0
+
+    @property
+    def first_step(self) -> int:
+        return self.columns.first_step
+
+    @property
+    def num_steps(self) -> int:
+        return self.columns.num_steps
+
+    def rows(self, rows: list[int], dtype: str) -> np.ndarray:
+        """Rows of the numbers, shape (len(rows), num_steps); a view where the rows lie together."""
+        numbers: np.ndarray = np.frombuffer(self.columns.numbers, dtype=dtype).reshape(-1, self.num_steps)
+        together = rows and rows == list(range(rows[0], rows[-1] + 1))
+        found: np.ndarray = numbers[rows[0] : rows[-1] + 1] if together else np.take(numbers, rows, axis=0)
+        return found
+
+    def tokens(self) -> np.ndarray:
+        """Valid tokens at each loss, shape (num_losses, num_steps)."""
+        return self.rows(self.shape.token_rows, "<i8")
+
+    def weights(self) -> np.ndarray:
+        """Weight of a token at each loss, freed of the loss scale, shape (num_losses, num_steps)."""
+        weights = self.rows(self.shape.weight_rows, "<f8")
+        unscaled = {way.num_unscaled for way in self.shape.ways}
+        if unscaled == {1} and self.shape.scale_rows:
+            weights = weights / self.rows(self.shape.scale_rows[:1], "<f8")
+        return weights
+
+    def normalised(self, objective: str) -> np.ndarray:
+        """q without the documented factor, shape (num_losses, num_steps); NaN where there are no tokens."""
+        weights, tokens = self.weights(), self.tokens()
+        if objective == "microbatch-mean":
+            of_slot = np.zeros((len(self.shape.slots), self.num_steps))
+            np.add.at(of_slot, self.shape.slot_of, tokens)
+            weights = weights * of_slot[self.shape.slot_of]
+        elif objective == "rank-token-mean":
+            weights = weights * tokens.sum(axis=0)
+        return weights if tokens.all() else np.where(tokens > 0, np.nan_to_num(weights, nan=np.inf), np.nan)
+
+    def hashes(self) -> np.ndarray:
+        """One checksum of a step's labels, in the order of losses; 0 where some are not known. Shape (num_steps,)."""
+        rows = [row for row in self.shape.hash_rows if row is not None]
+        if not rows or len(rows) < len(self.shape.hash_rows):
+            return np.zeros(self.num_steps, dtype=np.int64)
+        odd = 2 * np.arange(len(rows), dtype=np.int64)[:, None] + 1
+        with np.errstate(over="ignore"):
+            checksum: np.ndarray = (self.rows(rows, "<i8") * odd).sum(axis=0)
+        return checksum
+
+    def is_mixed(self) -> np.ndarray:
+        """Steps in which tokens of one loss have unequal weights, shape (num_steps,)."""
+        mixed = np.zeros(self.num_steps, dtype=bool)
+        for low, high in self.shape.spread_rows:
+            least, largest = self.rows([low, high], "<f8")
+            mixed |= ~(np.abs(largest - least) <= MAX_SPREAD * np.abs(largest))
+        return mixed
+
+
+KnownShapes = dict[tuple[bytes, tuple[tuple[int, tuple[int, ...]], ...]], ShapeWays]
+"""By a shape's events and the parameter sets that they refer to."""
+
+
+class BlockReader(TraceTail):
+    """Reads a rank's blocks in order, checksums verified, with one chunk of the file in memory.
+
+    `has_more`: there are steps in the file that are not in columns.
+    """
+
+    def __init__(self, path: Path, known: KnownShapes | None = None) -> None:
+        super().__init__(path)
+        self._blocks: list[Block] = []
+        self._ways: dict[int, ShapeWays] = {}
+        self._known: KnownShapes = {} if known is None else known
+        self.has_more = False
+
+    def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
+        for record in records:
+            if isinstance(record, StepColumns):
+                ways = self._ways_of(trace, record.shape)
+                if ways is not None:
+                    self._blocks.append(Block(ways, record))
+            elif isinstance(record, ParamSet | StepShape):
+                trace.add([record])
+            elif isinstance(record, Samples | Event) and not isinstance(record, ProbeStatus | RunEnd):
+                self.has_more = True
+
+    def _ways_of(self, trace: RankTrace, id: int) -> ShapeWays | None:
+        if id not in self._ways and id in trace.shapes:
+            shape = trace.shapes.pop(id)  # of 1024 ranks, most wrote the same
+            key = (shape.events, tuple(sorted(trace.param_sets.items())))
+            if key not in self._known:
+                self._known[key] = ways_of(shape, trace.param_sets)
+            self._ways[id] = self._known[key]
+        return self._ways.get(id)
+
+    def chunks(self, read_bytes: int = READ_BYTES) -> Iterator[list[Block]]:
+        """The blocks of one piece of the file after the other."""
+        while not self.at_end:
+            self.poll(final=True, limit=read_bytes)
+            yield self._handed_out()
+
+    def _handed_out(self) -> list[Block]:
+        # Not a variable of chunks(): there every rank's last chunk would stay in memory.
+        blocks, self._blocks = self._blocks, []
+        return blocks
+
+
+@dataclass
+class Summary:
+    """Some steps of one rank, ready for the comparison. Arrays have shape (num_steps,)."""
+
+    rank: int
+    first_step: int
+    way: int
+    num_tokens: np.ndarray
+    num_losses: int
+    low: np.ndarray
+    high: np.ndarray
+    hashes: np.ndarray
+    mixed: np.ndarray | None
+
+
+@dataclass
+class Round:
+    """What a share of the ranks said in one round. `shapes` are those not sent before, by `Summary.way`; `ended` has
+    the ranks read to their end, each with what of its file could not be read."""
+
+    summaries: list[Summary]
+    shapes: dict[int, ShapeWays]
+    ended: dict[int, list[str]]
+    num_bytes: int
+    has_more: bool = False
+
+
+def rounds(files: dict[int, Path], objective: str, read_bytes: int = READ_BYTES) -> Iterator[Round]:
+    """Read a share of the ranks, one chunk of `read_bytes` of each in turn.
+
+    Shapes that do the same, on whichever rank, have one number within a share.
+    """
+    shapes: KnownShapes = {}
+    readers = {rank: BlockReader(path, shapes) for rank, path in files.items()}
+    open_ones = {rank: reader.chunks(read_bytes) for rank, reader in readers.items()}
+    known: dict[tuple[object, ...], int] = {}
+    number_of: dict[int, int] = {}
+    while open_ones:
+        answer = Round([], {}, {}, 0)
+        for rank, chunks in list(open_ones.items()):
+            before = readers[rank].offset
+            blocks = next(chunks, None)
+            answer.num_bytes += readers[rank].offset - before
+            if blocks is None:
+                trace = readers[rank].trace
+                answer.ended[rank] = [str(damage) for damage in trace.damage] if trace is not None else []
+                del open_ones[rank]
+                continue
+            for block in blocks:
+                number = number_of.get(id(block.shape))
+                if number is None:
+                    key = _identity(block.shape)
+                    number = known.get(key)
+                    if number is None:
+                        number = known[key] = len(known)
+                        answer.shapes[number] = block.shape
+                    number_of[id(block.shape)] = number
+                answer.summaries.append(_summary(rank, number, block, objective))
+        answer.has_more = any(reader.has_more for reader in readers.values())
+        yield answer
+
+
+def _identity(shape: ShapeWays) -> tuple[object, ...]:
+    return (tuple(shape.slots), tuple(shape.ways), shape.pipeline, tuple(shape.slot_of), tuple(shape.reasons),
+            shape.tolerance, shape.optimized, bool(shape.weight_rows))  # fmt: skip
+
+
+def _summary(rank: int, number: int, block: Block, objective: str) -> Summary:
+    shape, num_steps = block.shape, block.num_steps
+    low = high = np.full(num_steps, np.nan)
+    num_tokens = np.zeros(num_steps, dtype=np.int64)
+    if shape.weight_rows and shape.ways:
+        tokens = block.tokens()
+        num_tokens = tokens.sum(axis=0)
+        q = block.normalised(objective)
+        low, high = _extremes(q, shape, bool(tokens.all()))
+    return Summary(
+        rank, block.first_step, number, num_tokens, len(shape.weight_rows), low, high, block.hashes(),
+        block.is_mixed() if shape.spread_rows else None,
+    )  # fmt: skip
+
+
+def _extremes(q: np.ndarray, shape: ShapeWays, whole: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest q over all contributions and ways, shape (num_steps,) each."""
+    lows, highs = [], []
+    for way in shape.ways:
+        factors = np.array(way.factors)[shape.slot_of]
+        if whole and (factors == factors[0]).all():
+            ends = (q.min(axis=0) * factors[0], q.max(axis=0) * factors[0])
+            lows.append(np.minimum(*ends))
+            highs.append(np.maximum(*ends))
+            continue
+        values = q * factors[:, None]
+        unknown = np.isnan(values).all(axis=0)
+        lows.append(np.where(unknown, np.nan, np.nanmin(np.where(unknown, 0.0, values), axis=0)))
+        highs.append(np.where(unknown, np.nan, np.nanmax(np.where(unknown, 0.0, values), axis=0)))
+    return np.fmin.reduce(lows), np.fmax.reduce(highs)
+
+
+def detail(path: str | os.PathLike[str], step: int) -> tuple[Block, int] | None:
+    """The block of a rank that holds a step, and the step's column in it."""
+    for blocks in BlockReader(Path(path)).chunks():
+        for block in blocks:
+            if block.first_step <= step < block.first_step + block.num_steps:
+                return block, step - block.first_step
+    return None

@@ -1,0 +1,281 @@
+"""The judgement of steps in columns over all ranks: expected against documented weights, as arrays, window by window.
+
+It accuses only where everything that scales is recorded and a product of recorded numbers is not what the objective
+asks for. What the records leave open (a reduction that does not join all data ranks, unknown arithmetic, tokens of one
+loss with unequal weights) is a reason and no finding: measured samples of a recorded step tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradcheck_dist.stream.documented import ShapeWays, Way
+from gradcheck_dist.stream.summaries import Round, Summary
+
+START_STEPS = 256
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Contributions of some ranks in one step whose documented weights are off; ratios are documented / expected."""
+
+    step: int
+    ranks: tuple[int, ...]
+    low: float
+    high: float
+    expected: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What holds for steps in which every rank did the same as in each other: who is a data coordinate, what is open.
+
+    `coordinates` has shape (num_ranks,): True for the ranks whose tokens count. `owner` is the index of the rank that
+    evaluates a rank's loss, `relative` the least and the largest factor of its ways over those of its owner.
+    """
+
+    coordinates: np.ndarray
+    owner: np.ndarray
+    relative: np.ndarray
+    tolerance: float
+    reasons: tuple[str, ...]
+
+
+@dataclass
+class Watch:
+    """Takes rounds of several shares of ranks, and gives deviations as soon as all ranks have told of a step."""
+
+    ranks: list[int]
+    objective: str
+    num_judged: int = 0
+    num_contributions: int = 0
+    num_skipped: int = 0
+    tolerance: float = 0.0
+    last_step: int | None = None
+    first_step: int | None = None
+    reasons: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._index = {rank: index for index, rank in enumerate(self.ranks)}
+        self._shapes: list[ShapeWays] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._base: int | None = None
+        self._told = np.full(len(self.ranks), -1, dtype=np.int64)
+        self._settings: dict[bytes, Setting] = {}
+        self._allocate(START_STEPS)
+
+    def _allocate(self, num_steps: int) -> None:
+        shape = (len(self.ranks), num_steps)
+        self._way = np.full(shape, -1, dtype=np.int32)
+        self._tokens, self._hashes = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        self._low, self._high = np.full(shape, np.nan), np.full(shape, np.nan)
+        self._losses = np.zeros(shape, dtype=np.int32)
+        self._mixed = np.zeros(shape, dtype=bool)
+
+    @property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return (self._way, self._tokens, self._hashes, self._low, self._high, self._losses, self._mixed)
+
+    def take(self, share: int, told: Round) -> Iterator[Deviation]:
+        """What one share of the ranks told in one round."""
+        for number, shape in told.shapes.items():
+            self._numbers[share, number] = len(self._shapes)
+            self._shapes.append(shape)
+        for summary in told.summaries:
+            self._keep(summary, self._numbers[share, summary.way])
+        for rank, damage in told.ended.items():
+            self._told[self._index[rank]] = np.iinfo(np.int64).max
+            self.problems += [f"rank {rank}: {text}" for text in damage]
+        yield from self._judge()
+
+    def _keep(self, summary: Summary, way: int) -> None:
+        index, first, count = self._index[summary.rank], summary.first_step, len(summary.low)
+        if self._base is None:
+            self._base = first
+        elif first < self._base:
+            self._shift(first - self._base)
+        at = first - self._base
+        if at + count > self._way.shape[1]:
+            self._grow(at + count)
+        where = (index, slice(at, at + count))
+        self._way[where], self._tokens[where], self._hashes[where] = way, summary.num_tokens, summary.hashes
+        self._low[where], self._high[where], self._losses[where] = summary.low, summary.high, summary.num_losses
+        if summary.mixed is not None:
+            self._mixed[where] = summary.mixed
+        self._told[index] = first + count
+
+    def _grow(self, num_steps: int) -> None:
+        old = self._arrays
+        self._allocate(max(num_steps, 2 * old[0].shape[1]))
+        for new, before in zip(self._arrays, old, strict=True):
+            new[:, : before.shape[1]] = before
+
+    def _shift(self, steps: int) -> None:
+        """Forget the first `steps` columns, or make room before them where it is negative."""
+        assert self._base is not None
+        old = self._arrays
+        self._allocate(old[0].shape[1] + max(-steps, 0))
+        for new, before in zip(self._arrays, old, strict=True):
+            if steps >= 0:
+                new[:, : before.shape[1] - steps] = before[:, steps:]
+            else:
+                new[:, -steps : before.shape[1] - steps] = before
+        self._base += steps
+
+    def _judge(self) -> Iterator[Deviation]:
+        """All steps of which every rank has told. A rank whose file has ended tells no more."""
+        if self._base is None:
+            return
+        until = int(min(self._told.min() - self._base, self._way.shape[1]))
+        if until <= 0:
+            return
+        present = self._way[:, :until] >= 0
+        steps = np.flatnonzero(present.any(axis=0))
+        for same in _runs_of_equal(self._way[:, steps]):
+            yield from self._judge_alike(steps[same])
+        self._shift(until)
+
+    def _judge_alike(self, columns: np.ndarray) -> Iterator[Deviation]:
+        """Steps in which each rank went one and the same way."""
+        assert self._base is not None
+        ways = self._way[:, columns[0]]
+        steps = columns + self._base
+        self.first_step = int(steps[0]) if self.first_step is None else self.first_step
+        self.last_step = int(steps[-1])
+        if not any(self._shapes[way].optimized for way in ways if way >= 0):
+            self.num_skipped += len(steps)
+            return
+        hashes = self._hashes[:, columns]
+        for alike in _runs_of_equal(_duplicates(hashes)):
+            yield from self._compare(ways, columns[alike], _duplicates(hashes[:, alike[:1]])[:, 0])
+
+    def _compare(self, ways: np.ndarray, columns: np.ndarray, same_labels: np.ndarray) -> Iterator[Deviation]:
+        assert self._base is not None
+        key = ways.tobytes() + same_labels.tobytes()
+        setting = self._settings.get(key)
+        if setting is None:
+            setting = self._settings[key] = find_setting(ways, self._shapes, self.ranks, same_labels)
+        self.tolerance = max(self.tolerance, setting.tolerance)
+        mixed = self._mixed[:, columns].any(axis=0)
+        reasons = list(setting.reasons)
+        if mixed.any():
+            reasons.append("tokens of one loss have unequal weights")
+        for reason in reasons:
+            self.reasons[reason] = self.reasons.get(reason, 0) + len(columns)
+        if setting.reasons:
+            return
+        columns = columns[~mixed]
+        counted = setting.coordinates
+        tokens = self._tokens[np.ix_(counted, columns)].sum(axis=0)
+        num_contributions = self._losses[np.ix_(counted, columns)].sum(axis=0)
+        with np.errstate(divide="ignore"):
+            expected = {
+                "global-token-mean": 1.0 / tokens,
+                "microbatch-mean": 1.0 / num_contributions,
+                "rank-token-mean": np.full(len(columns), 1.0 / counted.sum()),
+            }.get(self.objective, np.ones(len(columns)))
+        low = self._low[np.ix_(setting.owner, columns)] / expected * setting.relative[:, :1]
+        high = self._high[np.ix_(setting.owner, columns)] / expected * setting.relative[:, 1:]
+        right = (np.abs(low - 1) <= setting.tolerance) & (np.abs(high - 1) <= setting.tolerance)
+        right[:, tokens == 0] = True
+        self.num_judged += len(columns)
+        self.num_contributions += int(num_contributions.sum())
+        for at in np.flatnonzero(~right.all(axis=0)):
+            wrong = np.flatnonzero(~right[:, at])
+            yield Deviation(
+                step=int(columns[at]) + self._base,
+                ranks=tuple(self.ranks[index] for index in wrong),
+                low=float(low[wrong, at].min()),
+                high=float(high[wrong, at].max()),
+                expected=float(expected[at]),
+            )
+
+
+def _runs_of_equal(matrix: np.ndarray) -> list[np.ndarray]:
+    """The columns of a matrix in runs of equal ones, as indices."""
+    if not matrix.shape[1]:
+        return []
+    changes = np.flatnonzero((matrix[:, 1:] != matrix[:, :-1]).any(axis=0)) + 1
+    return np.split(np.arange(matrix.shape[1]), changes)
+
+
+def _duplicates(hashes: np.ndarray) -> np.ndarray:
+    """For every rank (row) the first rank with the same labels in a step (column), else itself. 0 equals nothing."""
+    own = np.broadcast_to(np.arange(len(hashes))[:, None], hashes.shape)
+    ordered = np.sort(hashes, axis=0)
+    repeated = ((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)).any(axis=0)
+    if not repeated.any():
+        return own
+    result = own.copy()
+    for column in np.flatnonzero(repeated):
+        first: dict[int, int] = {}
+        for row, value in enumerate(hashes[:, column].tolist()):
+            result[row, column] = first.setdefault(value, row) if value else row
+    return result
+
+
+def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], same_labels: np.ndarray) -> Setting:
+    """Who is a data coordinate, and what is left open, in steps in which the ranks went these ways.
+
+    Ranks that evaluate the same labels are one coordinate (tensor parallel), unless one reduction joins them: then they
+    were fed the same batch. A rank without a loss has that of its pipeline's last stage.
+    """
+    reasons: list[str] = []
+    of_rank: Mapping[int, ShapeWays | None] = {
+        index: shapes[way] if way >= 0 else None for index, way in enumerate(ways.tolist())
+    }
+    place = {rank: index for index, rank in enumerate(ranks)}
+    missing = [ranks[index] for index, shape in of_rank.items() if shape is None]
+    if missing:
+        reasons.append(f"rank {missing[0]}{' and others' * (len(missing) > 1)} recorded nothing of them")
+    evaluates = np.array([shape is not None and bool(shape.weight_rows) for shape in of_rank.values()])
+    owner = np.arange(len(ranks))
+    for index, shape in of_rank.items():
+        if shape is None or evaluates[index]:
+            continue
+        owners = [place[peer] for peer in shape.pipeline if peer in place and evaluates[place[peer]]]
+        if owners:
+            owner[index] = owners[0]
+        else:
+            reasons.append("no loss was seen on some rank: call gradcheck_dist.mark_loss where the loss is computed")
+    coordinates = evaluates.copy()
+    for copy in np.flatnonzero(same_labels != np.arange(len(ranks))).tolist():
+        first = ranks[int(same_labels[copy])]
+        shape = of_rank[copy]
+        if shape is not None and not any(first in group for way in shape.ways for group in way.groups):
+            coordinates[copy] = False
+    relative = np.ones((len(ranks), 2))
+    for index, shape in of_rank.items():
+        if shape is None:
+            continue
+        reasons += shape.reasons
+        if not shape.ways:
+            reasons.append("no optimizer was seen reading a gradient on some rank")
+        elif any(way.num_joined != coordinates.sum() for way in shape.ways):
+            reasons.append("no recorded reduction joins the gradients of exactly all data ranks")
+        else:
+            last = of_rank[int(owner[index])]
+            if index != owner[index] and last is not None:
+                relative[index] = _relative(shape, last)
+    tolerance = max((shape.tolerance for shape in of_rank.values() if shape is not None), default=0.0)
+    return Setting(coordinates, owner, relative, tolerance, tuple(dict.fromkeys(reasons)))
+
+
+def _relative(shape: ShapeWays, last: ShapeWays) -> tuple[float, float]:
+    """The least and the largest factor of a pipeline stage over that of the stage that evaluates the loss."""
+
+    def by_slot(one: ShapeWays, way: Way) -> dict[tuple[int, int], float]:
+        return dict(zip(one.slots, way.factors, strict=True))
+
+    quotients = [
+        factor / reference[slot]
+        for reference in (by_slot(last, way) for way in last.ways[:1])
+        for way in shape.ways
+        for slot, factor in by_slot(shape, way).items()
+        if reference.get(slot) and factor == factor
+    ]
+    return (min(quotients), max(quotients)) if quotients else (1.0, 1.0)

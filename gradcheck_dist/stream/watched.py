@@ -1,0 +1,115 @@
+"""The steps of a run that stand in columns, judged: their findings, and what a report says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.stream.findings import Groups, finding_of
+from gradcheck_dist.stream.shares import read_shares
+from gradcheck_dist.stream.summaries import READ_BYTES
+from gradcheck_dist.stream.watch import Watch
+from gradcheck_dist.trace.run import Run
+
+FIRST_BYTES = 256 << 10
+"""Read of each rank at a time where the first step that is off is all that is wanted."""
+
+
+@dataclass
+class Watched:
+    """`has_more`: the run also has steps that do not stand in columns. `stopped`: not read to its end."""
+
+    findings: list[Finding] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    num_judged: int = 0
+    first_finding: int | None = None
+    has_more: bool = False
+    stopped: bool = False
+
+
+def watch_run(
+    run: Run,
+    objective: str,
+    *,
+    steps: Collection[int] | None = None,
+    first: bool = False,
+    jobs: int = 1,
+    told: Callable[[int, int, int, float], None] | None = None,
+) -> Watched:
+    """Judge all steps in columns.
+
+    Args:
+        run: headers and places of the traces.
+        objective: what a step's gradient is meant to be.
+        steps: those that findings are wanted of; None: all.
+        first: stop at the first step that is off.
+        jobs: processes that read.
+        told: called now and then with the last step, how many were judged, how many are off, and the share of bytes.
+    """
+    files = {rank: trace.path for rank, trace in run.ranks.items()}
+    num_bytes = sum(path.stat().st_size for path in files.values())
+    watch = Watch(sorted(files), objective)
+    groups, result = Groups(), Watched()
+    num_read = num_off = 0
+    for share, round_ in read_shares(files, objective, jobs, FIRST_BYTES if first else READ_BYTES):
+        num_read += round_.num_bytes
+        result.has_more |= round_.has_more
+        for deviation in watch.take(share, round_):
+            if steps is not None and deviation.step not in steps:
+                continue
+            num_off += 1
+            groups.add(deviation)
+            if first:
+                break
+        if told is not None and watch.last_step is not None:
+            told(watch.last_step, watch.num_judged, num_off, num_read / max(num_bytes, 1))
+        if first and groups.groups:
+            result.stopped = True
+            break
+    tolerance = watch.tolerance
+    result.findings = [finding_of(group, run, files, tolerance, objective) for group in groups.groups.values()]
+    result.first_finding = min((finding.step for finding in result.findings), default=None)
+    result.num_judged, result.problems = watch.num_judged, watch.problems
+    _say(watch, groups, num_off, result)
+    return result
+
+
+def _say(watch: Watch, groups: Groups, num_off: int, result: Watched) -> None:
+    if watch.first_step is not None:
+        result.notes.append(
+            f"steps {watch.first_step} to {watch.last_step}, recorded without samples: documented weights of "
+            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {num_off} steps are off"
+        )
+    if watch.num_skipped:
+        result.notes.append(f"{watch.num_skipped} steps in columns never reached an optimizer")
+    if groups.num_left_out:
+        result.notes.append(f"{groups.num_left_out} steps are off in yet other ways")
+    result.reasons = [
+        f"{count} step(s) recorded without samples cannot be judged: {reason}"
+        for reason, count in watch.reasons.items()
+    ]
+
+
+def add_to(report: Report, watched: Watched, *, sampled: bool) -> None:
+    """Put what the columns showed into the report of the sampled steps."""
+    order = {"error": 0, "warning": 1, "info": 2}
+    report.findings = sorted(
+        [*report.findings, *watched.findings], key=lambda finding: (order[finding.severity], finding.step)
+    )
+    report.coverage.problems += [*watched.problems, *watched.notes]
+    if not sampled:
+        report.reasons = [
+            "no step was recorded with samples: that recorded operations did what they are documented to do was taken "
+            "for granted"
+        ]
+    report.reasons += watched.reasons
+    if watched.findings:
+        report.verdict = "findings"
+        report.rules.failed = sorted({*report.rules.failed, *(finding.code for finding in watched.findings)})
+        report.rules.not_triggered = [code for code in report.rules.not_triggered if code not in report.rules.failed]
+        report.next_step = report.findings[0].fix
+    elif report.verdict == "clean" and report.reasons:
+        report.verdict = "undetermined"
