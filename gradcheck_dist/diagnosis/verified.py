@@ -44,7 +44,8 @@ def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
     for rank, check in _checks(events):
         if check.outcome == "wrong":
             place = (check.site.file, check.site.line) if check.site else (check.module,)
-            groups[check.target == "leaf", *place].append((rank, check))
+            apart = check.target if check.target in ("leaf", "boundary") else ""
+            groups[apart, *place].append((rank, check))
     return [Wrong(tuple(sorted(group, key=lambda one: (_plainness(one[1]), one[0])))) for group in groups.values()]
 
 

@@ -9,6 +9,7 @@ check.py       one module: can it be evaluated alone, and in which dtype
 function.py    a module call as a number: the inner product of its outputs with the gradients that arrived there
 targets.py     what of a module is perturbed: parameters, inputs, the modules below
 measure.py     central differences of that number against what autograd gives, over all ranks concerned
+boundaries.py  what leaves one pipeline stage's input against what arrives at the other's output
 result.py      what was found
 leaves.py      what training delivered at the parameters against the replay
 difference.py  the arithmetic: steps, extrapolation, error estimate, judgement

@@ -23,7 +23,8 @@ MAX_CALLS = 64
 
 
 class Output:
-    """One floating tensor of a result: samples of its values, and the gradient that arrived there."""
+    """One floating tensor of a result, or a leaf among the arguments: samples of its values, and the gradient that
+    arrived there."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name, self.values = name, sample(tensor)
@@ -43,6 +44,7 @@ class RootCall:
         self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
         self.training = module.training
         self.outputs: list[Output] = []
+        self.inputs: list[Output] = []
         self.leaves: dict[str, Tensor] = {}
         self.several = False
 
@@ -79,7 +81,7 @@ class Capture:
             finally:
                 capture._inside.depth = False
             if taken is not None:
-                capture._after(taken, result)
+                capture._after(taken, [*args, *kwargs.values()], result)
             return result
 
         return call
@@ -103,16 +105,17 @@ class Capture:
                 return RootCall(module, args, kwargs)
         return None
 
-    def _after(self, call: RootCall, result: Any) -> None:
+    def _after(self, call: RootCall, given: list[Any], result: Any) -> None:
         with self._guarded():
             outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
             if not outputs:
                 return
             self._calls[id(call.module)] = call
+            for name, tensor in tensors_of(given):
+                if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+                    call.inputs.append(self._hooked(name, tensor))
             for name, tensor in outputs:
-                output = Output(name, tensor)
-                call.outputs.append(output)
-                self._hooks.append(tensor.register_hook(functools.partial(self._arrived, output)))
+                call.outputs.append(self._hooked(name, tensor))
             root = call.module
             while (inner := inner_module(root)) is not None:
                 root = inner
@@ -120,6 +123,11 @@ class Capture:
                 if param.requires_grad and not is_distributed(param):
                     call.several |= self._others.setdefault(id(param), id(call)) != id(call)
                     self._hooks.append(param.register_hook(functools.partial(self._leaf, call, name)))
+
+    def _hooked(self, name: str, tensor: Tensor) -> Output:
+        output = Output(name, tensor)
+        self._hooks.append(tensor.register_hook(functools.partial(self._arrived, output)))
+        return output
 
     def _arrived(self, output: Output, gradient: Tensor) -> None:
         with self._guarded():

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from gradcheck_dist.events import GradientCheck, Site
+from gradcheck_dist.verify.boundaries import compare_boundaries
 from gradcheck_dist.verify.capture import Capture, RootCall
 from gradcheck_dist.verify.check import check
 from gradcheck_dist.verify.exchange import Exchange, OutOfStepError, connected
@@ -52,6 +53,8 @@ def verify(recorder: Any, calls: list[RootCall]) -> None:
                     _verify_root(call, world, f"{index}", emit)
             except (NotVerifiableError, OutOfStepError) as error:
                 emit(Result("", WHOLE, "undetermined", reason=str(error)))
+        with contextlib.suppress(OutOfStepError):  # said above
+            compare_boundaries(calls, world, lambda call, result: _emit(recorder, call.module, result))
     finally:
         recorder.suspended -= 1
 

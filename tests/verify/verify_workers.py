@@ -25,6 +25,19 @@ def train_verified(config: TrainConfig, run_dir: str | None) -> TrainResult:
         return train(config)
 
 
+def train_pipeline(config: TrainConfig, factor: float, run_dir: str | None) -> TrainResult:
+    """The same, with a factor on the gradients that a stage receives from the next."""
+    from torch.distributed.pipelining import stage
+
+    received = stage._PipelineStageBase._retrieve_recv_grads
+
+    def scaled(self: Any, chunk: int) -> tuple[Any, ...]:
+        return tuple(None if grad is None else grad * factor for grad in received(self, chunk))
+
+    stage._PipelineStageBase._retrieve_recv_grads = scaled
+    return train_verified(config, run_dir)
+
+
 class Enter(torch.autograd.Function):
     """Megatron's f: identity forward, all-reduce backward; `summed` False leaves that out."""
 

@@ -103,6 +103,8 @@ def _what(check: GradientCheck) -> str:
         return f"the parameters of {check.name}"
     if check.target == "input":
         return f"input {check.name}"
+    if check.target == "boundary":
+        return f"the output that goes to {check.name}"
     return f"parameter {check.name}"
 
 
@@ -127,6 +129,11 @@ def _explain(wrong: Wrong) -> str:
             f"Training delivered {check.factor:.6g} times the gradient of module {check.module} at {_what(check)}; run "
             "once more, forward and backward of the module alone do not. A hook on the parameter, or on a tensor "
             "outside of any module, scales it."
+        )
+    if check.target == "boundary":
+        return (
+            f"The gradient that arrived at the output of {check.module} is {check.factor:.6g} times the one that left "
+            f"the input of the next stage on {check.name}: it was scaled on the way between them."
         )
     if check.shape == "partial":
         return (
@@ -157,6 +164,8 @@ def _explain(wrong: Wrong) -> str:
 
 def _fix(wrong: Wrong, meant: str) -> str:
     check = wrong.first
+    if check.target == "boundary":
+        return "Look at what sends and receives gradients between the stages, and at hooks on the stages' outputs."
     if check.target == "leaf":
         return "Look for register_hook on the parameter or on the module's output in the training code."
     if meant:

@@ -1,0 +1,102 @@
+"""`--verify` over ranks: every axis is right where it is right, and a missing or doubled sum is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradcheck_dist
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.events import GradientCheck
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.launch import launch, warm_up
+from gradcheck_dist.verify.exchange import Exchange, connected
+
+SIZES: dict[str, Any] = {"seq_len": 8, "n_layers": 1, "dim": 16, "ffn_dim": 16, "steps": 2}
+PIPELINE = TrainConfig(axes=Axes(pp=2), microbatches=2, accum=2, **{**SIZES, "n_layers": 2})
+AXES = {
+    "DDP": TrainConfig(axes=Axes(dp_replicate=2), accum=2, **SIZES),
+    "FSDP2": TrainConfig(axes=Axes(dp_shard=2), accum=2, **SIZES),
+    "sequence and loss parallel": TrainConfig(
+        axes=Axes(tp=2), sequence_parallel=True, loss_parallel=True, vocab_size=260, **SIZES
+    ),
+    "context parallel": TrainConfig(axes=Axes(cp=2), **SIZES),
+    "pipeline": PIPELINE,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+def checks(folder: Path) -> dict[int, list[GradientCheck]]:
+    ranks = gradcheck_dist.read_run(folder).ranks
+    return {rank: [e for e in trace.events if isinstance(e, GradientCheck)] for rank, trace in ranks.items()}
+
+
+def accusations(folder: Path) -> list[Finding]:
+    report = gradcheck_dist.diagnose(gradcheck_dist.read_run(folder))
+    return [finding for finding in report.findings if finding.code == "GS801"]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_axis_is_right_and_trains_on_bit_by_bit(axis: str, tmp_path: Path) -> None:
+    config = AXES[axis]
+    alone = launch("verify_workers:train_verified", (config, None), 2, timeout_s=60)
+    verified = launch("verify_workers:train_verified", (config, str(tmp_path / "run")), 2, timeout_s=60)
+    assert [result.checksum for result in verified] == [result.checksum for result in alone]
+    for of_rank in checks(tmp_path / "run").values():
+        told = [check for check in of_rank if check.target != "leaf"]
+        assert {check.outcome for check in told} == {"right"}
+        assert {"parameter", "input", "parameters"} <= {check.target for check in told}
+    report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run"))
+    assert (report.verdict, report.reasons) == ("clean", [])
+    assert "GS801" in report.rules.passed
+
+
+@pytest.mark.parametrize(
+    ("fault", "residual", "pattern", "words"),
+    [
+        ("", True, None, ""),
+        ("no sum", True, "layers.1: input 0 gets another gradient than the derivative", "collectives"),
+        ("no sum", False, "layers.1: input 0 gets a summand over the ranks that nobody added up", "own summand"),
+        ("sums again", True, "gets x 2", "The factor is the number of ranks"),
+    ],
+)
+def test_tensor_parallelism_by_hand(
+    fault: str, residual: bool, pattern: str | None, words: str, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    alone = launch("verify_workers:tensor_parallel_by_hand", (fault, residual, None), 2, timeout_s=60)
+    verified = launch("verify_workers:tensor_parallel_by_hand", (fault, residual, run), 2, timeout_s=60)
+    assert verified == alone
+    found = accusations(tmp_path / "run")
+    if pattern is None:
+        assert found == []
+        return
+    (one,) = found
+    assert one.pattern.startswith("layers.1: ") and pattern in one.pattern
+    assert words in one.explanation + one.fix
+    assert one.ranks == [0, 1]
+    assert one.first_event is not None and one.first_event.function == "Split.forward"
+
+
+def test_a_factor_between_pipeline_stages(tmp_path: Path) -> None:
+    launch("verify_workers:train_pipeline", (PIPELINE, 0.5, str(tmp_path / "run")), 2, timeout_s=60)
+    (found,) = accusations(tmp_path / "run")
+    assert found.factor.observed == pytest.approx(0.5, rel=1e-5)
+    assert found.pattern == "Decoder: the output that goes to rank 1 gets x 0.5"
+    assert found.ranks == [0]
+
+
+def test_ranks_are_connected_through_others() -> None:
+    seen = [[0, 1], [], [2, 1], [3]]
+    assert [connected(rank, seen) for rank in range(4)] == [(0, 1, 2)] * 3 + [(3,)]
+
+
+def test_a_rank_alone_needs_no_store() -> None:
+    assert Exchange.of_world("test").gather("tag", [1.5]) == [[1.5]]
