@@ -1,0 +1,156 @@
+"""Steps in columns of simulated trainers, of which the truth is known: judged as far as the records go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from random_trainers import global_mean
+from simulator import Key, Trainer, World
+from trainer_families import FAMILIES, make_case
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Event, Loss, LossGradient, ParamSet
+from gradcheck_dist.stream import shares, summaries
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.columns import ColumnWriter
+from gradcheck_dist.trace.run import create_run_dir
+from gradcheck_dist.trace.writer import TraceWriter, trace_path
+
+
+def write_columns(folder: Path, worlds: list[World], samples_of: int | None = None) -> Path:
+    """The steps of some worlds of one trainer, as a rank writes them; `samples_of`: a step that is written whole."""
+    create_run_dir(folder, {"world_size": len(worlds[0].ranks)})
+    for world in worlds:
+        world.run()
+    for rank, process in enumerate(worlds[0].ranks):
+        header = msgspec.structs.replace(process.trace.header, columns=True)
+        writer = TraceWriter(trace_path(folder, rank), header, background=False)
+        for record in (*process.trace.params.values(), *process.trace.plans.values()):
+            writer.append(record)
+        for id, params in process.trace.param_sets.items():
+            writer.append(ParamSet(id=id, params=params))
+        columns = ColumnWriter(writer.append)
+        for step, world in enumerate(worlds):
+            first = 1000 * step
+            trace = world.ranks[rank].trace
+            events = [moved(event, step, first) for event in sorted(trace.events, key=lambda event: event.seq)]
+            if step == samples_of:
+                for event in trace.events:
+                    writer.append(msgspec.structs.replace(event, step=step))
+                for sample in trace.samples:
+                    writer.append(msgspec.structs.replace(sample, step=step))
+            else:
+                columns.add(step, events)
+        columns.flush()
+        writer.close()
+    return folder
+
+
+def moved(event: Event, step: int, first: int) -> Event:
+    """An event of another step."""
+    changes = {"step": step, "seq": event.seq + first}
+    if isinstance(event, Loss | LossGradient):
+        changes["loss_id"] = event.loss_id + first
+    return msgspec.structs.replace(event, **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_documented_is_judged_and_never_a_right_trainer_accused(family: str, tmp_path: Path) -> None:
+    left_open = 0
+    for seed in range(3):
+        trainer = replace(make_case(family, seed).trainer, hands=())  # what nobody recorded cannot be seen here
+        worlds = [World(trainer, seed=100 * seed + step) for step in range(3)]
+        run = write_columns(tmp_path / f"{seed}", worlds)
+        report = diagnose_run(run)
+        right = all(world.is_right() for world in worlds)
+        assert bool(report.findings) <= (not right), (trainer, report.findings)
+        if not report.findings and not right:
+            assert len(report.reasons) > 1, trainer  # it says why it cannot tell
+            left_open += 1
+        if report.findings:
+            steps = {step for finding in report.findings for step in finding.steps}
+            assert steps <= {step for step, world in enumerate(worlds) if not world.is_right()}
+    assert left_open <= 3
+
+
+def off_in_one(key: Key, tokens: dict[Key, int]) -> float:
+    return (3.0 if key == (1, 1, 0) else 1.0) * 2 / sum(tokens.values())
+
+
+RIGHT = Trainer(global_mean(2.0), data_ranks=2, accumulation=3)
+WRONG = replace(RIGHT, root=off_in_one)
+
+
+def one_wrong(folder: Path, *, steps: int = 12, wrong: int = 7, samples_of: int | None = None) -> Path:
+    worlds = [World(WRONG if step == wrong else RIGHT, seed=step) for step in range(steps)]
+    return write_columns(folder, worlds, samples_of)
+
+
+def test_one_contribution_of_one_step_is_found_and_described(tmp_path: Path) -> None:
+    report = diagnose_run(one_wrong(tmp_path / "run"))
+    [finding] = report.findings
+    assert finding.steps == [7]
+    assert finding.ranks == [1]
+    assert finding.factor.observed == pytest.approx(3.0)
+    assert "(accumulation step 1, microbatch 0) of rank 1" in finding.pattern
+    assert finding.first_event is not None
+    assert (finding.first_event.kind, finding.first_event.file, finding.first_event.line) == ("loss", "train.py", 14)
+    assert report.exit_code == 1
+    assert any(
+        "12 steps (72 contributions) were compared, 1 steps are off" in text for text in report.coverage.problems
+    )
+
+
+def test_right_steps_alone_prove_nothing_but_beside_measured_ones_they_are_clean(tmp_path: Path) -> None:
+    alone = diagnose_run(one_wrong(tmp_path / "alone", wrong=99))
+    assert alone.verdict == "undetermined"
+    assert "no step was recorded with samples" in alone.reasons[0]
+    beside = diagnose_run(one_wrong(tmp_path / "beside", wrong=99, samples_of=4))
+    assert (beside.verdict, beside.reasons) == ("clean", [])
+    assert beside.run.steps == [4]
+
+
+def test_other_processes_and_smaller_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one_wrong(tmp_path / "run")
+    expected = as_json(diagnose_run(run))
+    monkeypatch.setattr(shares, "WORTH_BYTES", 0)
+    assert as_json(diagnose_run(run, jobs=2)) == expected
+    reader = summaries.BlockReader(run / "rank-00000.trace")
+    assert sum(block.num_steps for blocks in reader.chunks(read_bytes=50) for block in blocks) == 12
+
+
+def test_first_stops_at_the_first_divergence(tmp_path: Path) -> None:
+    report = diagnose_run(one_wrong(tmp_path / "run"), first=True)
+    assert [finding.steps for finding in report.findings] == [[7]]
+
+
+def test_a_rank_that_ended_early_leaves_its_later_steps_open(tmp_path: Path) -> None:
+    run = one_wrong(tmp_path / "run", wrong=99)
+    file = run / "rank-00001.trace"
+    (file).write_bytes(file.read_bytes()[:-5])
+    report = diagnose_run(run)
+    assert not report.findings
+    assert any("rank 1 recorded nothing of them" in reason for reason in report.reasons)
+    assert any("rank 1:" in problem and "cut" in problem for problem in report.coverage.problems)
+
+
+def test_ranks_with_the_same_labels_are_one_coordinate_unless_they_reduce_together(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, each with the loss of the same tokens: their weight is 1/N, not half of it."""
+    alone = Trainer(global_mean(), data_ranks=1, impl="none", accumulation=2)
+    worlds = [World(alone, seed=step) for step in range(3)]
+    twins = [World(alone, seed=step) for step in range(3)]
+    for world, twin in zip(worlds, twins, strict=True):
+        world.run()
+        twin.run()
+        world.ranks += twin.ranks
+        world.run = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    report = diagnose_run(write_columns(tmp_path / "run", worlds))
+    assert not report.findings
+    assert len(report.reasons) == 1
+
+
+def as_json(report: Report) -> bytes:
+    return msgspec.json.encode(report)
