@@ -121,6 +121,9 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
             expression = f"{_lead(case)} * {expression}"
         ratios = sorted(cell.ratio for _, cell in case.cells)
         return Factor(observed=ratios[len(ratios) // 2], expression=expression, tolerance=tolerance)
+    wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
+    if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
+        return Factor(observed=wrong[len(wrong) // 2], tolerance=tolerance)
     return Factor(
         observed=pattern.factor,
         exact=exact_fraction(pattern.factor, 2 * tolerance),

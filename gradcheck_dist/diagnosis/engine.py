@@ -9,6 +9,8 @@ from fractions import Fraction
 from gradcheck_dist import __version__
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
+from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
+from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
@@ -16,13 +18,16 @@ from gradcheck_dist.diagnosis.context import StepContext, step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
+from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
+from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.terms import judge_terms
+from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import PipelineStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
-from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective, expected_weights
+from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.trace.run import Run
 
@@ -43,6 +48,7 @@ class StepVerdict:
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
+    audited: set[str] = field(default_factory=set)
 
 
 def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
@@ -104,21 +110,40 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     contributions = collect(data.events)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
-    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
-    verdict.reasons += _why_not(run, data, contributions, len(tokens))
-    expected = expected_weights(objective, tokens)
+    verdict.reasons += [*_why_not(run, data, contributions), *nothing_verified(data.events)]
+    verdict.remarks += not_verified(data.events)
     if not _tokens_known(run, data):
         return verdict
     measured = measure(data, contributions)
-    verdict.held = judge(measured, contributions, expected)
+    target = aim(objective, data, contributions, measured)
+    expected = target.expected
+    verdict.contributions = context.contributions = target.contributions
+    verdict.reasons += target.reasons
+    verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected)
     verdict.units = summary.unit_of(verdict.held)
-    cases = _all_cases(verdict, measured, expected, tokens)
+    cases = _all_cases(verdict, measured, expected, target.tokens)
+    norms = step_norms(run, data)
+    by_hand = clip_by_hand(cases, data, norms)
+    if by_hand is not None:
+        verdict.remarks.append(by_hand.text)
+        measured = freed(measured, by_hand)
+        verdict.held = judge(measured, target.contributions, expected)
+        verdict.units = summary.unit_of(verdict.held)
+        cases = _all_cases(verdict, measured, expected, target.tokens)
+    verdict.reasons += [coefficient_unknown(case) for case in cases if may_be_meant(case)]
+    cases = [case for case in cases if not may_be_meant(case)]
     terms = judge_terms(context, data.events, contributions, expected, cases)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
     verdict.findings = [_finding(case, verdict.units) for case in [*cases, *terms.cases]]
-    verdict.weights = summary.weights(step, verdict.held, verdict.units, contributions, expected)
+    verdict.weights = summary.weights(
+        step, verdict.held, verdict.units, contributions, None if target.relative else expected
+    )
+    found = frozenset(finding.code for finding in verdict.findings)
+    facts = StepFacts(context, data, contributions, norms, verdict.held, found)
+    verdict.findings += audit(facts, verdict.units)
+    verdict.audited = audited(facts)
     return verdict
 
 
@@ -138,14 +163,14 @@ def _all_cases(
     if not held_alone and all(cell.right for held in together for cell in held.cells):
         return []
     matrix = verdict.held if held_alone else together
-    aim = own_objective(verdict.contributions, expected, tokens)
-    if aim is None:
+    own = own_objective(verdict.contributions, expected, tokens)
+    if own is None:
         return _cases(verdict, matrix)
-    loudest = max(aim, key=lambda key: abs(float(aim[key] / expected[key]) - 1))
-    culprit = blame_loss(verdict.contributions.by_key[loudest], float(aim[loudest] / expected[loudest]))
-    judged = judge(measured, verdict.contributions, aim)
+    loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
+    culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
+    judged = judge(measured, verdict.contributions, own)
     cells = [
-        (held, replace(cell, ratio=float(aim[cell.key] / expected[cell.key]), tolerance=EXACT, stderr=0.0))
+        (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=EXACT, stderr=0.0))
         for held in verdict.held
         for cell in held.cells
     ]
@@ -172,19 +197,21 @@ def _tokens_known(run: Run, data: StepData) -> bool:
     return set(run.missing_ranks) <= known
 
 
-def _why_not(run: Run, data: StepData, contributions: Contributions, num_counted: int) -> list[str]:
+def _why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
     """Reasons for which this step cannot be judged, or not wholly."""
     reasons = []
     if run.missing_ranks:
         missing = ", ".join(map(str, run.missing_ranks))
         reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
+    reasons += summary.foreign(run, data)
     if not data.complete:
         reasons.append(f"step {data.step} did not reach the optimizer on every rank")
     if not contributions.by_key:
         reasons.append(
             "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
         )
-    elif num_counted < len(contributions.by_key):
+    counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
+    if 0 < len(counted) < len(contributions.by_key):
         reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
     mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
     if mixed:
@@ -277,10 +304,12 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
     if not verdicts:
         reasons.append("no backward pass was recorded: attach before the training loop, and let it reach a step")
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
-    state: Verdict = "findings" if findings else "clean" if judged and not reasons else "undetermined"
+    accused = any(finding.severity != "info" for finding in findings)
+    state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"
     contexts = [verdict.context for verdict in verdicts]
     failed = sorted({finding.code for finding in findings})
     triggered = {rule.CODE for rule in all_rules() for context in contexts if judged and rule.triggered(context)}
+    triggered |= {code for verdict in verdicts for code in verdict.audited}
     report = Report(
         tool=Tool(version=__version__),
         run=summary.run_info(run, contexts, objective, objective_from),

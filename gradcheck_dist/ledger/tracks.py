@@ -8,7 +8,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradcheck_dist.events import LEAF, AmpUnscale, Backward, Event, OptimizerStep, Param, Reduce, Samples, Wrapper
+from gradcheck_dist.events import (
+    BEFORE,
+    LEAF,
+    AmpUnscale,
+    Backward,
+    ClipValue,
+    Event,
+    OptimizerStep,
+    Param,
+    Reduce,
+    Samples,
+    Wrapper,
+)
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
@@ -46,6 +58,11 @@ class Track:
     dtype: str = "float32"
     leaves: dict[Slot, tuple[int, Values]] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
+    value_clip: tuple[int, int] | None = None
+
+    def is_behind_value_clip(self, event: Event) -> bool:
+        """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""
+        return self.value_clip is not None and self.value_clip[0] < event.seq < self.value_clip[1]
 
 
 @dataclass
@@ -145,7 +162,29 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                 track.leaves[slot] = (seq, values)
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
+        _end_at_value_clip(trace, track, events)
         yield track
+
+
+def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> None:
+    """Clamping every element is no scaling: what was there before stands for what the optimizer read."""
+    mine = [
+        event
+        for event in events
+        if isinstance(event, ClipValue | OptimizerStep)
+        and track.param.id in trace.param_sets.get(event.params, ())
+    ]
+    clamp = next((event for event in mine if isinstance(event, ClipValue)), None)
+    step = next((event for event in mine if isinstance(event, OptimizerStep) and clamp and event.seq > clamp.seq), None)
+    if clamp is None or step is None:
+        return
+    if any(isinstance(event, Backward | Reduce) and clamp.seq < event.seq < step.seq for event in events):
+        return  # clamped before it was complete: no state of it is a combination of contributions
+    seen = [point.values for point in track.points if (point.seq, point.role) == (clamp.seq, BEFORE)]
+    track.value_clip = (clamp.seq, step.seq)
+    track.points = [point for point in track.points if not clamp.seq <= point.seq <= step.seq]
+    track.points += [Point(step.seq, BEFORE, values) for values in seen[:1]]
+    track.points.sort(key=lambda point: (point.seq, point.role))
 
 
 def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, int, int], Values]]:

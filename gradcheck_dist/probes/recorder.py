@@ -41,6 +41,7 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "label_hash",
         "leaves",
         "microbatch",
         "other_losses",
@@ -67,6 +68,7 @@ class BackwardPass:
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
 
@@ -89,6 +91,8 @@ class Recorder(Sampler):
         self.closure_passes: int | None = None  # backward passes inside a running optimizer.step(closure)
         self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
         self.pipeline_site: Site | None = None
+        self.impulses: Any = None  # set in impulse mode: probes/exact.py
+        self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
         self.discovery: Any = None  # set by the autograd probe
         self.read_in: dict[int, int] = {}  # parameter id -> step in which an optimizer last read its gradient
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
@@ -120,6 +124,8 @@ class Recorder(Sampler):
         """Called by whatever belongs to a step: opens the next one if the last has ended."""
         if self._stepped:
             self._stepped = False
+            if self._rows:
+                self.flush_samples()  # of what came behind the optimizer
             self.step += 1
             self.accumulation_step = 0
             self.clipped.clear()
@@ -233,6 +239,12 @@ class Recorder(Sampler):
         """What the last step's optimizer has read and nobody has emptied."""
         read = [info for info in self.registry.infos() if self.read_in.get(info.id) == self.step - 1]
         self.sample_grads(seq, BEFORE, read)
+
+    def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:
+        """A loss received its gradient, before any parameter did."""
+        if self.impulses is not None:
+            found = self.label_hashes.pop(loss_id, None)
+            current.label_hash = int(found) if found is not None else None
 
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""

@@ -2,8 +2,9 @@
 
 ## What it does
 Finds one factor below 1 that no recorded event accounts for, the same on every parameter, rank and contribution, that
-came between the last reduction (or backward) and the optimizer. Clipping by norm leaves just this. The trace holds no
-norms, so whether it is a clip or a mistake cannot be told from one step: this is a remark, not an accusation.
+came between the last reduction (or backward) and the optimizer. Clipping by norm leaves just this. Where the norm that
+it left is one that people write (1.0, 0.5), it is a clip, and nothing is found. Else a clip and a mistake cannot be
+told apart by one step: this is a warning, not an accusation. Powers of two are loss scales (GS606).
 
 ## Why it matters
 A clip scales all weights of a step alike and is meant. A forgotten constant looks the same in one step and is not: it
@@ -26,8 +27,9 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.hand_clip import could_be_clip
+from gradcheck_dist.diagnosis.rules.gs606_unscale_without_scale import loss_scale_power
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import Clip, OptimizerStep
 
 CODE = "GS501"
 NAME = "clip-by-hand"
@@ -41,17 +43,16 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     culprit, pattern = case.culprit, case.pattern
-    ends = isinstance(culprit.before, OptimizerStep | Clip)
-    if not culprit.unrecorded or not ends or pattern.kind != "uniform" or not 0 < pattern.factor < 1:
+    if not could_be_clip(case) or loss_scale_power(case) is not None:
         return None
     named = any(name.cost < SIMPLE and abs(name.value / pattern.factor - 1) < EXACT for name in case.names)
-    if not case.everywhere or named:
+    if named:
         return None  # a constant of degrees and counts is somebody's formula, not a norm
     return Answer(
         severity="warning",
         explanation=f"Between the {culprit.kind} event and the {culprit.before.__struct_config__.tag} event every "  # type: ignore[union-attr]
         f"gradient was multiplied by {pattern.factor:.6g}, alike on all parameters and ranks, by nothing recorded. A "
-        "hand-written clip does just this; so does a forgotten constant. The trace holds no norms that would tell.",
+        "hand-written clip does just this; so does a forgotten constant. The norm that it left is not one that tells.",
         fix="If it is a clip, nothing is wrong. Otherwise look at what runs between these two lines.",
         suggested_experiment="Judge more steps: a clip's factor changes from step to step, a constant's does not.",
     )

@@ -1,0 +1,85 @@
+"""Each rank clips by the norm of what lies on it, not by the norm of the whole gradient.
+
+## What it does
+Compares the total norm that a clip used with the norm of the gradients that were there, over all ranks that train one
+model: copies counted once, shards, tensor-parallel parts, experts and pipeline stages all added up. Finds clips whose
+norm is that of the rank's own shards, or of the parameters of its own pipeline stage. What the user's own norm may be
+off by (its type, torch's summation on a CPU) is allowed for.
+
+## Why it matters
+The gradients are right and every rank prints a norm that looks fine, but each part of the model is scaled by a
+coefficient of its own: the direction of the update changes from step to step, and with the layout. Adam does not undo
+it, for the coefficients change.
+
+## Example
+    norm = torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)     # with pp > 1: the norm of one stage
+
+    grads = [p.grad.to_local() for p in model.parameters()]            # with FSDP2: the norm of one rank's shards
+    norm = torch.nn.utils.get_total_norm(grads)
+
+## Fix
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    if isinstance(norm, DTensor):                                      # FSDP2, tensor parallel: over the shards
+        norm = norm.full_tensor()
+    if pp_group is not None:                                           # pipelines: over the stages
+        norm = norm**2
+        dist.all_reduce(norm, group=pp_group)
+        norm = norm**0.5
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+FSDP1: `model.clip_grad_norm_(1.0)`, the wrapper's own method. torchtitan: `dist_utils.clip_grad_norm_` with `pp_mesh`.
+DeepSpeed, Megatron: leave clipping to the engine (`gradient_clipping`, `--clip-grad`).
+
+## References
+- pytorch/torchtitan#596, #649, #766; inclusionAI/AReaL#312; pytorch/pytorch#88621; NVIDIA-NeMo/Automodel#3816.
+- torch/nn/utils/clip_grad.py, get_total_norm and clip_grads_with_norm_.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.clips import SHARDS, STAGE, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS601"
+NAME = "local-clip-norm"
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    """Whether several ranks clip one model, and the norm of it is known."""
+    return any(len(facts.norms.together(one.call.rank)) > 1 for one in judge_clips(facts.norms))
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    lines: dict[tuple[object, ...], list[JudgedClip]] = defaultdict(list)
+    for one in judge_clips(facts.norms):
+        if one.meaning in (SHARDS, STAGE):
+            lines[(*one.call.place[:-1], one.meaning)].append(one)
+    for clips in lines.values():
+        yield remark(clips, _answer(clips))
+
+
+def _answer(clips: list[JudgedClip]) -> Answer:
+    worst = max(clips, key=lambda one: abs(one.ratio - 1))
+    event = worst.call.event
+    what = "its own shards" if worst.meaning == SHARDS else "the parameters that lie on it (its pipeline stage)"
+    return Answer(
+        severity=severity_of(clips),
+        explanation=f"Each rank clips by the norm of {what}: rank {worst.call.rank} used {event.total_norm:.6g}, where "
+        f"those of the whole model have {worst.truth.middle:.6g} (max_norm {event.max_norm:g}). {effect(clips)}",
+        fix="Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor "
+        "norm, and an all-reduce of its square over the pipeline.",
+    )

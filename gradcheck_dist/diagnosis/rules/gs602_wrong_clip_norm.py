@@ -1,0 +1,110 @@
+"""The norm that a clip used is not the norm of the gradients, or differs between ranks that should share it.
+
+## What it does
+Finds clips whose total norm is neither the norm of what was clipped nor of the whole gradient, by whatever mechanism:
+copies counted once a rank (x sqrt(tp), x sqrt(dp)), a norm taken before a reduction or an unscaling, a part left out. A
+norm of nothing that can be named is a warning: leaving parameters out of it may be meant.
+Where the trace cannot tell what the norm should be, it still finds ranks of one model that clip by different norms.
+
+## Why it matters
+Clipping begins at another norm than the configuration says, and the threshold moves when degrees change. With
+different coefficients on ranks that hold copies, the copies drift apart.
+
+## Example
+    norm_squared = sum(p.grad.norm() ** 2 for p in model.parameters())
+    dist.all_reduce(norm_squared, group=tp_group)     # replicated parameters are counted tp times
+
+## Fix
+Count every element once. With DTensors torch does: `get_total_norm(grads).full_tensor()`. By hand, add replicated
+parameters on one rank of the group only:
+
+    local = sum(p.grad.norm() ** 2 for p in model.parameters() if is_sharded(p) or tp_rank == 0)
+    dist.all_reduce(local, group=tp_group)
+
+Megatron-LM: mark them (`param_is_not_tensor_parallel_duplicate`), it leaves out what is not the first copy.
+
+## References
+- NVIDIA-NeMo/RL#3788; NVIDIA-NeMo/Automodel#3816; hpcaitech/ColossalAI#2192.
+- Megatron-LM megatron/core/optimizer/clip_grads.py; torch/nn/utils/clip_grad.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.clips import COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.finding import Factor, Severity
+from gradcheck_dist.diagnosis.norms import ClipCall
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS602"
+NAME = "wrong-clip-norm"
+ORDER: list[Severity] = ["info", "warning", "error"]
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return bool(judge_clips(facts.norms))
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    judged = judge_clips(facts.norms)
+    lines: dict[tuple[object, ...], list[JudgedClip]] = defaultdict(list)
+    for one in judged:
+        if one.meaning in (COPIES, UNNAMED):
+            lines[(*one.call.place[:-1], one.meaning)].append(one)
+    for clips in lines.values():
+        yield remark(clips, _answer(clips))
+    if facts.weights_right and all(one.right for one in judged):
+        yield from _unequal(facts)
+
+
+def _answer(clips: list[JudgedClip]) -> Answer:
+    worst = max(clips, key=lambda one: abs(one.ratio - 1))
+    meaning = ": that is the norm over all ranks, with copies counted once a rank" if worst.meaning else ""
+    return Answer(
+        severity=severity_of(clips) if worst.meaning else min(severity_of(clips), "warning", key=ORDER.index),
+        explanation=f"The clip on rank {worst.call.rank} used norm {worst.call.event.total_norm:.6g}, the gradients "
+        f"have {worst.truth.middle:.6g}, x {worst.ratio:.6g}{meaning}. {effect(clips)}",
+        fix="Take the norm of the gradients that are clipped, each element counted once, when they are complete: after "
+        "the last reduction and after unscaling.",
+    )
+
+
+def _unequal(facts: StepFacts) -> Iterator[Remark]:
+    """Ranks of one model whose coefficients differ at one and the same call."""
+    places: dict[tuple[object, ...], list[ClipCall]] = defaultdict(list)
+    for call in facts.norms.clips:
+        places[(min(facts.norms.together(call.rank)), *call.place)].append(call)
+    for calls in places.values():
+        used = [call.event.coefficient for call in calls]
+        tolerance = 2 * max(call.tolerance for call in calls)
+        if len(calls) < 2 or not min(used) > 0 or max(used) <= min(used) * (1 + tolerance):
+            continue
+        least, most = (pick(calls, key=lambda call: call.event.coefficient) for pick in (min, max))
+        yield Remark(
+            answer=Answer(
+                explanation=f"One clip of one model multiplies by {most.event.coefficient:.6g} on rank {most.rank} and "
+                f"by {least.event.coefficient:.6g} on rank {least.rank} (total norms {most.event.total_norm:.6g} and "
+                f"{least.event.total_norm:.6g}, max_norm {most.event.max_norm:g} and {least.event.max_norm:g}).",
+                fix="Give every rank the same norm: combine it over all ranks that train the model, before clipping.",
+            ),
+            pattern=f"clip coefficients from {min(used):.4g} to {max(used):.4g} between ranks",
+            params=frozenset(part.key for call in calls for part in call.parts),
+            ranks=tuple(sorted(call.rank for call in calls)),
+            rank=least.rank,
+            event=least.event,
+            factor=Factor(observed=min(used) / max(used), tolerance=tolerance),
+        )

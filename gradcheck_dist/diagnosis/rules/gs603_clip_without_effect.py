@@ -1,0 +1,107 @@
+"""A clip whose coefficient is below 1 and that scales nothing: no parameter was left, or the optimizer came first.
+
+## What it does
+Finds clips by norm that should have scaled the gradients and did not reach them: the call got no parameter at all (a
+generator that computing the norm had used up), or came after the optimizer had read the gradients.
+
+## Why it matters
+The gradients are right, so nothing looks wrong; the run simply is not clipped. The first spike then does what clipping
+was there to prevent.
+
+## Example
+    params = (p for p in model.parameters() if p.requires_grad)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params])     # uses the generator up
+    torch.nn.utils.clip_grads_with_norm_(params, 1.0, norm)            # nothing left to clip
+
+## Fix
+    params = [p for p in model.parameters() if p.requires_grad]        # a list can be read twice
+and clip between the last backward (or `scaler.unscale_`) and `optimizer.step()`. Lightning: `gradient_clip_val`;
+accelerate: `accelerator.clip_grad_norm_` under `accelerator.sync_gradients`.
+
+## References
+- pytorch/torchtitan#1258.
+- torch/nn/utils/clip_grad.py: clip_grads_with_norm_ reads its parameters once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.finding import Factor
+from gradcheck_dist.diagnosis.norms import ClipCall
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import OptimizerStep
+
+CODE = "GS603"
+NAME = "clip-without-effect"
+ACTS = 0.999
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return any(call.event.coefficient < ACTS for call in facts.norms.clips)
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    idle = [call for call in facts.norms.clips if call.event.coefficient < ACTS]
+    empty = [call for call in idle if _reached_nothing(facts, call)]
+    late = [call for call in idle if _came_late(facts, call)]
+    if empty:
+        why, fix = "it was given no parameter that is left to scale", "Give it a list; a generator can be used up."
+        yield _remark(facts, empty, why, fix)
+    if late:
+        yield _remark(facts, late, "the optimizer had read the gradients before it", "Clip before optimizer.step().")
+
+
+def _owned(facts: StepFacts, rank: int, event: OptimizerStep) -> set[int]:
+    return set(facts.data.params_of(rank, event.params))
+
+
+def _steps(facts: StepFacts, rank: int) -> list[OptimizerStep]:
+    return [event for event in facts.data.events[rank] if isinstance(event, OptimizerStep)]
+
+
+def _reached_nothing(facts: StepFacts, call: ClipCall) -> bool:
+    """The call was given nothing, no other clip of the rank scales anything, and an optimizer did step."""
+    of_rank = [one for one in facts.norms.clips if one.rank == call.rank]
+    touched = any(facts.data.params_of(call.rank, one.event.params) for one in of_rank)
+    held = {key for rank, key in facts.norms.parts if rank == call.rank}
+    return not touched and bool(held) and bool(_steps(facts, call.rank))
+
+
+def _came_late(facts: StepFacts, call: ClipCall) -> bool:
+    """An optimizer that owns the clipped parameters stepped before, and none does afterwards."""
+    given = set(facts.data.params_of(call.rank, call.event.params))
+    owners = [event for event in _steps(facts, call.rank) if given & _owned(facts, call.rank, event)]
+    return bool(owners) and all(event.seq < call.event.seq for event in owners)
+
+
+def _remark(facts: StepFacts, calls: list[ClipCall], why: str, fix: str) -> Remark:
+    first = min(calls, key=lambda call: (call.rank, call.event.seq))
+    event = first.event
+    ranks = {call.rank for call in calls}
+    return Remark(
+        answer=Answer(
+            explanation=f"The total norm {event.total_norm:.6g} is above max_norm {event.max_norm:g}, so gradients "
+            f"should have been multiplied by {event.coefficient:.6g}; the clip changed none: {why}.",
+            fix=fix,
+        ),
+        pattern=f"the optimizer got x {1 / event.coefficient:.6g} of what the clip's coefficient asks for"
+        if event.coefficient
+        else "the optimizer got unclipped gradients",
+        params=frozenset(key for rank, key in facts.norms.parts if rank in ranks),
+        ranks=tuple(sorted(ranks)),
+        rank=first.rank,
+        event=event,
+        factor=Factor(observed=1 / event.coefficient if event.coefficient else None),
+    )

@@ -1,0 +1,109 @@
+"""Gradients are clipped before they are complete: more is added, or they are reduced, after the clip.
+
+## What it does
+Finds clips that act on gradients to which a later backward of the same step adds, or which are combined over ranks
+only afterwards: each microbatch, or each rank, gets a coefficient of its own.
+
+## Why it matters
+The step's gradient is no mean over tokens any more: what has a large gradient weighs less, and how much less depends
+on how the batch was cut. Copies on several ranks are still equal, and nothing else shows it.
+
+## Example
+    for batch in microbatches:
+        loss(batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)       # in the loop: once a microbatch
+    optimizer.step()
+
+## Fix
+    for batch in microbatches:
+        loss(batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)           # once, after the last backward and reduction
+    optimizer.step()
+accelerate: `if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)`. With `no_sync` the last backward reduces,
+so clip after it; with an all-reduce by hand, after that.
+
+## References
+- torch.nn.utils.clip_grad_norm_; accelerate guide "Gradient accumulation"; DDP `no_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.clips import ACTS
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.finding import Factor
+from gradcheck_dist.diagnosis.norms import ClipCall
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce, ZeroGrad
+
+CODE = "GS605"
+NAME = "early-clip"
+AS_DOCUMENTED = 1e-3
+FIX = "Clip once a step, after the last backward and the last reduction."
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    """Weights that early clips made unequal, and nothing else: all are what the recorded events do by their records."""
+    if not isinstance(case.event, Clip) or case.culprit.absent:
+        return None
+    for _, cell in case.cells:
+        if abs(cell.observed - cell.nominal) > max(AS_DOCUMENTED, cell.tolerance) * max(abs(cell.nominal), 1e-30):
+            return None
+    ratios = sorted(cell.ratio for _, cell in case.cells)
+    return Answer(
+        explanation=f"Gradients were clipped before they were complete (coefficient {case.event.coefficient:.6g}): "
+        f"parts of one step's gradient weigh x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should.",
+        fix=FIX,
+    )
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return any(call.event.coefficient < 1 - ACTS for call in facts.norms.clips)
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    early = [
+        (call, later)
+        for call in facts.norms.clips
+        if call.event.coefficient < 1 - ACTS and (later := _completed_by(facts, call)) is not None
+    ]
+    if not early or CODE in facts.found:
+        return
+    call, later = min(early, key=lambda one: (one[0].rank, one[0].event.seq))
+    used = sorted(one.event.coefficient for one, _ in early)
+    what = "combined over ranks" if isinstance(later, Reduce) else "added to by another backward"
+    where = f" ({later.site.file.rpartition('/')[2]}:{later.site.line})" if later.site else ""
+    yield Remark(
+        answer=Answer(
+            explanation=f"Gradients were clipped and only then {what}{where}: parts of one step's gradient were "
+            f"multiplied by {used[0]:.6g}" + (f" to {used[-1]:.6g}" if used[-1] > used[0] * (1 + ACTS) else "") + ".",
+            fix=FIX,
+        ),
+        pattern=f"{len(early)} clips of unfinished gradients, coefficients {used[0]:.4g} to {used[-1]:.4g}",
+        params=frozenset(part.key for one, _ in early for part in one.parts),
+        ranks=tuple(sorted({one.rank for one, _ in early})),
+        rank=call.rank,
+        event=call.event,
+        factor=Factor(observed=used[len(used) // 2]),
+    )
+
+
+def _completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
+    """What still changed the clipped gradients before an optimizer read them or they were emptied."""
+    clipped = set(facts.data.params_of(call.rank, call.event.params))
+    for event in facts.data.events[call.rank]:
+        if event.seq <= call.event.seq or not isinstance(event, Backward | Reduce | OptimizerStep | ZeroGrad):
+            continue
+        if event.params is None or not clipped & set(facts.data.params_of(call.rank, event.params)):
+            continue
+        if isinstance(event, Reduce) and len(event.group) * (len(event.replicate_group) or 1) == 1:
+            continue
+        return event if isinstance(event, Backward | Reduce) else None
+    return None

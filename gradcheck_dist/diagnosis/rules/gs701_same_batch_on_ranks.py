@@ -1,0 +1,111 @@
+"""Data-parallel ranks train on the same tokens in the same step.
+
+## What it does
+Compares, by a hash of the labels and the loss that came out, what data-parallel ranks were given in one step. Ranks
+that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not compared with
+each other. The same batch in several steps is not looked at: a toy that overfits one batch is a fine test.
+
+## Why it matters
+The weights are right and nothing is off in any norm: the run just sees 1/R of the data it pays for, with the gradient
+noise of the smaller batch, and an epoch shows some documents R times.
+
+## Example
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, generator=same_seed_everywhere)
+
+## Fix
+    sampler = DistributedSampler(dataset, num_replicas=dp_size, rank=dp_rank, shuffle=True)
+    loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+    ...
+    sampler.set_epoch(epoch)
+Streaming sets: `datasets.distributed.split_dataset_by_node(dataset, dp_rank, dp_size)`. accelerate: `prepare` the
+loader. Use the rank among data-parallel ranks, not the global one, where tp, cp or pp are above 1.
+
+## References
+- torch.utils.data.distributed.DistributedSampler; Hugging Face datasets, "Use with PyTorch: distributed".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.ledger.contributions import Contribution
+
+CODE = "GS701"
+NAME = "same-batch-on-ranks"
+SAME_LOSS = 1e-4
+"""Relative difference of the losses of one batch on two copies of a model; without dropout they are equal bits."""
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return len({one.key[0] for one in facts.contributions.by_key.values() if _tells(one)}) > 1
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    alike: dict[tuple[object, ...], list[Contribution]] = defaultdict(list)
+    for one in facts.contributions.by_key.values():
+        if _tells(one):
+            alike[one.label_hash, one.num_tokens].append(one)
+    apart = _data_place(facts)
+    shared = []
+    for group in alike.values():
+        first = group[0]
+        copies = [one for one in group if _same_loss(one, first)]
+        if len({apart.get(one.ranks[0], one.key[0]) for one in copies}) > 1:
+            shared.append(copies)
+    if not shared:
+        return
+    data_ranks = sorted({one.key[0] for copies in shared for one in copies})
+    ranks = sorted({rank for copies in shared for one in copies for rank in one.ranks})
+    repeated = sum(len(copies) - 1 for copies in shared)
+    total = len(facts.contributions.by_key)
+    first = shared[0][0]
+    shown = ", ".join(f"(k={one.key[1]}, microbatch {one.key[2]})" for one in (copies[0] for copies in shared[:4]))
+    more = f" and {len(shared) - 4} more" if len(shared) > 4 else ""
+    yield Remark(
+        answer=Answer(
+            severity="warning",
+            explanation=f"Data ranks {', '.join(map(str, data_ranks))} were given the same tokens in this step: at "
+            f"{shown}{more} labels and losses are equal. {repeated} of {total} contributions repeat another one: the "
+            f"step sees {total - repeated} different batches.",
+            fix="Give each data-parallel rank its own part of the data: a DistributedSampler with the data-parallel "
+            "rank and size. If these ranks share a batch by design, declare the axes (axes={'cp': ...}).",
+        ),
+        pattern=f"{repeated} of {total} contributions are copies of another rank's",
+        params=frozenset(held.param for held in facts.held),
+        ranks=tuple(ranks),
+        rank=first.loss_rank or 0,
+        event=first.loss,
+    )
+
+
+def _tells(one: Contribution) -> bool:
+    """Whether a batch can be recognised: labels and loss were seen, and it holds tokens."""
+    return one.label_hash is not None and bool(one.value) and bool(one.num_tokens)
+
+
+def _same_loss(one: Contribution, other: Contribution) -> bool:
+    assert one.value is not None and other.value is not None
+    return abs(one.value - other.value) <= SAME_LOSS * abs(other.value)
+
+
+def _data_place(facts: StepFacts) -> dict[int, tuple[int, ...]]:
+    """The place of each rank on the axes over which data is spread, where the mesh was declared."""
+    if facts.context.axes_from != "declared":
+        return {}
+    axes = Axes(**facts.context.axes)
+    names = ("dp_replicate", "dp_shard")
+    return {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(facts.context.world_size)}

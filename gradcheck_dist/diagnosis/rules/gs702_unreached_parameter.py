@@ -1,0 +1,94 @@
+"""Parameters took part in forward and never receive a gradient.
+
+## What it does
+Notes parameters that an optimizer holds, that require gradients and whose module was called with gradients enabled,
+while no backward pass of the step reached them on any rank. Frozen parameters and modules that were not called are not
+meant. A remark and no accusation: an output that is on purpose not used by the loss looks the same.
+
+## Why it matters
+A `.detach()`, an `.item()`, a numpy round trip or a `torch.no_grad()` in the wrong place cuts a part of the model off.
+It keeps its initial values, the rest learns around it, and the loss falls all the same.
+
+## Example
+    features = encoder(x).detach()        # was meant for the logging branch only
+    loss = head(features).pow(2).mean()
+
+## Fix
+Take the cut out; or, where the parameter is meant to stay, say so:
+
+    for p in encoder.parameters():
+        p.requires_grad_(False)
+DDP: `find_unused_parameters=True` hides this, without it DDP raises. Transformers: an unused pooler is harmless,
+`add_pooling_layer=False` takes it out.
+
+## References
+- torch.Tensor.detach; DistributedDataParallel, "Expected to have finished reduction in the prior iteration".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.ledger.tracks import ParamKey
+
+CODE = "GS702"
+NAME = "unreached-parameter"
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return facts.data.complete and any(step.grads_missing is not None for _, step in _steps(facts))
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    reached = {key for key, of_key in facts.data.tracks.items() if any(t.leaves or t.points for t in of_key.values())}
+    if not facts.data.complete or not reached:
+        return
+    keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
+    found: dict[ParamKey, list[int]] = {}
+    events: list[tuple[int, OptimizerStep]] = []
+    for rank, step in _steps(facts):
+        cut = [keys.get((rank, param)) for param in facts.data.params_of(rank, step.unreached or 0)]
+        cut = [key for key in cut if key is not None and key not in reached] if step.unreached is not None else []
+        for key in cut:
+            if key is not None:
+                found.setdefault(key, []).append(rank)
+        if cut:
+            events.append((rank, step))
+    if not found:
+        return
+    names = sorted(key[1] for key in found)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    rank, event = events[0]
+    yield Remark(
+        answer=Answer(
+            severity="info",
+            explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
+            "gradient. Either its output is not used by the loss, which may be meant, or something cuts it off.",
+            fix="Look for a detach, item, numpy or no_grad behind this module; freeze the parameter where it is meant.",
+        ),
+        pattern=f"{len(names)} parameters without a gradient",
+        params=frozenset(found),
+        ranks=tuple(sorted({rank for ranks in found.values() for rank in ranks})),
+        rank=rank,
+        event=event,
+    )
+
+
+def _steps(facts: StepFacts) -> list[tuple[int, OptimizerStep]]:
+    return [
+        (rank, event) for rank, of_rank in facts.data.events.items() for event in of_rank
+        if isinstance(event, OptimizerStep)
+    ]  # fmt: skip

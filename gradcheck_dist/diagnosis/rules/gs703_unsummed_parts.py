@@ -1,0 +1,64 @@
+"""Ranks that share their tokens each keep their own part of a replicated parameter's gradient.
+
+## What it does
+Finds parameters whose gradient on each rank holds that rank's summand alone, although the summands of all ranks that
+share these tokens (tensor, sequence or expert parallel) make the gradient: norm weights under sequence parallelism, a
+router behind a `to_local()`, anything replicated that sees only a part of the activations.
+
+## Why it matters
+Each rank steps with another part, about 1/sqrt(tp) of the norm: the copies of the parameter drift apart, and every
+checkpoint keeps the copy of whichever rank wrote it. Nothing in the loss shows it.
+
+## Example
+    class Norm(nn.Module):                       # its input is Shard(1): every rank sees a part of the sequence
+        def forward(self, x):
+            return F.rms_norm(x, x.shape[-1:], self.weight)
+    ...                                          # and nobody all-reduces Norm.weight.grad over tp
+
+## Fix
+    for p in sequence_parallel_parameters:       # plain torch, after the last backward
+        dist.all_reduce(p.grad, group=tp_group)
+With DTensors: `parallelize_module(model, tp_mesh, {"norm": SequenceParallel()})`, and no `to_local()` without
+`grad_placements=[Partial()]`. Megatron-LM: mark the parameter `sequence_parallel = True`, and
+`allreduce_layernorm_grads` sums it.
+
+## References
+- NVIDIA/Megatron-LM#1446; pytorch/torchtitan#2217, #2387, #2416, #4054; ColossalAI#4926; TransformerEngine#435.
+"""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+
+CODE = "GS703"
+NAME = "unsummed-parts"
+GONE = 1e-3
+
+
+def triggered(context: StepContext) -> bool:
+    return any(len(one.ranks) > 1 for one in context.contributions.by_key.values())
+
+
+def judge(case: Case) -> Answer | None:
+    if not case.culprit.absent:
+        return None
+    wrong = [(held, cell) for held, cell in case.cells if not cell.right]
+    if not wrong or any(abs(cell.ratio) > GONE for _, cell in wrong):
+        return None
+    for held, cell in wrong:
+        if held.replay.basis.summands.get(cell.key, 1) < 2:
+            return None
+        own = [one for one in held.cells if one.key == cell.key and abs(one.ratio) > GONE]
+        coordinate = case.context.contributions.coordinate
+        if not own or any(coordinate.get(held.replay.basis.origin[one.column]) != cell.key[0] for one in own):
+            return None
+    ranks = sorted({held.rank for held, _ in wrong})
+    return Answer(
+        explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
+        f"{len({held.param for held, _ in wrong})} parameters; the sum over the ranks that share these tokens, which "
+        "is the gradient, was never taken. The copies of these parameters drift apart.",
+        fix="All-reduce (sum) the gradients of these parameters over the tensor-parallel group after the last "
+        "backward, or give them a DTensor layout that does.",
+    )

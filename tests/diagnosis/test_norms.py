@@ -1,0 +1,149 @@
+"""The norm of a model's gradient out of what each rank holds, and which norm a clip used. Made by hand, no process."""
+
+from __future__ import annotations
+
+from math import inf, prod, sqrt
+
+import pytest
+
+from gradcheck_dist.diagnosis.clips import COPIES, RIGHT, SHARDS, STAGE, UNNAMED, is_round, judge_clips
+from gradcheck_dist.diagnosis.norms import ClipCall, Interval, Part, StepNorms, norm_of
+from gradcheck_dist.events import Clip
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+SIZE = 8
+WHOLE: Box = ((0,), (SIZE,))
+FIRST: Box = ((0,), (SIZE // 2,))
+SECOND: Box = ((SIZE // 2,), (SIZE // 2,))
+
+
+def part(name: str, rank: int, norm: float, box: Box | None = WHOLE, *, stage: int = -1, **known: object) -> Part:
+    fields = {"partial": False, "num_nonfinite": 0, "dtype": "float32", "size": SIZE} | known
+    whole = box is not None and prod(box[1]) == fields["size"]
+    return Part(key=(stage, name), rank=rank, norm=norm, box=box, whole=whole, **fields)  # type: ignore[arg-type]
+
+
+def clipped(parts: dict[int, list[Part]], norms: dict[int, float], max_norm: float = 1.0) -> StepNorms:
+    """One call of a clip on every rank, all of one model."""
+    calls = []
+    for rank, norm in norms.items():
+        event = Clip(seq=1, t_ns=0, step=0, params=0, max_norm=max_norm, norm_type=2.0, total_norm=norm,
+                     coefficient=min(1.0, max_norm / (norm + 1e-6)), norm_dtype="float32")  # fmt: skip
+        calls.append(ClipCall(rank, event, tuple(parts[rank]), ("train.py", 3, 0)))
+    held = {(one.rank, one.key): one for of_rank in parts.values() for one in of_rank}
+    return StepNorms(calls, held, [frozenset(parts)])
+
+
+def meanings(norms: StepNorms) -> list[str]:
+    return [one.meaning for one in judge_clips(norms)]
+
+
+SHARDED = {0: [part("w", 0, 3.0, FIRST)], 1: [part("w", 1, 4.0, SECOND)]}
+STAGES = {0: [part("w", 0, 3.0, stage=0)], 1: [part("w", 1, 4.0, stage=1)]}
+REPLICATED = {rank: [part("w", rank, 3.0), part("n", rank, 4.0)] for rank in (0, 1)}
+TENSOR = {0: [part("w", 0, 3.0, FIRST), part("n", 0, 1.0)], 1: [part("w", 1, 4.0, SECOND), part("n", 1, 1.0)]}
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [(SHARDED, 5.0), (STAGES, 5.0), (REPLICATED, 5.0), (TENSOR, sqrt(26.0))],
+    ids=["shards", "stages", "copies", "shards and copies"],
+)
+def test_parts_add_up_and_copies_count_once(parts: dict[int, list[Part]], expected: float) -> None:
+    norm = norm_of(one for of_rank in parts.values() for one in of_rank)
+    assert norm.known and norm.exact
+    assert norm.middle == pytest.approx(expected)
+
+
+def test_a_missing_shard_leaves_the_norm_unknown() -> None:
+    assert not norm_of(SHARDED[0]).known
+
+
+def test_overflowed_elements_leave_the_norm_unknown() -> None:
+    assert not norm_of([part("w", 0, 3.0, num_nonfinite=1)]).known
+
+
+def test_summands_leave_an_interval() -> None:
+    norm = norm_of([part("n", 0, 3.0, partial=True), part("n", 1, 4.0, partial=True)])
+    assert (norm.low, norm.high, norm.exact) == (0.0, pytest.approx(7.0), False)
+
+
+def test_copies_that_disagree_may_be_parts() -> None:
+    norm = norm_of([part("b", 0, 3.0), part("b", 1, 4.0)])
+    assert (norm.low, norm.high) == (pytest.approx(3.0), pytest.approx(5.0))
+
+
+def test_a_layout_that_is_not_known_may_be_either() -> None:
+    norm = norm_of([part("flat", 0, 3.0, None), part("flat", 1, 4.0, None)])
+    assert (norm.low, norm.high) == (pytest.approx(4.0), pytest.approx(5.0))
+
+
+def test_tied_matrices_may_count_once_or_twice() -> None:
+    norm = norm_of([part("embedding", 0, 3.0, stage=0), part("head", 1, 3.0, stage=1)])
+    assert norm.holds(3.0, 1e-6) and norm.holds(sqrt(18.0), 1e-6)
+
+
+@pytest.mark.parametrize("parts", [SHARDED, STAGES, REPLICATED], ids=["shards", "stages", "copies"])
+def test_the_norm_of_the_model_is_right(parts: dict[int, list[Part]]) -> None:
+    assert meanings(clipped(parts, {0: 5.0, 1: 5.0})) == [RIGHT, RIGHT]
+
+
+def test_a_norm_within_torchs_own_error_is_right() -> None:
+    size = 67_000_000
+    large: Box = ((0,), (size,))
+    parts = {0: [part("w", 0, 1.0, large, size=size)]}
+    assert meanings(clipped(parts, {0: 1.0 + 5.1e-3})) == [RIGHT]
+    assert meanings(clipped({0: [part("w", 0, 1.0)]}, {0: 1.0 + 5.1e-3})) == [UNNAMED]
+
+
+@pytest.mark.parametrize(
+    ("parts", "used", "meaning"),
+    [
+        (SHARDED, (3.0, 4.0), SHARDS),
+        (STAGES, (3.0, 4.0), STAGE),
+        (REPLICATED, (sqrt(50.0), sqrt(50.0)), COPIES),
+        (TENSOR, (sqrt(27.0), sqrt(27.0)), COPIES),
+        (REPLICATED, (2.5, 2.5), UNNAMED),
+    ],
+    ids=["own shards", "own stage", "copies once a rank", "replicated parts twice", "half of it"],
+)
+def test_a_wrong_norm_is_named_by_what_it_is_the_norm_of(
+    parts: dict[int, list[Part]], used: tuple[float, float], meaning: str
+) -> None:
+    judged = judge_clips(clipped(parts, dict(enumerate(used))))
+    assert [one.meaning for one in judged] == [meaning, meaning]
+    assert all(one.matters for one in judged)
+
+
+def test_a_norm_that_only_is_reported_does_not_matter() -> None:
+    assert not any(one.matters for one in judge_clips(clipped(SHARDED, {0: 3.0, 1: 4.0}, max_norm=inf)))
+
+
+def test_ranks_that_train_models_of_their_own_clip_by_their_own_norms() -> None:
+    norms = clipped(STAGES, {0: 3.0, 1: 4.0})
+    norms.linked = [frozenset({0}), frozenset({1})]
+    assert meanings(norms) == [RIGHT, RIGHT]
+
+
+def test_nothing_is_said_of_a_norm_that_is_not_wholly_known() -> None:
+    assert meanings(clipped({0: SHARDED[0]}, {0: 3.5})) == []
+    flat = {0: [part("flat", 0, 3.0, None)], 1: [part("flat", 1, 4.0, None)]}
+    assert judge_clips(clipped(flat, {0: 3.5, 1: 3.5})) == []
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, 0.25, 10.0, 0.1 * (1 + 5e-5)])
+def test_people_write_round_numbers(value: float) -> None:
+    assert is_round(value)
+
+
+@pytest.mark.parametrize("value", [0.3714, 1.003, 0.0, -1.0, inf, 0.1 * (1 + 5e-4)])
+def test_other_numbers_come_out_of_something(value: float) -> None:
+    assert not is_round(value)
+
+
+def test_where_rounding_is_coarse_only_one_digit_counts() -> None:
+    assert is_round(0.5015, 5e-3) and not is_round(0.25, 5e-3)
+
+
+def test_an_interval_holds_what_lies_inside() -> None:
+    assert Interval(1.0, 2.0).holds(1.5, 0.0) and not Interval(1.0, 2.0).holds(2.1, 1e-3)

@@ -1,0 +1,253 @@
+"""Clips of a user's loop: what is right stays clean, however it is written; what is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+from torch import nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+utils = torch.nn.utils  # looked up when called: probes replace its functions
+NUM_STEPS = 2
+Finish = Callable[[nn.Module], None]
+
+
+def accumulate(model: nn.Module, between: Callable[[], object] = lambda: None, scale: float = 1.0) -> None:
+    data = [batch(0, k) for k in range(3)]
+    total = sum(int((labels >= 0).sum()) for _, labels in data)
+    for part in data:
+        (scale * token_sum(model, part) / total).backward()
+        between()
+
+
+def trained(run_dir: Path, finish: Finish, model: nn.Module | None = None) -> Report:
+    """The judgement of steps that accumulate, `finish` and step."""
+    model = model or Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model)
+            finish(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+def codes(report: Report) -> list[str]:
+    return [finding.code for finding in report.findings]
+
+
+def by_hand(max_norm: float) -> Finish:
+    def clip(model: nn.Module) -> None:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = float(torch.cat([grad.flatten() for grad in grads]).norm())
+        for grad in grads:
+            grad.mul_(min(1.0, max_norm / norm))
+
+    return clip
+
+
+def in_groups(model: Net) -> None:
+    utils.clip_grad_norm_(model.inner.parameters(), 0.1)
+    utils.clip_grad_norm_([*model.embedding.parameters(), *model.head.parameters()], 0.2)
+
+
+def one_by_one(model: nn.Module) -> None:
+    for param in model.parameters():
+        utils.clip_grad_norm_(param, 0.05)
+
+
+def norm_apart(model: nn.Module) -> None:
+    params = list(model.parameters())
+    utils.clip_grads_with_norm_(params, 0.3, utils.get_total_norm([param.grad for param in params]))
+
+
+def value_then_norm(model: nn.Module) -> None:
+    utils.clip_grad_value_(model.parameters(), 0.02)
+    utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+CORRECT: dict[str, Finish] = {
+    "clip_grad_norm_": lambda model: utils.clip_grad_norm_(model.parameters(), 0.3),
+    "a generator": lambda model: utils.clip_grad_norm_((param for param in model.parameters()), 0.3),
+    "a norm that is only logged": lambda model: utils.clip_grad_norm_(model.parameters(), float("inf")),
+    "another norm": lambda model: utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf")),
+    "norm and clip apart": norm_apart,
+    "groups of parameters": in_groups,
+    "each parameter": one_by_one,
+    "by hand": by_hand(0.25),
+    "by hand to another norm": by_hand(0.37),
+    "values": lambda model: utils.clip_grad_value_(model.parameters(), 0.01),
+    "values, then the norm": value_then_norm,
+}
+
+
+@pytest.mark.parametrize("name", CORRECT)
+def test_a_correct_clip_is_clean(name: str, tmp_path: Path) -> None:
+    report = trained(tmp_path, CORRECT[name])
+    assert (report.verdict, codes(report)) == ("clean", [])
+    assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
+
+
+def test_the_recorded_norms_are_those_of_the_gradients(tmp_path: Path) -> None:
+    trained(tmp_path, CORRECT["clip_grad_norm_"])
+    trace = read_run(tmp_path).ranks[0]
+    clips = [event for event in trace.events if isinstance(event, Clip)]
+    assert [norms.seq for norms in trace.norms] == [clip.seq for clip in clips]
+    for norms, clip in zip(trace.norms, clips, strict=True):
+        values = np.frombuffer(norms.values)
+        assert len(values) == 5
+        assert np.sqrt((values**2).sum()) == pytest.approx(clip.total_norm, rel=1e-6)
+        assert clip.norm_dtype == "float32"
+
+
+def test_where_nothing_is_clipped_norms_are_those_of_the_step(tmp_path: Path) -> None:
+    trained(tmp_path, lambda model: None)
+    trace = read_run(tmp_path).ranks[0]
+    assert [norms.seq for norms in trace.norms] == [e.seq for e in trace.events if isinstance(e, OptimizerStep)]
+
+
+def test_a_forgotten_constant_is_no_clip(tmp_path: Path) -> None:
+    def forget(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad.mul_(0.0371)  # type: ignore[union-attr]
+
+    (finding,) = trained(tmp_path, forget).findings
+    assert finding.factor.observed == pytest.approx(0.0371, rel=1e-4)
+
+
+def test_a_norm_of_less_than_was_clipped_is_a_warning(tmp_path: Path) -> None:
+    def without_embeddings(model: Net) -> None:
+        norm = utils.get_total_norm([param.grad for param in model.inner.parameters()])
+        utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+
+    (finding,) = trained(tmp_path, without_embeddings).findings
+    assert (finding.code, finding.severity) == ("GS602", "warning")
+    assert finding.first_event is not None and finding.first_event.kind == "clip"
+    model = Net()
+    accumulate(model)
+    inner = utils.get_total_norm([param.grad for param in model.inner.parameters()])
+    whole = utils.get_total_norm([param.grad for param in model.parameters()])
+    assert finding.factor.observed == pytest.approx(float(inner / whole), rel=1e-5)
+    assert finding.steps == [0, 1]
+
+
+def test_a_clip_that_finds_nothing_left_has_no_effect(tmp_path: Path) -> None:
+    def used_up(model: nn.Module) -> None:
+        params = (param for param in model.parameters())
+        norm = utils.get_total_norm([param.grad for param in params])
+        utils.clip_grads_with_norm_(params, 0.3, norm)
+
+    (finding,) = trained(tmp_path, used_up).findings
+    assert finding.code == "GS603"
+    assert "no parameter" in finding.explanation
+
+
+def test_a_clip_behind_the_optimizer_has_no_effect(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model)
+            optimizer.step()
+            utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == ["GS603"]
+    assert "GS603" in report.rules.failed and "GS602" in report.rules.passed
+
+
+def test_two_optimizers_may_clip_and_step_in_turn(tmp_path: Path) -> None:
+    model = Net()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.embedding, model.inner, model.head)]
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model)
+            for optimizer in optimizers:
+                utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+                optimizer.step()
+            model.zero_grad()
+    assert codes(diagnose(read_run(tmp_path))) == []
+
+
+def test_clipping_inside_the_accumulation_loop_is_early(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        accumulate(model, lambda: utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+    run = read_run(tmp_path)
+    first, second, _ = (event.coefficient for event in run.ranks[0].events if isinstance(event, Clip))
+    report = diagnose(run)
+    assert codes(report) == ["GS605"]
+    ratios = {weight.contribution.accumulation_step: weight.ratio for weight in report.weights}
+    assert ratios == {
+        0: pytest.approx(first * second, rel=1e-3),
+        1: pytest.approx(second, rel=1e-3),
+        2: pytest.approx(1),
+    }
+
+
+@pytest.mark.parametrize("order", ["unscaled", "scaled", "threshold scaled"])
+def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(order: str, tmp_path: Path) -> None:
+    model, scaler = Net(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.zeros(()))
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model, scale=scaler.get_scale())
+            if order == "unscaled":
+                scaler.unscale_(optimizer)
+            utils.clip_grad_norm_(model.parameters(), 0.1 * (scaler.get_scale() if "threshold" in order else 1.0))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == (["GS604"] if order == "scaled" else [])
+    if order == "scaled":
+        assert report.findings[0].factor.observed == pytest.approx(1 / 65536)
+        assert report.findings[0].factor.expression == "1/loss_scale"
+
+
+def test_a_part_that_is_cut_off_is_a_remark_and_the_verdict_stays_clean(tmp_path: Path) -> None:
+    class Cut(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never_called = nn.Linear(4, 4)
+            self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.frozen(torch.tanh(self.inner(self.embedding(tokens))).detach()))
+
+    report = trained(tmp_path, lambda model: None, Cut())
+    (finding,) = report.findings
+    assert (report.verdict, finding.code, finding.severity) == ("clean", "GS702", "info")
+    assert "embedding.weight, inner.bias, inner.weight" in finding.explanation
+    assert finding.num_parameters == 3
+
+
+def test_hyperparameters_that_are_no_numbers_do_not_lose_the_step(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        def __init__(self, params: object, lr: float) -> None:
+            super().__init__(params, lr=lr)  # type: ignore[arg-type]
+            self.param_groups[0]["eps"] = (None, 1e-3)
+            self.param_groups[0]["betas"] = None
+
+    model = Net()
+    optimizer = Odd([{"params": model.inner.parameters()}, {"params": model.head.parameters(), "lr": 0.2}], lr=0.1)
+    with attach(tmp_path):
+        accumulate(model)
+        optimizer.step()
+    (step,) = (event for event in read_run(tmp_path).ranks[0].events if isinstance(event, OptimizerStep))
+    assert step.lr == 0.1 and "eps" not in step.hyperparameters
+    assert [group.lr for group in step.groups] == [0.1, 0.2]
