@@ -30,7 +30,7 @@ def study(
         list[str] | None, typer.Option("--only", metavar="STRATEGY", help="Only this one; may be repeated.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write it: .md, .html or .json by the file's ending.")
+        Path | None, typer.Option(metavar="FILE", help="Also write it: .md, .html, .json, or .svg for the norms.")
     ] = None,
     form: Annotated[CompareFormat, typer.Option("--format", help="How to write it to stdout.")] = CompareFormat.text,
 ) -> None:
@@ -42,7 +42,8 @@ def study(
     Exit codes: 0 all coincide with the control, 1 some strategy is off, 2 it could not run.
     """
     if report is not None:
-        _form_of(report)
+        if report.suffix != ".svg":
+            _form_of(report)
         check_writable(report)
     from gradcheck_dist.scenarios import study as studies
 
@@ -55,7 +56,7 @@ def study(
         result = studies.run(chosen, out, progress.update)
     sys.stdout.write(_render(result, form))
     if report is not None:
-        write_file(report, _render(result, _form_of(report)))
+        write_file(report, _picture(result) if report.suffix == ".svg" else _render(result, _form_of(report)))
         typer.echo(f"wrote {report}", err=True)
     raise typer.Exit(result.comparison.exit_code)
 
@@ -64,8 +65,14 @@ def _form_of(report: Path) -> CompareFormat:
     from gradcheck_dist.errors import unknown_value
 
     if report.suffix not in _BY_SUFFIX:
-        raise unknown_value("ending of --report", report.suffix, _BY_SUFFIX, code="E711")
+        raise unknown_value("ending of --report", report.suffix, [*_BY_SUFFIX, ".svg"], code="E711")
     return _BY_SUFFIX[report.suffix]
+
+
+def _picture(result: Result) -> str:
+    from gradcheck_dist.scenarios.study_picture import as_svg
+
+    return as_svg(result)
 
 
 def _render(result: Result, form: CompareFormat) -> str:

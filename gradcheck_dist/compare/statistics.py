@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 OUTLIER_MADS = 8.0
+MIN_OUTLIER = 1e-3
+"""Nearer to the median than this, as a logarithm, no point is taken for an outlier."""
 DRIFT_SIGMAS = 4.0
 MIN_DRIFT = 0.03
 """A change of the ratio over the whole run that matters, as a logarithm: 3 %."""
@@ -125,7 +127,7 @@ def _without_outliers(logs: np.ndarray) -> np.ndarray:
     rise = float(np.median(logs[-third:]) - np.median(logs[:third])) / (count - third)
     flat = logs - rise * np.arange(count)
     distance = np.abs(flat - np.median(flat))
-    return np.asarray(distance <= max(OUTLIER_MADS * 1.4826 * float(np.median(distance)), 1e-6))
+    return np.asarray(distance <= max(OUTLIER_MADS * 1.4826 * float(np.median(distance)), MIN_OUTLIER))
 
 
 def _effective(residual: np.ndarray) -> float:

@@ -9,6 +9,7 @@ import pytest
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.scenarios import study, study_render
+from gradcheck_dist.scenarios.study_picture import as_svg
 
 SMALL = """
 objective: global-token-mean
@@ -42,6 +43,7 @@ def test_the_faulty_pipeline_stands_apart_and_a_second_call_trains_nothing(tmp_p
     assert again.comparison.exit_code == 0
     for written in (study_render.as_text(result), study_render.as_markdown(result), study_render.as_html(result)):
         assert "pp-rescaled" in written and "GS201" in written
+    assert as_svg(result).count("<polyline") == 3
     assert json.loads(study_render.as_json(result))["comparison"]["tests"][1]["name"] == "pp-rescaled"
 
 
