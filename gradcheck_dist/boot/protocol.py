@@ -43,6 +43,7 @@ class Boot:
     steps: Steps = Steps()
     objective: str | None = None
     verify: bool = False
+    exact: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -56,7 +57,8 @@ def decode(text: str) -> Boot:
     """
     try:
         fields = json.loads(text)
-        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], bool(fields["verify"]))
+        options = {name: bool(fields[name]) for name in ("verify", "exact")}
+        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], **options)
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{VARIABLE} is {text!r}, which this version of gradcheck did not write ({error!r})"

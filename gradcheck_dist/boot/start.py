@@ -43,6 +43,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             steps=options.steps,
             restart=restart_count(),
             deferred=True,
+            exact=options.exact,
             verify=options.verify,
         )
     except Exception as error:

@@ -192,20 +192,24 @@ def _put_first(leaf: Tensor, hook_id: int) -> None:
         hooks.update(others)
 
 
-def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> None:
+def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> Tensor | None:
     """A contribution's own gradient arrived at a parameter. Runs once a parameter: guarded by hand and kept short."""
     current = recorder.current
     if current is None:
-        return
+        return None
     start = time.perf_counter_ns()
+    code: Tensor | None = None
     try:
         if recorder.armed and info.wrapper in recorder.armed and info.wrapper not in current.armed:
             current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
-        recorder.leaf(current, info, grad)
+        if recorder.impulses is not None:
+            code = recorder.impulses.code(recorder, current, info, grad)
+        recorder.leaf(current, info, grad if code is None else code)
     except Exception as error:
         recorder.failed("autograd", error)
     finally:
         recorder.probe_ns += time.perf_counter_ns() - start
+    return code  # None leaves the gradient as it is, bit for bit
 
 
 @guarded("autograd")

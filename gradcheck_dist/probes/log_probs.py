@@ -99,6 +99,8 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
         label_hash=label_hash(labels) if labels is not None else None,
         dtype=str(log_probs.dtype).removeprefix("torch."),
     )
+    if recorder.impulses is not None and labels is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
     mark_recorded(log_probs)
     log_probs.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id))
 
@@ -109,6 +111,7 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
     if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
     current.root_loss = None
+    recorder.loss_arrived(current, loss_id)
     local = getattr(grad, "_local_tensor", grad).detach()
     used = local != 0
     num_tokens = used.sum()

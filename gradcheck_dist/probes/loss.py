@@ -127,6 +127,8 @@ def record_loss(
         "num_weighted_tokens": weighted,
     }
     recorder.emit(Loss, seq=seq, **seen)
+    if recorder.impulses is not None:
+        recorder.label_hashes[seq] = seen["label_hash"]
     if output.requires_grad:
         setattr(output, _SEEN, seen)
         mark_recorded(output)
@@ -148,6 +150,7 @@ def gradient_arrived(
 ) -> None:
     if not recorder.recording or recorder.current is None:
         return
+    recorder.loss_arrived(recorder.current, loss_id)
     if is_main:
         recorder.loss_seen_in = recorder.current.seq
     local = getattr(grad, "_local_tensor", grad).detach()

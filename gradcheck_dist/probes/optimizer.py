@@ -102,6 +102,8 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
     )
+    if recorder.impulses is not None:
+        recorder.impulses.optimizer_comes(recorder)
     read = [original for info in infos for original in originals(info)]
     if all(discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
         discovery.stop()

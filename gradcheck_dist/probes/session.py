@@ -19,6 +19,7 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
+from gradcheck_dist.probes.exact import SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
@@ -75,6 +76,7 @@ def attach(
     restart: int = 0,
     deferred: bool = False,
     verify: bool = False,
+    exact: bool = False,
 ) -> Session:
     """Record this process's training from here on. Call it before the model is wrapped for the fullest picture.
 
@@ -91,6 +93,8 @@ def attach(
             prevents it is then told on stderr and not raised.
         verify: check the backward of every module in the first recorded step by central differences. It takes some
             dozens of forward passes, before the optimizer steps, and leaves training bit for bit as it was.
+        exact: read weights to the last digit: the gradients of the first recorded step are replaced by codes, and the
+            process ends before the optimizer applies them.
 
     Raises:
         GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301).
@@ -106,6 +110,9 @@ def attach(
         )
     given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     folder = Path(given) if given else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+    if exact:
+        sample_size = max(sample_size, SAMPLE_SIZE)
 
     def locate() -> tuple[Path, Header]:
         rank, world_size = _rank_and_world_size()
@@ -127,6 +134,9 @@ def attach(
 
     writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)
     recorder = Recorder(writer, steps=steps, sample_size=sample_size)
+    if exact:
+        recorder.impulses = Impulses(int(getattr(steps, "first", 0)))
+        recorder.status("exact", False, WHAT_IT_HIDES)
     patches = Patches()
     for name in only:
         install(name, recorder, patches)

@@ -184,6 +184,8 @@ def _evaluated(
         num_labels=labels.numel() if labels is not None else None,
         label_hash=label_hash(labels) if labels is not None else None,
     )
+    if recorder.impulses is not None and labels is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
     return loss_id
 
 
