@@ -21,14 +21,22 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 
 
-def check_terminal() -> None:
+def check_terminal(option: str = "--live") -> None:
     """E752 when the screens have no terminal: before anything is started."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise GradcheckError(
-            "--live needs a terminal, and stdin or stderr is none. Leave --live out; `gradcheck watch RUN` opens the "
-            "same screens from another terminal at any time.",
+            f"{option} needs a terminal, and stdin or stderr is none. Leave {option} out; `gradcheck watch RUN` opens "
+            "the same screens over a run folder in any terminal, at any time.",
             code="E752",
         )
+
+
+def open_screens(folder: Path) -> None:
+    """The screens over a folder of runs, until they are closed."""
+    from gradcheck_dist.tui.app import WatchApp
+    from gradcheck_dist.tui.source import FolderSource
+
+    WatchApp(FolderSource(folder), str(folder)).run()
 
 
 def run_beside(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> int:
@@ -46,12 +54,15 @@ def run_beside(command: Sequence[str], environment: Mapping[str, str], folder: P
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with log.open("wb") as output, child.started(command, environment, stdout=output, **streams) as running:
         app = WatchApp(FolderSource(folder), str(folder))
+        closed = threading.Event()
         with _closed_by_signals(app):
-            threading.Thread(target=_tell, args=(running, app), daemon=True).start()
+            threading.Thread(target=_tell, args=(running, app, closed), daemon=True).start()
             try:
                 app.run()
             except Exception as error:  # the screens are ours, the command is the user's
                 _say(f"the screens broke ({error}); the command goes on")
+            finally:
+                closed.set()
         if running.poll() is None:
             _say(f"the screens are closed, the command goes on; Ctrl-C interrupts it. Again: gradcheck watch {folder}")
         with contextlib.suppress(OSError):  # the terminal is gone, or nobody reads on
@@ -79,11 +90,15 @@ def _closed_by_signals(app: WatchApp) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell(running: subprocess.Popen[bytes], app: WatchApp) -> None:
-    """Tell the screens when the command ends."""
+def _tell(running: subprocess.Popen[bytes], app: WatchApp, closed: threading.Event) -> None:
+    """Tell the screens when the command ends, which may be before they are there."""
     code = child.exit_code(running.wait())
-    with contextlib.suppress(Exception):  # they are closed already
-        app.call_from_thread(app.command_ended, code)
+    while not closed.is_set():
+        try:
+            app.call_from_thread(app.command_ended, code)
+            return
+        except RuntimeError:  # not running yet, or not any more
+            closed.wait(POLL_S)
 
 
 def _print_until_end(running: subprocess.Popen[bytes], log: Path) -> None:

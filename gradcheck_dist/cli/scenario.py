@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -51,6 +52,7 @@ def scenario(
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Leave one run folder a variant, DIR/<variant>.")
     ] = None,
+    tui: Annotated[bool, typer.Option("--tui", help="Look at the runs on the screens before the result.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to write the result to stdout.")] = Format.text,
 ) -> None:
     """Reproduce a known bug and diagnose it.
@@ -71,6 +73,12 @@ def scenario(
         )
     if name is not None and all_:
         raise GradcheckError(f"--all runs {name} too. Name a scenario, or give --all.", code="E601")
+    if tui:
+        from gradcheck_dist.cli.live import check_terminal
+
+        if name is None:
+            raise GradcheckError("--tui shows the runs of one scenario. Name one instead of --all.", code="E601")
+        check_terminal("--tui")
     from gradcheck_dist.scenarios.jobs import Overrides
 
     overrides = Overrides(nproc, accum, microbatches, seed, steps, dtype, str(data) if data is not None else None)
@@ -80,12 +88,21 @@ def scenario(
         _run_all(library, overrides, keep, report, form)
     else:
         check_report(report)
-        _run_one(name, library, overrides, keep, report, form)
+        _run_one(name, library, overrides, keep, report, form, tui)
 
 
 def _run_one(
-    name: str, library: Path | None, overrides: Overrides, keep: Path | None, report: Path | None, form: Format
+    name: str,
+    library: Path | None,
+    overrides: Overrides,
+    keep: Path | None,
+    report: Path | None,
+    form: Format,
+    tui: bool = False,
 ) -> None:
+    if tui and keep is None:
+        with tempfile.TemporaryDirectory(prefix="gradcheck-") as folder:
+            _run_one(name, library, overrides, Path(folder), report, form, tui)
     from gradcheck_dist.scenarios.jobs import check
     from gradcheck_dist.scenarios.schema import load
 
@@ -101,6 +118,10 @@ def _run_one(
         result = run_scenario(
             chosen, overrides, keep=keep, command=("gradcheck", *sys.argv[1:]), on_progress=progress.update
         )
+    if tui and keep is not None:
+        from gradcheck_dist.cli.live import open_screens
+
+        open_screens(keep)
     show(result.report, form)
     write_report(report, result.report)
     if result.error is not None:

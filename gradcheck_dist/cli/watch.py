@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +12,8 @@ import typer
 
 from gradcheck_dist.errors import GradcheckError
 
+LOCALHOST = "localhost"
+
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of a scenario's variants.")],
@@ -17,6 +21,8 @@ def watch(
         Path | None, typer.Option(metavar="RUN", help="Another run for the Compare screen. Default: a sibling.")
     ] = None,
     screen: Annotated[str, typer.Option(help="The screen to open first.")] = "overview",
+    web: Annotated[bool, typer.Option("--web", help="Serve the screens to browsers of this machine.")] = False,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of --web.")] = 8000,
 ) -> None:
     """Look at a run, live or afterwards.
 
@@ -29,15 +35,42 @@ def watch(
             "`gradcheck scenario --keep`.",
             code="E751",
         )
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    from gradcheck_dist.errors import unknown_value
+    from gradcheck_dist.tui.app import SCREENS, WatchApp
+
+    if screen not in SCREENS:
+        raise unknown_value("screen", screen, SCREENS, code="E753")
+    if web:
+        _serve(run, compare, screen, port)
+        return
+    served = "TEXTUAL_DRIVER" in os.environ  # below --web, where a browser is the terminal
+    if not served and not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise GradcheckError(
             "gradcheck watch needs a terminal, and stdin or stderr is none. Use `gradcheck diagnose RUN` in scripts.",
             code="E752",
         )
-    from gradcheck_dist.errors import unknown_value
-    from gradcheck_dist.tui.app import SCREENS, WatchApp
     from gradcheck_dist.tui.source import FolderSource
 
-    if screen not in SCREENS:
-        raise unknown_value("screen", screen, SCREENS, code="E753")
     WatchApp(FolderSource(run, compare=compare), str(run), mode=screen).run()
+
+
+def _serve(run: Path, compare: Path | None, screen: str, port: int) -> None:
+    """Every browser gets a process with screens of its own; only this machine can connect."""
+    try:
+        from textual_serve.server import Server
+    except ImportError as error:
+        raise GradcheckError(
+            "gradcheck watch --web needs textual-serve, which is not installed. Install it with "
+            "`pip install 'gradcheck-dist[web]'`, or leave --web out.",
+            code="E755",
+        ) from error
+    command = [sys.executable, "-m", "gradcheck_dist", "watch", str(run.absolute()), "--screen", screen]
+    if compare is not None:
+        command += ["--compare", str(compare.absolute())]
+    try:
+        Server(shlex.join(command), host=LOCALHOST, port=port, title=f"gradcheck watch {run.name}").serve()
+    except OSError as error:
+        raise GradcheckError(
+            f"cannot serve on port {port} of {LOCALHOST}: {error.strerror or error}. Name another one with --port.",
+            code="E756",
+        ) from error
