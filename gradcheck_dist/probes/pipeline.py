@@ -145,7 +145,7 @@ def after_scale(recorder: Recorder, stage: Any, seq: int, divisor: float) -> Non
 def _watch_step(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        opened = open_step(recorder)
+        opened = open_step(recorder, self)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -156,9 +156,12 @@ def _watch_step(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
 
 
 @guarded("pipeline")
-def open_step(recorder: Recorder) -> bool:
+def open_step(recorder: Recorder, schedule: Any) -> bool:
     if recorder.in_pipeline:
         return False
+    for stage in _stages(schedule):
+        if id(stage.submod) not in recorder.registry.known_modules:  # made of meta tensors, real by now
+            autograd.add_root(recorder, stage.submod, stage.stage_index)
     if torch.is_grad_enabled():
         recorder.ensure_step()
     recorder.in_pipeline = True
@@ -178,7 +181,7 @@ def close_step(recorder: Recorder, schedule: Any) -> None:
 
 
 def _emit_step(recorder: Recorder, schedule: Any, site: Site | None) -> None:
-    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    stages = _stages(schedule)
     group = stages[0].group
     seq = recorder.next_seq()
     recorder.emit(
@@ -195,3 +198,7 @@ def _emit_step(recorder: Recorder, schedule: Any, site: Site | None) -> None:
     )
     for stage in stages:
         recorder.sample_grads(seq, AFTER, stage_params(recorder, stage))
+
+
+def _stages(schedule: Any) -> list[Any]:
+    return getattr(schedule, "_stages", None) or [schedule._stage]

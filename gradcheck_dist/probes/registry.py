@@ -126,12 +126,16 @@ class Registry:
             self._copies[id(param)] = info
 
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
-        """Name all parameters below a root module; yields those that are new."""
+        """Name all parameters below a root module; yields those that are new.
+
+        Parameters on the meta device are left for later: real ones will take their place (to_empty).
+        """
         for module in root.modules():
-            self.known_modules[id(module)] = module
+            if not any(param.is_meta for param in module.parameters()):
+                self.known_modules[id(module)] = module
         fallback = type(root).__name__
         for name, param in root.named_parameters():
-            if id(param) not in self._by_param:
+            if id(param) not in self._by_param and not param.is_meta:
                 yield self._add(clean_name(name), param, stage, fallback)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:

@@ -1,0 +1,64 @@
+"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2. FAULT=double-division divides by hand what backward() divides already.
+
+gradcheck run -- torchrun --nproc-per-node 2 examples/deepspeed_zero.py
+"""
+
+import os
+import time
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+FAULT, STAGE = os.environ.get("FAULT"), int(os.environ.get("STAGE", "1"))
+VOCABULARY, WIDTH, ACCUMULATION, STEPS = 64, 32, 3, 4
+
+deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled: torch's own optimizers and gloo do
+deepspeed.init_distributed("gloo", verbose=False)
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Embedding(VOCABULARY, WIDTH),
+    nn.LayerNorm(WIDTH),
+    nn.Linear(WIDTH, WIDTH),
+    nn.GELU(),
+    nn.LayerNorm(WIDTH),
+    nn.Linear(WIDTH, VOCABULARY),
+)
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "zero_optimization": {"stage": STAGE},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "gradient_clipping": 1.0,
+}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+generator = torch.Generator().manual_seed(rank)
+for _ in range(STEPS):
+    step = []
+    for _ in range(ACCUMULATION):
+        tokens = torch.randint(VOCABULARY, (4, 17), generator=generator)
+        labels = tokens[:, 1:].clone()
+        for row, length in enumerate(torch.randint(4, 17, (4,), generator=generator)):
+            labels[row, length:] = -100
+        step.append((tokens[:, :-1], labels))
+    num_tokens = torch.tensor(sum(int((labels != -100).sum()) for _, labels in step))
+    dist.all_reduce(num_tokens)
+    for tokens, labels in step:
+        loss = cross_entropy(engine(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss * world_size * ACCUMULATION / num_tokens  # backward() divides by ACCUMULATION, and averages ranks
+        if FAULT == "double-division":
+            loss = loss / ACCUMULATION
+        engine.backward(loss)
+        engine.step()
+if rank == 0:
+    print("parameters", sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+dist.barrier()
+time.sleep(0.3)
+dist.destroy_process_group()
