@@ -1,4 +1,4 @@
-"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2. FAULT=double-division divides by hand what backward() divides already.
+"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2. FAULT=double-division divides by hand what backward() divides too.
 
 gradcheck run -- torchrun --nproc-per-node 2 examples/deepspeed_zero.py
 """

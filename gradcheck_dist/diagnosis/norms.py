@@ -24,9 +24,10 @@ SAME_COPY = {"float32": 1e-5, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1e-2
 """Relative difference of norms up to which two ranks hold copies of one gradient."""
 TIED = 1e-7
 """Two whole matrices whose norms agree so closely are one matrix under two names."""
-LARGE = {"float64": 0.0, "float32": 1.5e-10, "bfloat16": 1e-9, "float16": 2e-9}
+LARGE = {"float64": 0.0, "float32": 1e-9, "bfloat16": 1e-9, "float16": 2e-9}
 """Relative error of a norm of torch's CPU build per element of the largest tensor. Measured (randn): 6.5e-4 at 16.8
-million float32 elements and 5.1e-3 at 67 million, 1.6e-2 at 16.8 million of float16; this allows twice as much."""
+million float32 elements and 5.1e-3 at 67 million, 1.6e-2 at 16.8 million of float16; this allows twice as much, and
+for float32 more: gradients are no randn, and torchtitan's debug model showed 1.3e-4 at 0.5 million."""
 BASE = 2e-5
 
 
