@@ -96,17 +96,9 @@ class Account:
 def account(data: StepData, held: Held, cell: Cell) -> Account:
     """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
     replay, column, holder = held.replay, cell.column, held.rank
-    origin = replay.basis.origin[column]
     result = Account(cell.root_ratio)
-    slot = replay.basis.keys[column][1:]
-    leaf = _leaf_event(data, held, origin, slot)
-    entries, carried_over = _route(replay, column, origin, holder)
-    result.leaf = leaf
-    result.arrived = holder == origin or carried_over
-    if not carried_over and holder != origin:
-        lost = [entry for entry in entries if isinstance(entry.event, ZeroGrad)]
-        entries, leaf = (entries, leaf) if lost else _by_hand(data, held, column)
-        result.arrived = bool(entries)
+    result.leaf = _leaf_event(data, held, replay.basis.origin[column], replay.basis.keys[column][1:])
+    entries, leaf, result.arrived = path(data, held, column)
     _walk(data, result, entries, column, leaf)
     last = replay.final(holder)
     if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
@@ -114,6 +106,20 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
         start = result.gaps[-1].end if result.gaps else leaf
         result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
     return result
+
+
+def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None, bool]:
+    """The entries of the replayed ledger that a contribution passes on its way to the optimizer's rank, in order; the
+    event from which it starts; and whether it ever arrives there."""
+    replay, holder = held.replay, held.rank
+    origin = replay.basis.origin[column]
+    leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
+    entries, carried_over = _route(replay, column, origin, holder)
+    if carried_over or holder == origin:
+        return entries, leaf, True
+    if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
+        entries, leaf = _by_hand(data, held, column)
+    return entries, leaf, bool(entries)
 
 
 def _walk(data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None) -> None:

@@ -240,9 +240,7 @@ class StepView:
             return []
         cached = self._paths.get((id(held), key))
         if cached is None:
-            cached = self._paths[id(held), key] = self._stops(
-                way(held.replay, cell.column, cell.root_ratio, holder), cell.root_ratio, key
-            )
+            cached = self._paths[id(held), key] = self._stops(way(self.verdict.data, held, cell), cell.root_ratio, key)
         return cached
 
     def _stops(self, states: list[State], root: float, key: ContributionKey) -> list[Stop]:
