@@ -80,6 +80,11 @@ class Account:
         return self.root * prod(step.factor for step in self.steps)
 
     @cached_property
+    def measured(self) -> bool:
+        """Whether some of what is documented had to be measured."""
+        return any(step.opaque for step in self.steps)
+
+    @cached_property
     def factors(self) -> dict[Hand, list[float]]:
         """What each recorded hand did, time after time."""
         found: dict[Hand, list[float]] = {}

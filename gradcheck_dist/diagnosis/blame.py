@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, or
 from gradcheck_dist.diagnosis.hands import Judged, Surroundings, blame_losses, excuse, recorded, still_wrong
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
 
 
@@ -42,7 +43,9 @@ def blame(
             key = (held.signature, cell.key, cell.column)
             if key not in accounts:
                 accounts[key] = account(data, held, cell)
-            every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0)))
+            loss = contributions.by_key[cell.key].loss
+            rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
+            every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
     wrong = [one for one in every if not one.cell.right]
     wrong = _never_arrived(data, contributions, wrong)
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
@@ -57,7 +60,24 @@ def blame(
     around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank))
     recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares])
+    _join_noisy(every)
     return _collect(every)
+
+
+def _join_noisy(every: list[Judged]) -> None:
+    """A weight that came out right only as far as its noise can tell shares the fate of those to which the same was
+    done, where what they came to is within its noise as well."""
+    told: dict[tuple[object, ...], Judged] = {}
+    for one in every:
+        if one.shares:
+            told.setdefault((id(one.held), round(one.account.documented, 9)), one)
+    for one in every:
+        other = told.get((id(one.held), round(one.account.documented, 9)))
+        if one.shares or other is None or len(other.shares) < 2:
+            continue
+        together = prod(share for _, share in other.shares)
+        if abs(together - one.cell.ratio) <= one.cell.margin:
+            one.shares = list(other.shares)
 
 
 def _never_arrived(data: StepData, contributions: Contributions, wrong: list[Judged]) -> list[Judged]:

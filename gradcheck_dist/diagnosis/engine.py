@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
+from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
@@ -160,7 +161,8 @@ def _all_cases(
     """
     held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
     together = pool(verdict.held)
-    if not held_alone and all(cell.right for held in together for cell in held.cells):
+    quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
+    if quiet and not losses_show(together, own_objective(verdict.contributions, expected, tokens), expected):
         return []
     matrix = verdict.held if held_alone else together
     own = own_objective(verdict.contributions, expected, tokens)

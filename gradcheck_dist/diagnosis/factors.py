@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, product
+from math import prod
 
 EXPONENTS = (-2, -1, 1, 2)
 MAX_DENOMINATOR = 4096
+BY_CHANCE = 0.25
+"""A kind of name is not tried where so many of its kind would hit a number by chance."""
+SPAN = 9.0
+"""The logarithms of factors that occur lie within this width: 1/90 to 90."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,9 @@ def name_number(
         near: names that belong to the event in question; a name made of them is preferred.
 
     Returns:
-        At most 8 names; [] when nothing fits. Names that differ only in which of two equal quantities they use are
-        all returned: the caller must say that they cannot be told apart.
+        At most 8 names; [] when nothing fits, or when the tolerance is so wide that names fit by chance. Names that
+        differ only in which of two equal quantities they use are all returned: the caller must say that they cannot be
+        told apart.
     """
     if value <= 0:
         return []
@@ -77,11 +83,18 @@ def name_number(
         return [Name("1", 1.0, (), 0.0)]
     found: list[Name] = []
     for count in range(1, max_factors + 1):
-        for names in combinations(sorted(usable), count):
-            for exponents in product(EXPONENTS, repeat=count):
-                number = 1.0
-                for name, exponent in zip(names, exponents, strict=True):
-                    number *= usable[name] ** exponent
+        # Simple powers first: the wider the tolerance, the fewer kinds of names mean anything.
+        for most in (1, 2):
+            choices = [
+                (names, powers)
+                for names in combinations(sorted(usable), count)
+                for powers in product(EXPONENTS, repeat=count)
+                if max(map(abs, powers)) == most
+            ]
+            if len(choices) * 2 * tolerance / SPAN > BY_CHANCE and (count, most) != (1, 1):
+                return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+            for names, exponents in choices:
+                number = prod(usable[name] ** power for name, power in zip(names, exponents, strict=True))
                 if abs(number / value - 1.0) <= tolerance:
                     powers = tuple(zip(names, exponents, strict=True))
                     far = sum(name not in near for name in names)

@@ -33,7 +33,8 @@ class Surroundings:
 
 @dataclass(eq=False)
 class Judged:
-    """A cell, its account and the shares of its ratio that were given to culprits."""
+    """A cell, its account and the shares of its ratio that were given to culprits. `largest` is the largest ratio of
+    the parameter, 1 at most; `rounding` how far the loss's dtype may have rounded the weight, relative."""
 
     held: Held
     cell: Cell
@@ -41,6 +42,7 @@ class Judged:
     shares: list[tuple[Culprit, float]] = field(default_factory=list)
     meant: float = 1.0
     largest: float = 1.0
+    rounding: float = 1e-6
 
     @property
     def tolerance(self) -> float:
@@ -67,9 +69,14 @@ class Judged:
 
     @property
     def allowed(self) -> float:
-        """How far `documented` may be off: it is exact, except for what had to be measured."""
-        exact = max(SAME, self.cell.tolerance)
-        return exact if self.meant == 1 else max(exact, self.tolerance)
+        """How far `documented` may be off: as the loss's dtype rounds, more where something was measured."""
+        return max(SAME, self.exact)
+
+    @property
+    def exact(self) -> float:
+        if self.meant != 1:
+            return max(self.tolerance, self.cell.tolerance)
+        return self.cell.tolerance if self.account.measured else self.rounding
 
 
 def still_wrong(one: Judged) -> bool:
@@ -144,7 +151,7 @@ def _rows(cells: list[Judged]) -> list[Row]:
 
 
 def _row(one: Judged) -> Row:
-    return Row(one.account, one.documented, one.allowed, one.cell.tolerance if one.meant == 1 else one.allowed)
+    return Row(one.account, one.documented, one.allowed, one.exact)
 
 
 def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judged], around: Surroundings) -> None:
