@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.finding import Factor, Finding, FirstEvent
 from gradcheck_dist.diagnosis.norms import StepNorms
 from gradcheck_dist.diagnosis.rules import all_rules
@@ -44,32 +45,32 @@ class Remark:
     rank: int
     event: Event | None
     factor: Factor = field(default_factory=lambda: Factor(observed=None))
+    effect: Effect | None = None
 
 
-def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Finding]:
-    """The findings of all rules that look at a step and not at weights."""
+def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[tuple[Finding, Effect | None]]:
+    """The findings of all rules that look at a step and not at weights, with what each does to the gradient."""
     found = []
     for rule in all_rules():
         remarks: Iterable[Remark] = rule.audit(facts) if hasattr(rule, "audit") else ()
         for remark in remarks:
-            found.append(
-                Finding(
-                    code=rule.CODE,
-                    name=rule.NAME,
-                    severity=remark.answer.severity,
-                    step=facts.context.step,
-                    factor=remark.factor,
-                    pattern=remark.pattern,
-                    units=sorted({units.get(param, param[1]) for param in remark.params}),
-                    num_parameters=len(remark.params),
-                    ranks=sorted(remark.ranks),
-                    first_event=_first_event(remark),
-                    explanation=remark.answer.explanation,
-                    fix=remark.answer.fix,
-                    suggested_experiment=remark.answer.suggested_experiment,
-                    steps=[facts.context.step],
-                )
+            finding = Finding(
+                code=rule.CODE,
+                name=rule.NAME,
+                severity=remark.answer.severity,
+                step=facts.context.step,
+                factor=remark.factor,
+                pattern=remark.pattern,
+                units=sorted({units.get(param, param[1]) for param in remark.params}),
+                num_parameters=len(remark.params),
+                ranks=sorted(remark.ranks),
+                first_event=_first_event(remark),
+                explanation=remark.answer.explanation,
+                fix=remark.answer.fix,
+                suggested_experiment=remark.answer.suggested_experiment,
+                steps=[facts.context.step],
             )
+            found.append((finding, remark.effect))
     return found
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.audit import Remark
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.clips import JudgedClip
+from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 
-def remark(clips: list[JudgedClip], answer: Answer) -> Remark:
+def remark(facts: StepFacts, clips: list[JudgedClip], answer: Answer) -> Remark:
     """One finding for all clips of one line; the factor is that of the rank on which it is furthest off."""
     first = min(clips, key=lambda one: (one.call.event.step, one.call.rank, one.call.event.seq))
     worst = max(clips, key=lambda one: abs(one.ratio - 1))
+    used = {one.call.rank: one.call.event.coefficient for one in clips}
     return Remark(
         answer=answer,
         pattern=f"total norm / norm of the gradients: {numbers(clips, 'ratio')}",
@@ -20,6 +22,7 @@ def remark(clips: list[JudgedClip], answer: Answer) -> Remark:
         rank=first.call.rank,
         event=first.call.event,
         factor=Factor(observed=worst.ratio, tolerance=worst.call.tolerance),
+        effect=effect_of_clip(facts.data, facts.norms, used, first.right_coefficient),
     )
 
 

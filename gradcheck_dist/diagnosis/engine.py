@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -14,8 +15,10 @@ from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
+from gradcheck_dist.diagnosis.consequence import consequence
 from gradcheck_dist.diagnosis.context import StepContext, step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
+from gradcheck_dist.diagnosis.effect import Effect, effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
@@ -32,8 +35,18 @@ from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.trace.run import Run
 
+LOST = "GS401"
 EXACT = 1e-6
 """Tolerance of ratios that token counts alone determine."""
+
+
+Cause = tuple[object, ...]
+
+
+def cause(finding: Finding) -> Cause:
+    """Equal for what repeats step after step: same rule and same culprit line."""
+    event = finding.first_event
+    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
 
 
 @dataclass
@@ -50,6 +63,15 @@ class StepVerdict:
     remarks: list[str] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
+    without_lost: StepVerdict | None = None
+    effects: dict[Cause, Effect] = field(default_factory=dict)
+
+    def found(self, finding: Finding, effect: Effect | None) -> None:
+        """Keep a finding, with what it does to this step's gradient where that is known."""
+        self.findings.append(finding)
+        if effect is not None:
+            self.effects[cause(finding)] = effect
+            finding.consequence = consequence([effect])
 
 
 def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
@@ -90,9 +112,21 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
+    verdicts, more = without_warm_up(verdicts)
+    notes += more
     report = _report(run, verdicts, objective, objective_from)
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
+
+
+def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
+    """A pass that was thrown away in the first step and never again was a warm-up and no fault."""
+    lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
+    if len(verdicts) < 2 or not lost[0] or any(lost[1:]) or verdicts[0].without_lost is None:
+        return verdicts, []
+    step = verdicts[0].context.step
+    note = f"step {step}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
+    return [verdicts[0].without_lost, *verdicts[1:]], [note]
 
 
 def objective_of(run: Run, given: str | None) -> tuple[str, str]:
@@ -105,8 +139,10 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
     return DEFAULT_OBJECTIVE, "assumed: none was declared"
 
 
-def judge_step(run: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
-    """Judge one optimizer step."""
+def judge_step(
+    run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False
+) -> StepVerdict:
+    """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so."""
     data = step_data(run, step)
     contributions = collect(data.events)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
@@ -116,7 +152,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     if not _tokens_known(run, data):
         return verdict
     measured = measure(data, contributions)
-    target = aim(objective, data, contributions, measured)
+    target = aim(objective, data, contributions, measured, drop_lost=drop_lost)
     expected = target.expected
     verdict.contributions = context.contributions = target.contributions
     verdict.reasons += target.reasons
@@ -137,14 +173,20 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str) -> Step
     terms = judge_terms(context, data.events, contributions, expected, cases)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
-    verdict.findings = [_finding(case, verdict.units) for case in [*cases, *terms.cases]]
+    norms_of = (data, norms, verdict.held, target.contributions, expected)
+    for case in [*cases, *terms.cases]:
+        finding = _finding(case, verdict.units)
+        verdict.found(finding, None if case.terms else effect_of_case(case, *norms_of))
     verdict.weights = summary.weights(
         step, verdict.held, verdict.units, contributions, None if target.relative else expected
     )
     found = frozenset(finding.code for finding in verdict.findings)
     facts = StepFacts(context, data, contributions, norms, verdict.held, found)
-    verdict.findings += audit(facts, verdict.units)
+    for finding, effect in audit(facts, verdict.units):
+        verdict.found(finding, effect)
     verdict.audited = audited(facts)
+    if not drop_lost and any(finding.code == LOST for finding in verdict.findings):
+        verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
     return verdict
 
 
@@ -284,22 +326,27 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
     raise AssertionError("GS000 answers every case")
 
 
-def _merge(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for what repeats step after step: same rule and same culprit line. The first step's stays."""
-    merged: dict[tuple[object, ...], Finding] = {}
-    for finding in findings:
-        event = finding.first_event
-        key = (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
-        if key in merged:
-            merged[key].steps += finding.steps
-        else:
-            merged[key] = finding
+def _merge(verdicts: list[StepVerdict]) -> list[Finding]:
+    """One finding for what repeats step after step. The first step's stays; its consequence is that of all steps."""
+    merged: dict[Cause, Finding] = {}
+    effects: dict[Cause, list[Effect]] = defaultdict(list)
+    for verdict in verdicts:
+        for finding in verdict.findings:
+            key = cause(finding)
+            if key in merged:
+                merged[key].steps += finding.steps
+            else:
+                merged[key] = finding
+            if key in verdict.effects:
+                effects[key].append(verdict.effects[key])
+    for key, of_steps in effects.items():
+        merged[key].consequence = consequence(of_steps)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(merged.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
 
 
 def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str) -> Report:
-    findings = _merge(finding for verdict in verdicts for finding in verdict.findings)
+    findings = _merge(verdicts)
     coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])

@@ -69,7 +69,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         if one.meaning in (SHARDS, STAGE):
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
-        yield remark(clips, _answer(clips))
+        yield remark(facts, clips, _answer(clips))
 
 
 def _answer(clips: list[JudgedClip]) -> Answer:

@@ -66,7 +66,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         if one.meaning in (COPIES, UNNAMED):
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
-        yield remark(clips, _answer(clips))
+        yield remark(facts, clips, _answer(clips))
     if facts.weights_right and all(one.right for one in judged):
         yield from _unequal(facts)
 

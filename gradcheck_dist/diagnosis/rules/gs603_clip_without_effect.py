@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -104,4 +105,5 @@ def _remark(facts: StepFacts, calls: list[ClipCall], why: str, fix: str) -> Rema
         rank=first.rank,
         event=event,
         factor=Factor(observed=1 / event.coefficient if event.coefficient else None),
+        effect=effect_of_clip(facts.data, facts.norms, dict.fromkeys(ranks, 1.0), event.coefficient),
     )

@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -87,6 +88,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             observed=event.coefficient / right,
             expression=expression,
             candidates=[Candidate(expression=expression, value=1 / scale)] if expression else [],
+        ),
+        effect=effect_of_clip(
+            facts.data, facts.norms, {one.rank: one.event.coefficient for one, _ in wrong}, right, scale
         ),
     )
 
