@@ -18,8 +18,12 @@ import numpy as np
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+SOFT_TARGETS = "log_softmax"
+"""Op of a loss whose targets are no labels: probes/unseen.py."""
 
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
@@ -49,8 +53,14 @@ class Aim:
         ]
 
 
-def aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
-    """What the weights of a step are compared with."""
+def aim(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], *, drop_lost: bool = False
+) -> Aim:
+    """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
+    the step, also where their tokens were not evaluated again."""
+    lost = discarded(data, contributions)
+    if lost:
+        contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):
@@ -145,16 +155,18 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
 
 
 def may_be_meant(case: Case) -> bool:
-    """Whether a common factor below 1 at the loss may be a coefficient: other losses stand beside it."""
+    """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or its targets are soft."""
     if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
         return False
-    gradients = [c.gradient for c in case.context.contributions.by_key.values()]
-    return 0 < case.pattern.factor < 1 and all(g is not None and g.other_losses > 0 for g in gradients)
+    counted = case.context.contributions.by_key.values()
+    if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
+        return True  # distillation is multiplied by the temperature's square, and more
+    return 0 < case.pattern.factor < 1 and all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
 
 
 def coefficient_unknown(case: Case) -> str:
     return (
-        f"the main loss enters backward with x {case.pattern.factor:.6g}, beside other losses: whether this is its "
-        "coefficient or a wrong normaliser nobody declared. gradcheck_dist.mark_loss(loss, num_tokens, "
-        'term="...", coefficient=...) declares the others'
+        f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant (beside "
+        "other losses, or for a temperature) or a wrong normaliser is not known. gradcheck_dist.mark_loss(loss_sum, "
+        "num_tokens) on the loss before its coefficient tells"
     )

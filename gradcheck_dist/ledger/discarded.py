@@ -1,0 +1,48 @@
+"""Backward passes whose gradients were thrown away before the optimizer came.
+
+Sharpness-aware and adversarial training evaluate a batch, take a gradient, empty the buffers and evaluate it again; a
+warm-up runs a pass for its side effects. What was thrown away then is no part of the step. A zero_grad in the wrong
+place throws away tokens that are never evaluated again: that is a fault and stays in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+
+def discarded(data: StepData, contributions: Contributions) -> set[ContributionKey]:
+    """Contributions all of whose gradients were emptied before the step's first optimizer came; none where that is
+    true of all."""
+    lost: set[ContributionKey] = set()
+    kept: set[ContributionKey] = set()
+    for rank, events in data.events.items():
+        first = next((event.seq for event in events if isinstance(event, OptimizerStep)), None)
+        zeroed = [(e.seq, set(data.params_of(rank, e.params))) for e in events if isinstance(e, ZeroGrad)]
+        for event in events:
+            if not isinstance(event, Backward) or event.params is None:
+                continue
+            key = (contributions.coordinate.get(rank, rank), event.accumulation_step, event.microbatch)
+            touched = set(data.params_of(rank, event.params))
+            gone = any(event.seq < seq < (first or seq + 1) and touched <= params for seq, params in zeroed)
+            (lost if gone else kept).add(key)
+    lost -= kept
+    return lost if kept & set(contributions.by_key) else set()
+
+
+def without(contributions: Contributions, dropped: set[ContributionKey]) -> Contributions:
+    by_key = {key: contribution for key, contribution in contributions.by_key.items() if key not in dropped}
+    return replace(contributions, by_key=by_key)
+
+
+def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
+    """Those whose labels were evaluated again on the same rank, or whose labels nobody knows."""
+    kept = {(key[0], c.label_hash) for key, c in contributions.by_key.items() if key not in lost}
+    return {
+        key
+        for key in lost & set(contributions.by_key)
+        if contributions.by_key[key].label_hash is None or (key[0], contributions.by_key[key].label_hash) in kept
+    }
