@@ -30,10 +30,11 @@ TIMEOUT_S = 300.0
 PLAIN = (
     *("microbatches", "schedule", "stages_per_rank", "scale_grads", "gradient_reduction", "replication"),
     *("reshard_after_forward", "sequence_parallel", "loss_parallel", "activation_checkpointing"),
-    *("preserve_rng_state", "mixed_precision", "dtype"),
+    *("preserve_rng_state", "checkpoint_determinism", "checkpoint_debug", "mixed_precision", "dtype", "compile"),
+    *("float8", "deterministic"),
 )
 """What the control on one process has as everybody has it."""
-_TOLERANCES = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 5e-2}
+_TOLERANCES = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.1}
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def cases() -> list[Case]:
 
 def tolerance(config: TrainConfig) -> float:
     """How far, relatively, the gradient norm may be from the one-process control's."""
+    if config.float8:
+        return _TOLERANCES["float8"]
     return _TOLERANCES[config.dtype if config.mixed_precision == "none" else config.mixed_precision]
 
 

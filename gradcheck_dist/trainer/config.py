@@ -23,6 +23,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "replication": ("ddp", "composable"),
     "reshard_after_forward": ("default", "always", "never"),
     "activation_checkpointing": ("none", "full", "selective"),
+    "checkpoint_determinism": ("default", "none"),
+    "compile": ("none", "aot_eager", "inductor"),
+    "deterministic": ("off", "warn", "on"),
     "gradient_reduction": ("sum", "average"),
     "device": ("auto", "cpu", "cuda"),
 }
@@ -62,6 +65,11 @@ class TrainConfig:
         loss_parallel: leave the logits split along the vocabulary over tp.
         activation_checkpointing: recompute all blocks ("full") or every second one ("selective") in backward.
         preserve_rng_state: recompute with the random numbers of the forward pass.
+        checkpoint_determinism: "default" compares shapes, types and devices of what is recomputed with the forward's.
+        checkpoint_debug: have torch tell, when they differ, which operations ran in both.
+        compile: torch.compile each block with this back end.
+        float8: linear layers of the blocks multiply in float8, by torchao; emulated where the device has no such unit.
+        deterministic: torch.use_deterministic_algorithms: "on" raises where there is none, "warn" says so.
         dropout: probability on the output of attention and feed-forward.
         tied_embeddings: one matrix for embedding and output head.
         num_mtp_heads: further heads, each a block of its own before the shared output matrix, that predict the token
@@ -75,8 +83,11 @@ class TrainConfig:
         vocab_size: at least documents.VOCAB_SIZE, the 256 bytes and the special tokens.
         data: text file, JSONL file or folder of them; None takes the documents of the Python installation.
         tensorboard: folder for TensorBoard scalars; None writes none.
+        wandb_project: Weights & Biases project that gets the same scalars; None writes none.
         seed_checkpoint: torch.distributed.checkpoint folder of the first weights; None makes them from seed.
-        save_checkpoint: folder that gets the last weights; None saves none.
+        save_checkpoint: folder that gets the last weights, the optimizer's state and the number of steps; None saves
+            none.
+        resume: such a folder, of whatever layout: training goes on behind its last step, up to `steps`.
         device: "auto" takes CUDA where every rank of this machine has a GPU of its own, else the CPU.
         faults: names out of faults.py, applied in this order.
 
@@ -108,6 +119,11 @@ class TrainConfig:
     loss_parallel: bool = False
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     preserve_rng_state: bool = True
+    checkpoint_determinism: Literal["default", "none"] = "default"
+    checkpoint_debug: bool = False
+    compile: Literal["none", "aot_eager", "inductor"] = "none"
+    float8: bool = False
+    deterministic: Literal["off", "warn", "on"] = "off"
     dropout: float = 0.0
     tied_embeddings: bool = False
     num_mtp_heads: int = 0
@@ -125,8 +141,10 @@ class TrainConfig:
     vocab_size: int = VOCAB_SIZE
     data: str | None = None
     tensorboard: str | None = None
+    wandb_project: str | None = None
     seed_checkpoint: str | None = None
     save_checkpoint: str | None = None
+    resume: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     faults: tuple[str, ...] = ()
 
@@ -253,6 +271,18 @@ def _check_model(config: TrainConfig) -> None:
         raise GradcheckError(
             f"num_mtp_heads is {config.num_mtp_heads}; legal values here are 0 to seq_len - 1 = {config.seq_len - 1}.",
             code="E207",
+        )
+    if config.float8 and (config.dim % 16 or config.ffn_dim % 16):
+        raise GradcheckError(
+            f"float8=true with dim={config.dim} and ffn_dim={config.ffn_dim}: float8 matrix units take multiples of "
+            "16. Change them, or set float8=false.",
+            code="E207",
+        )
+    if config.resume is not None and config.seed_checkpoint is not None:
+        raise GradcheckError(
+            f"resume={config.resume!r} beside seed_checkpoint={config.seed_checkpoint!r}: both say where the weights "
+            "come from. Set one of them to null.",
+            code="E205",
         )
     if config.num_experts < 0 or (config.num_experts and not 1 <= config.top_k <= config.num_experts):
         raise GradcheckError(

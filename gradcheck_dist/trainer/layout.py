@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 V_SCHEDULES = ("zbv", "dualpipev")
 """A rank holds stage r and the stage opposite: 2 * pp - 1 - r."""
+WHOLE_BACKWARD_SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs")
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbv", "dualpipev")
 """Backward for inputs and for weights run apart, through torch.autograd.grad."""
 
@@ -112,9 +113,10 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
             "not know tensors that are split over tp. Set replication=composable, or dp_shard=2 and up.",
             "E214",
         )
-    if config.dropout:
+    if config.float8:
         _refuse(
-            f"dropout={config.dropout} with tp={tp}: ranks of tp would have to draw the same masks. Set dropout=0.",
+            f"float8=true with tp={tp}: this trainer does not split float8 linear layers over tp. Set tp=1 or "
+            "float8=false.",
             "E214",
         )
 
@@ -198,11 +200,11 @@ def _check_pipeline(config: TrainConfig) -> None:
 def _check_pipeline_with_others(config: TrainConfig) -> None:
     split = config.schedule in SPLIT_BACKWARD_SCHEDULES
     if uses_ddp(config):
-        if config.schedule not in SINGLE_STAGE_SCHEDULES:
+        if split:
             _refuse(
                 f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel "
-                "does not reduce every stage of schedules with several stages a rank (pytorch#144530). Legal "
-                f"schedules: {', '.join(SINGLE_STAGE_SCHEDULES)}; or set replication=composable.",
+                "does not reduce every stage of schedules that compute weight gradients apart (pytorch#144530). Legal "
+                f"schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
                 "E217",
             )
         if config.accum > 1 and config.gradient_reduction == "sum":
@@ -218,24 +220,5 @@ def _check_pipeline_with_others(config: TrainConfig) -> None:
             f"reshard_after_forward=always with schedule={config.schedule}: FSDP2 frees weights that the schedule's "
             "separate weight gradient still needs, and some gradients are wrong or missing without an error. Set "
             "reshard_after_forward=never.",
-            "E217",
-        )
-    if split and config.activation_checkpointing != "none":
-        _refuse(
-            f"activation_checkpointing={config.activation_checkpointing} with schedule={config.schedule}: the schedule "
-            "walks the graph twice and would recompute it in between. Set activation_checkpointing=none, or another "
-            "schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs.",
-            "E217",
-        )
-    if config.loss_parallel:
-        _refuse(
-            f"loss_parallel=true with pp={config.axes.pp}: this trainer's last stage hands on whole logits. Set "
-            "loss_parallel=false, or pp=1.",
-            "E217",
-        )
-    if config.mixed_precision != "none" and not uses_fsdp(config):
-        _refuse(
-            f"mixed_precision={config.mixed_precision} with pp={config.axes.pp}: stages must agree on the type of what "
-            "they hand on, which only FSDP2's policy fixes. Set dp_shard=2 and up, or mixed_precision=none.",
             "E217",
         )

@@ -20,7 +20,7 @@ from gradcheck_dist.trainer.layout import stages_of_rank
 from gradcheck_dist.trainer.loss import StepTokens, TokenMeanLoss
 from gradcheck_dist.trainer.meshes import build_meshes
 from gradcheck_dist.trainer.result import StepMetrics, TrainResult
-from gradcheck_dist.trainer.scalars import ScalarWriter
+from gradcheck_dist.trainer.writers import build_writers
 
 
 class Trainer:
@@ -45,7 +45,7 @@ class Trainer:
         stages = stages_of_rank(config, self.position["pp"])
         self.is_first_stage, self.is_last_stage = 0 in stages, config.num_stages - 1 in stages
         self.owns_loss = self.is_last_stage and all(self.position[axis] == 0 for axis in self.position if axis != "pp")
-        torch.manual_seed(config.seed * self.world_size + self.rank)
+        use_deterministic_algorithms(config)
         meshes = build_meshes(config, self.device)
         self.pipeline_group = meshes.group("pp") if meshes else None
         self.parts = parallelize.build_parts(config, meshes, self.device)
@@ -58,10 +58,16 @@ class Trainer:
         self.loss = build_loss(config, self.device, self.scaler)
         self.schedule = pipeline.build_schedule(self.parts, config, meshes, self.device, self.loss)
         self.optimizer = build_optimizer(self.model, config)
+        self.first_step = 0
+        if config.resume is not None:
+            from gradcheck_dist.trainer.checkpoint import load_training
+
+            self.first_step = load_training(self.parts, self.model, self.optimizer, self.scaler, config.resume)
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step: K accumulation steps, clipping, update."""
         start_s = time.perf_counter()
+        torch.manual_seed(random_seed(self.config, self.rank, step))
         batches = self.load_batches(step)
         tokens = self.count_tokens(batches)
         self.start_losses(tokens)
@@ -119,14 +125,13 @@ class Trainer:
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
         if self.schedule is None:
             with self.loss_context():
-                with precision.autocast(self.config, self.device):
-                    logits = parallelize.forward(self.model, tokens)
-                loss = self.loss(logits, labels)
+                loss = self.loss(parallelize.forward(self.model, tokens), labels)
                 loss.backward()
         else:
             inputs = (tokens,) if self.is_first_stage else ()
             target = labels if self.is_last_stage else None
-            self.schedule.step(*inputs, target=target, return_outputs=False)
+            with self.loss_context():
+                self.schedule.step(*inputs, target=target, return_outputs=False)
 
     def count_tokens(self, batches: list[Batch]) -> StepTokens:
         """Tokens of the step, here and on all ranks; known before the first forward."""
@@ -172,20 +177,23 @@ def train(config: TrainConfig) -> TrainResult:
     remove_faults = apply_faults(config.faults)
     try:
         trainer = Trainer(config)
-        writer = ScalarWriter(config.tensorboard) if config.tensorboard and trainer.owns_loss else None
+        writers = build_writers(config) if trainer.owns_loss else []
         steps = []
-        for step in range(config.steps):
+        for step in range(trainer.first_step, config.steps):
             metrics = trainer.train_step(step)
             steps.append(metrics)
-            if writer is not None:
-                names = ("loss", "grad_norm", "tokens", "lr", "tokens_per_s", "peak_memory_bytes")
+            names = ("loss", "grad_norm", "tokens", "lr", "tokens_per_s", "peak_memory_bytes")
+            for writer in writers:
                 writer.write(step, {f"train/{name}": getattr(metrics, name) for name in names})
-        if writer is not None:
+        for writer in writers:
             writer.close()
         if config.save_checkpoint is not None:
-            from gradcheck_dist.trainer.checkpoint import save_weights
+            from gradcheck_dist.trainer.checkpoint import save_training
 
-            save_weights(trainer.parts, config.save_checkpoint)
+            num_steps = max(trainer.first_step, config.steps)
+            save_training(
+                trainer.parts, trainer.model, trainer.optimizer, trainer.scaler, num_steps, config.save_checkpoint
+            )
         result = TrainResult(trainer.rank, trainer.world_size, trainer.device.type, checksum(trainer.model), steps)
         trainer.close()
         return result
@@ -213,6 +221,21 @@ def pick_device(config: TrainConfig) -> torch.device:
             code="E211",
         )
     return torch.device("cpu")
+
+
+def random_seed(config: TrainConfig, rank: int, step: int) -> int:
+    """Where dropout's random numbers begin in a step. Ranks of tp that hold copies of an activation draw the same ones;
+    a training that was resumed draws what it would have drawn."""
+    copies = 1 if config.sequence_parallel else config.axes.tp
+    streams = config.axes.world_size // copies
+    return (config.seed * 1_000_000 + step) * streams + rank // copies
+
+
+def use_deterministic_algorithms(config: TrainConfig) -> None:
+    """Ask torch for operations that give the same bits every time, or let it say where there are none."""
+    if config.deterministic != "off":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic != "off", warn_only=config.deterministic == "warn")
 
 
 def build_loss(config: TrainConfig, device: torch.device, scaler: torch.amp.GradScaler | None) -> TokenMeanLoss:

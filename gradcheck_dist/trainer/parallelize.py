@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradcheck_dist.trainer import precision
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.layout import is_sharded, stages_of_rank, uses_ddp, uses_fsdp
 from gradcheck_dist.trainer.meshes import Meshes
@@ -32,8 +33,11 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
     model = build_model(config)
     keep_stage(model, stage, config.num_stages)
     model.to(device)
+    precision.autocast_forward(model, config, device)
+    if config.float8:
+        precision.convert_to_float8(model)
     if meshes is None:
-        return apply_checkpointing(model, config)
+        return apply_compile(apply_checkpointing(model, config), config)
     if (tensor := meshes.submesh("tp")) is not None:
         from gradcheck_dist.trainer.tensor_parallel import apply_tensor_parallel
 
@@ -47,7 +51,7 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
 
         for block in model.blocks():
             apply_expert_parallel(cast("MixtureOfExperts", block.ffn), expert)
-    apply_checkpointing(model, config)
+    apply_compile(apply_checkpointing(model, config), config)
     parallel = wrap(model, config, meshes)
     combine_gradients(parallel, config)
     return parallel
@@ -70,7 +74,20 @@ def apply_checkpointing(model: Decoder, config: TrainConfig) -> Decoder:
 
     for name, block in list(model.layers.items()):
         if config.activation_checkpointing == "full" or int(name) % 2 == 0:
-            model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=config.preserve_rng_state)
+            model.layers[name] = checkpoint_wrapper(
+                block,
+                preserve_rng_state=config.preserve_rng_state,
+                determinism_check=config.checkpoint_determinism,
+                debug=config.checkpoint_debug,
+            )
+    return model
+
+
+def apply_compile(model: Decoder, config: TrainConfig) -> Decoder:
+    """Compile each block alone, in place: equal blocks share the work, and wrappers around them stay as they are."""
+    if config.compile != "none":
+        for block in model.blocks():
+            block.compile(backend=config.compile)
     return model
 
 

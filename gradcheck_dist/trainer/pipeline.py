@@ -73,14 +73,16 @@ def build_stage(
 
 def _shapes(config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Meta tensors like one microbatch of ids, of hidden states between stages, and of logits."""
-    mixed = config.mixed_precision != "none" and uses_fsdp(config)
-    dtype = getattr(torch, config.mixed_precision if mixed else config.dtype)
+    narrow = config.mixed_precision if config.mixed_precision != "none" else config.dtype
+    dtype = getattr(torch, narrow)
+    # Under autocast what is added up along the residuals stays as wide as the embedding.
+    between_dtype = dtype if uses_fsdp(config) else getattr(torch, config.dtype)
     positions = config.seq_len // config.axes.cp
     between = positions // config.axes.tp if config.sequence_parallel else positions
     heads = (1 + config.num_mtp_heads,) if config.num_mtp_heads else ()
     return (
         torch.empty(config.batch_size, positions, device="meta", dtype=torch.int64),
-        torch.empty(config.batch_size, between, config.dim, device="meta", dtype=dtype, requires_grad=True),
+        torch.empty(config.batch_size, between, config.dim, device="meta", dtype=between_dtype, requires_grad=True),
         torch.empty(
             config.batch_size, positions, *heads, config.vocab_size, device="meta", dtype=dtype, requires_grad=True
         ),

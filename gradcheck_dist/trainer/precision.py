@@ -1,19 +1,44 @@
-"""Numbers narrower than float32: autocast where nothing is sharded, and the loss scaling that float16 needs."""
-
-import contextlib
+"""Numbers narrower than float32: autocast, float8 layers, and the scaling that float16 needs."""
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.layout import uses_fsdp
 
 
-def autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Around the forward pass. FSDP2 casts by its own policy."""
-    if config.mixed_precision == "none" or uses_fsdp(config):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, getattr(torch, config.mixed_precision))
+def autocast_forward(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Run the forward pass of a model part in the narrow type, in place. FSDP2 casts by its own policy."""
+    if config.mixed_precision != "none" and not uses_fsdp(config):
+        narrow = torch.autocast(device.type, getattr(torch, config.mixed_precision))
+        model.forward = narrow(model.forward)
+
+
+def convert_to_float8(model: nn.Module) -> None:
+    """Have the linear layers of all blocks multiply in float8, in place; a router stays as it is.
+
+    Source: torchao.float8, dynamic scaling by tensor; arXiv 2209.05433 for the formats.
+
+    Raises:
+        GradcheckError: E219 torchao is not installed.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise GradcheckError(
+            f"float8=true needs torchao, which cannot be imported: {error}. Install gradcheck-dist[float8], or set "
+            "float8=false.",
+            code="E219",
+        ) from error
+    # CUDA multiplies float8 from compute capability 8.9 on; elsewhere values are rounded and multiplied in float32.
+    emulate = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig(emulate=emulate),
+        module_filter_fn=lambda module, name: name.startswith(("layers.", "mtp.")) and not name.endswith("router"),
+    )
 
 
 def build_scaler(config: TrainConfig, device: torch.device) -> torch.amp.GradScaler | None:

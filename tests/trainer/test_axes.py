@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer_checks import TOLERANCE, TOLERANCE_TP, assert_same, control, norm_of, plan, run, small
+from trainer_checks import TOLERANCE, TOLERANCE_TP, assert_same, control, distance, norm_of, plan, run, small
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "LoopedBFS": {"schedule": "loopedbfs", **PIPELINE},
     "InterleavedZeroBubble and experts": {"schedule": "interleavedzerobubble", **PIPELINE, "num_experts": 4},
     "DualPipeV": {"schedule": "dualpipev", **PIPELINE},
+    "DDP and Interleaved1F1B": {"dp_replicate": 2, "schedule": "interleaved1f1b", **PIPELINE, "accum": 1},
+    "DDP and LoopedBFS, average": {"dp_replicate": 2, "schedule": "loopedbfs", **PIPELINE, **AVERAGE},
+    "full checkpointing and ZBV": {"schedule": "zbv", **PIPELINE, "activation_checkpointing": "full"},
+    "loss parallel and 1F1B": {"tp": 2, "loss_parallel": True, **PIPELINE},
+    "compiled blocks, checkpointed and sharded": {
+        "dp_shard": 2,
+        "compile": "aot_eager",
+        "activation_checkpointing": "full",
+        "checkpoint_determinism": "none",
+        "deterministic": "on",
+    },
     "FSDP2 and ZBV": {"dp_shard": 2, "schedule": "zbv", **PIPELINE},
     "TP": {"tp": 2, "accum": 2},
     "TP, sequence and loss parallel": {"tp": 2, "accum": 2, "sequence_parallel": True, "loss_parallel": True},
@@ -91,6 +102,7 @@ def test_clipping_scales_every_gradient_by_the_same_coefficient(layout: dict[str
         ({"mixed_precision": "float16", "dp_replicate": 2}, 1e-2),
         ({"mixed_precision": "float16", "dp_shard": 2, **PIPELINE}, 1e-2),
         ({"mixed_precision": "bfloat16", "dp_shard": 2}, 5e-2),
+        ({"mixed_precision": "bfloat16", **PIPELINE}, 5e-2),
     ],
     ids=str,
 )
@@ -106,6 +118,26 @@ def test_recomputation_with_the_same_random_numbers_keeps_dropout_exact() -> Non
     recomputed = run(small(**values, activation_checkpointing="full"))[0]
     assert all(np.array_equal(a[name], b[name]) for a, b in zip(plain, recomputed, strict=True) for name in a)
     assert np.linalg.norm(plain[0]["head.weight"] - control(small(dp_replicate=2))[0]["head.weight"]) > 1e-3
+
+
+def test_dropout_draws_the_masks_of_one_process_on_copies_under_tp_and_keeps_them_in_a_split_backward() -> None:
+    values: dict[str, Any] = {"dropout": 0.2, "accum": 2}
+    plain = run(small(**values))[0][0]
+    for grads in run(small(**values, tp=2))[0]:
+        assert_same(grads, plain, TOLERANCE_TP)
+    values |= {**PIPELINE, "schedule": "zbv"}
+    kept, recomputed = (run(small(**values, activation_checkpointing=mode))[0] for mode in ("none", "full"))
+    assert all(np.array_equal(a[name], b[name]) for a, b in zip(kept, recomputed, strict=True) for name in a)
+
+
+def test_float8_layers_stay_near_the_gradient_of_float32() -> None:
+    pytest.importorskip("torchao")
+    expected = control(small(accum=2))[0]
+    for layout in ({"accum": 2}, {"dp_shard": 2}):
+        gradients, _ = run(small(**layout, float8=True))
+        for grads in gradients:
+            assert_same(grads, expected, 0.3)
+        assert max(distance(gradients[0][name], expected[name]) for name in expected) > 1e-3
 
 
 def test_every_layout_starts_from_the_same_seed_checkpoint(tmp_path: Any) -> None:

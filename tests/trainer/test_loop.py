@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -139,3 +141,91 @@ def test_a_user_error_on_the_command_line_exits_with_two() -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith("error E204: unknown dtype 'half'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"mixed_precision": "float16"},
+        {"axes": {"dp_shard": 2}, "accum": 2, "dropout": 0.1},
+        {"axes": {"pp": 2}, "microbatches": 4, "schedule": "zbv", "n_layers": 4},
+    ],
+    ids=str,
+)
+def test_a_training_that_was_resumed_ends_as_if_it_had_never_stopped(layout: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    values = SMALL | layout
+    whole = run(TrainConfig.from_dict(values | {"steps": 3}))
+    run(TrainConfig.from_dict(values | {"steps": 2, "save_checkpoint": folder}))
+    resumed = run(TrainConfig.from_dict(values | {"steps": 3, "resume": folder}))
+    assert [result.checksum for result in resumed] == [result.checksum for result in whole]
+    assert [step.step for step in resumed[0].steps] == [2]
+    assert resumed[0].steps[0].loss == whole[0].steps[2].loss
+
+
+@pytest.mark.slow
+def test_a_training_is_resumed_on_another_layout(tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    values = SMALL | {"n_layers": 4, "batch_size": 1}
+    sharded = values | {"axes": {"dp_shard": 2}, "accum": 2}
+    run(TrainConfig.from_dict(sharded | {"steps": 2, "save_checkpoint": folder}))
+    losses = [
+        run(TrainConfig.from_dict(other | {"steps": 4, "resume": folder}))[0].steps[-1].loss
+        for other in (sharded, values | {"axes": {"pp": 2}, "microbatches": 4, "schedule": "interleaved1f1b"})
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GradcheckError, match=r"resume .* holds no file \.metadata") as caught:
+        train(TrainConfig.from_dict(SMALL | {"resume": str(tmp_path)}))
+    assert caught.value.code == "E218"
+
+
+def test_weights_and_biases_gets_the_same_scalars_as_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    class Run:
+        def __init__(self, **given: Any) -> None:
+            self.given, self.rows, self.is_over = given, [], False
+            runs.append(self)
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.rows.append((step, values))
+
+        def finish(self) -> None:
+            self.is_over = True
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Run))
+    result = train(TrainConfig.from_dict(SMALL | {"steps": 2, "wandb_project": "scales"}))
+    (made,) = runs
+    assert (made.given["project"], made.given["config"]["steps"], made.is_over) == ("scales", 2, True)
+    assert [step for step, _ in made.rows] == [0, 1]
+    assert made.rows[1][1]["train/loss"] == result.steps[1].loss
+    assert made.rows[1][1].keys() >= {"train/grad_norm", "train/tokens_per_s", "train/peak_memory_bytes"}
+
+
+def test_wandb_and_torchao_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value, module, code in (
+        ("wandb_project", "scales", "wandb", "E220"),
+        ("float8", True, "torchao.float8", "E219"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(GradcheckError, match=f"needs {module.partition('.')[0]}") as caught:
+            train(TrainConfig.from_dict(SMALL | {key: value}))
+        assert caught.value.code == code
+
+
+def test_torch_is_asked_for_deterministic_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+    for mode in ("warn", "on", "off"):
+        train(TrainConfig.from_dict(SMALL | {"deterministic": mode}))
+        seen.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+    assert seen == [(True, True), (True, False), (False, False)]

@@ -73,7 +73,7 @@ def control(config: TrainConfig) -> tuple[Gradients, TrainResult]:
     special = (
         *("microbatches", "schedule", "stages_per_rank", "scale_grads", "gradient_reduction", "replication"),
         *("reshard_after_forward", "sequence_parallel", "loss_parallel", "activation_checkpointing"),
-        *("preserve_rng_state", "mixed_precision", "faults"),
+        *("preserve_rng_state", "checkpoint_determinism", "mixed_precision", "compile", "deterministic", "faults"),
     )
     accum = config.sequences_per_step // config.batch_size
     without = {name: getattr(plain, name) for name in special}
