@@ -44,6 +44,7 @@ class Boot:
     objective: str | None = None
     verify: bool = False
     exact: bool = False
+    every_step: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -57,7 +58,7 @@ def decode(text: str) -> Boot:
     """
     try:
         fields = json.loads(text)
-        options = {name: bool(fields[name]) for name in ("verify", "exact")}
+        options = {name: bool(fields[name]) for name in ("verify", "exact", "every_step")}
         return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], **options)
     except (TypeError, KeyError) as error:
         raise ValueError(

@@ -45,6 +45,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             deferred=True,
             exact=options.exact,
             verify=options.verify,
+            every_step=options.every_step,
         )
     except Exception as error:
         say(f"not recording: {type(error).__name__}: {error}")

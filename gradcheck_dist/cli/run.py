@@ -12,8 +12,8 @@ import typer
 
 from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
 from gradcheck_dist.cli import child
-from gradcheck_dist.cli.diagnose import Objective
-from gradcheck_dist.cli.output import FileFormat, Format, check_writable, render, show, write_file
+from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
+from gradcheck_dist.cli.output import Format, check_report, show, write_report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
 
@@ -29,13 +29,30 @@ def run(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/<time>-<pid>.")] = None,
     steps: Annotated[str, typer.Option(metavar="A:B", help="Record the optimizer steps A to B-1.")] = "0:3",
     every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And every N-th step after them.")] = None,
+    every_step: Annotated[
+        bool,
+        typer.Option("--every-step", help="Record all other steps too, without samples: tokens, weights, factors."),
+    ] = False,
     objective: Objective = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Weights to the last digit: replaces one step's gradients, then stops training."),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Also check every module's backward by central differences, once. Not free."),
+    ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report too: .md as Markdown, else JSON.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report too, by ending: .json .md .html .sarif .xml (JUnit)."),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Add ratios, norms and findings to this TensorBoard folder.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Open the screens beside the command.")] = False,
     form: Annotated[
         Format, typer.Option("--format", help="text: on stderr. json, md: on stdout, at the end.")
     ] = Format.text,
@@ -45,6 +62,9 @@ def run(
     Put `gradcheck run --` before the command that you have: torchrun, accelerate launch, python train.py. Its output,
     signals and exit code pass through. The verdict follows on stderr.
 
+    --live: the screens take the terminal, the command's output goes into DIR/output.log (ctrl+o), and is printed when
+    the screens close. Closing them, and Ctrl-C in them, leave the command alone; after that Ctrl-C interrupts it.
+
     Exit codes: the command's own; with --strict, where that is 0: 1 findings, 2 could not judge.
     """
     chosen = parse_steps(steps) or range(3)
@@ -52,18 +72,31 @@ def run(
         from gradcheck_dist.ledger.expected import check_objective
 
         check_objective(objective)
-    if report is not None:
-        check_writable(report)
+    check_report(report)
+    if live:
+        from gradcheck_dist.cli.live import check_terminal
+
+        check_terminal()
     folder = _make_folder(out, command)
     _say(f"recording into {folder}")
-    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective)
-    code = child.run(command, {**os.environ, VARIABLE: boot.encode()})
+    if exact:
+        chosen, every = range(chosen.start, chosen.start + 1), None
+        _say(f"--exact: training stops in step {chosen.start}, before the optimizer")
+    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step)
+    environment = {**os.environ, VARIABLE: boot.encode()}
+    if live:
+        from gradcheck_dist.cli.live import run_beside
+
+        code = run_beside(command, environment, folder)
+    else:
+        code = child.run(command, environment)
     sys.stdout.flush()
     judged = _judge(folder, command)
     if judged is None:
         raise typer.Exit(code or (2 if strict else 0))
-    if report is not None:
-        write_file(report, render(judged, FileFormat.md if report.suffix == ".md" else FileFormat.json))
+    write_report(report, judged)
+    if tensorboard is not None:
+        _add_scalars(judged, folder, tensorboard)
     _show(judged, form, folder)
     raise typer.Exit(code or (judged.exit_code if strict else 0))
 
@@ -82,8 +115,8 @@ def _make_folder(out: Path | None, command: list[str]) -> Path:
 def _judge(folder: Path, command: list[str]) -> Report | None:
     """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
     from gradcheck_dist.cli.progress import Progress
-    from gradcheck_dist.diagnosis.engine import diagnose
-    from gradcheck_dist.trace.run import read_run, trace_files
+    from gradcheck_dist.stream.diagnose import diagnose_run
+    from gradcheck_dist.trace.run import trace_files
 
     if not trace_files(folder):
         _say(
@@ -93,14 +126,30 @@ def _judge(folder: Path, command: list[str]) -> Report | None:
         )
         return None
     try:
-        with Progress(f"judging {folder}"):
-            return diagnose(read_run(folder))
+        with Progress(f"judging {folder}") as progress:
+            return diagnose_run(
+                folder,
+                jobs=min(os.cpu_count() or 1, MAX_JOBS),
+                progress=lambda done: progress.update(f"judging {folder}: {done}"),
+            )
     except GradcheckError as error:
         _say(f"could not judge. error {error.code}: {error}")
         return None
     except Exception as error:  # the command's result must not be lost with ours
         _say(f"could not judge: {type(error).__name__}: {error}. `gradcheck diagnose {folder}` shows where.")
         return None
+
+
+def _add_scalars(judged: Report, folder: Path, log: Path) -> None:
+    """What cannot be written is told: the command's result stands either way."""
+    from gradcheck_dist.reports import exports
+    from gradcheck_dist.trace.run import read_run
+
+    try:
+        for path in exports.write(judged, read_run(folder), "tensorboard", log):
+            _say(f"wrote {path}")
+    except (OSError, GradcheckError) as error:
+        _say(f"could not write to {log}: {error}")
 
 
 def _show(judged: Report, form: Format, folder: Path) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
-from gradcheck_dist.stats.gradients import start
 from gradcheck_dist.stats.inputs import DTYPES
-from gradcheck_dist.stats.pending import Pending
+from gradcheck_dist.stats.norms import PendingNorms, start
 
 
 @guarded("norms")
@@ -23,6 +22,8 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
 
     Sparse gradients, layouts that torch's statistics do not read and an optimizer's own copies are left out.
     """
+    if not recorder.sampling:
+        return
     grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
     for info in infos:
         grad = info.param.grad
@@ -40,9 +41,9 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
 
 
-def _write(recorder: Recorder, step: int, seq: int, rows: array[int], pending: Pending) -> None:
-    stats = pending.result()
+def _write(recorder: Recorder, step: int, seq: int, rows: array[int], pending: PendingNorms) -> None:
+    norms, counts = pending.result()
     table = array("i")
-    for index, num_nonfinite in enumerate(stats.num_nonfinite):
+    for index, num_nonfinite in enumerate(counts):
         table.extend((rows[2 * index], rows[2 * index + 1], min(int(num_nonfinite), 2**31 - 1)))
-    recorder.writer.append(Norms(step=step, seq=seq, rows=table.tobytes(), values=stats.l2.astype("<f8").tobytes()))
+    recorder.writer.append(Norms(step=step, seq=seq, rows=table.tobytes(), values=norms.astype("<f8").tobytes()))

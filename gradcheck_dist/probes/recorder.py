@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from gradcheck_dist.events import (
     AFTER,
     BEFORE,
     LEAF,
+    AnyEvent,
     AnyRecord,
     Backward,
     Event,
@@ -27,12 +28,15 @@ from gradcheck_dist.events import (
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
 from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.writer import TraceWriter
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_ERRORS_PER_PROBE = 20
 FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
+COLUMNS_INTERVAL_NS = 1_000_000_000
+"""And how long its steps without samples."""
 
 
 class BackwardPass:
@@ -76,10 +80,13 @@ class Recorder(Sampler):
     """Collects events and samples of one rank and hands them to the writer.
 
     A step begins with the first loss or backward after an optimizer step and ends with the next optimizer step, so
-    that several optimizers share a step. `steps` says which are recorded; outside of them hooks return at once.
+    that several optimizers share a step. `steps` says which are recorded; outside of them hooks return at once,
+    or, with `every_step`, record events without samples, in columns.
     """
 
-    def __init__(self, writer: TraceWriter, *, steps: Container[int] | None, sample_size: int) -> None:
+    def __init__(
+        self, writer: TraceWriter, *, steps: Container[int] | None, sample_size: int, every_step: bool = False
+    ) -> None:
         super().__init__(Registry(writer.append, sample_size))
         self.writer = writer
         self.step = 0
@@ -100,10 +107,16 @@ class Recorder(Sampler):
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
         self.probe_ns = 0
         self._steps = steps
-        self.recording = steps is None or 0 in steps
+        self.sampling = steps is None or 0 in steps
+        self.columns = ColumnWriter(writer.append) if every_step else None
+        self.recording = self.sampling or every_step
         self.end: int | None = getattr(steps, "end", None)
         if isinstance(steps, range):
             self.end = max(steps, default=-1) + 1
+        if every_step:
+            self.end = None
+        self._unsampled: list[Event] = []  # events of a step without samples
+        self._columns_ns = 0
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
         self._begun = -1  # the last step in which a backward pass began
@@ -126,10 +139,12 @@ class Recorder(Sampler):
             self._stepped = False
             if self._rows:
                 self.flush_samples()  # of what came behind the optimizer
+            self._fold_step()
             self.step += 1
             self.accumulation_step = 0
             self.clipped.clear()
-            self.recording = self._steps is None or self.step in self._steps
+            self.sampling = self._steps is None or self.step in self._steps
+            self.recording = self.sampling or self.columns is not None
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()
             if self.end is not None and self.step >= self.end and self.finished is not None:
@@ -142,7 +157,8 @@ class Recorder(Sampler):
             duration_ns = time.perf_counter_ns() - self._step_start_ns
             self.flush_samples()
             self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9)
-            self.writer.flush()
+            if self.sampling:
+                self.writer.flush()
         self._stepped = True
 
     def abandon_evaluation(self) -> None:
@@ -175,7 +191,11 @@ class Recorder(Sampler):
             rest = {name: value for name, value in fields.items() if name not in on_device}
             self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
         else:
-            self.writer.append(cast(AnyRecord, kind(t_ns=time.time_ns(), step=self.step, **fields)))
+            event = kind(t_ns=time.time_ns(), step=self.step, **fields)
+            if self.sampling or isinstance(event, ProbeStatus | ProbeError):
+                self.writer.append(cast(AnyRecord, event))
+            else:
+                self._unsampled.append(event)
 
     @staticmethod
     def is_host(value: Tensor) -> bool:
@@ -200,7 +220,7 @@ class Recorder(Sampler):
             self.keep_leaves(self.current.seq, self.current.leaves)
         for dtype, rows, values in self.drain():
             self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows))
-        if self._deferred:
+        if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []
             numbers = [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
             self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
@@ -209,16 +229,39 @@ class Recorder(Sampler):
     def finish(self) -> None:
         """Write all that is left, waiting for what is still on its way."""
         self.flush_samples()
+        self._fold_step()
         self.copies.poll(wait=True)
+        if self.columns is not None:
+            self.columns.flush()
+
+    def _fold_step(self) -> None:
+        """Hand a step without samples to the columns, as soon as its numbers are on the host."""
+        if self.sampling or self.columns is None or not (self._unsampled or self._deferred):
+            return
+        events, self._unsampled = self._unsampled, []
+        deferred, self._deferred = self._deferred, []
+        numbers = [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+        on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
+        self.copies.bring(on_the_way, functools.partial(self._write_columns, self.step, events, deferred))
+        self.copies.poll()
+
+    def _write_columns(
+        self, step: int, events: list[Event], deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]],
+        host: Tensor,
+    ) -> None:  # fmt: skip
+        assert self.columns is not None
+        whole = sorted([*events, *_read(deferred, host)], key=lambda event: event.seq)
+        self.columns.add(step, cast(list[AnyEvent], whole))
+        if time.perf_counter_ns() - self._columns_ns > COLUMNS_INTERVAL_NS:
+            self._columns_ns = time.perf_counter_ns()
+            self.columns.flush()
 
     def _write_samples(self, step: int, dtype: str, rows: bytes, values: Tensor) -> None:
         self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values.numpy().tobytes()))
 
     def _write_deferred(self, deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]], host: Tensor) -> None:
-        numbers = iter(host)
-        for make, tensors in deferred:
-            read = {name: _from_int64(next(numbers), tensor.dtype) for name, tensor in tensors.items()}
-            self.writer.append(cast(AnyRecord, make(**read)))
+        for event in _read(deferred, host):
+            self.writer.append(cast(AnyRecord, event))
 
     # ---- backward
 
@@ -237,6 +280,8 @@ class Recorder(Sampler):
 
     def _sample_leftovers(self, seq: int) -> None:
         """What the last step's optimizer has read and nobody has emptied."""
+        if not self.sampling:
+            return
         read = [info for info in self.registry.infos() if self.read_in.get(info.id) == self.step - 1]
         self.sample_grads(seq, BEFORE, read)
 
@@ -249,6 +294,8 @@ class Recorder(Sampler):
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
         current.touched[info.id] = info
+        if not self.sampling:
+            return
         plan = info.plain
         if plan is not None and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
             current.leaves.append((plan, grad.take(plan.indices)))
@@ -294,6 +341,13 @@ class Recorder(Sampler):
             microbatch=current.microbatch if current else 0,
             **{"site": current.site if current else caller_site(), **fields},
         )
+
+
+def _read(deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]], host: Tensor) -> Iterator[Event]:
+    """Events whose numbers have come to the host."""
+    numbers = iter(host)
+    for make, tensors in deferred:
+        yield make(**{name: _from_int64(next(numbers), tensor.dtype) for name, tensor in tensors.items()})
 
 
 def _as_int64(value: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Sampler:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self.sampling = True  # False: events are recorded and no samples are taken
         self._rows: dict[torch.dtype, array[int]] = {}
         self._values: dict[torch.dtype, list[Tensor]] = {}
 
@@ -76,6 +77,8 @@ class Sampler:
 
         `like`: a DTensor whose local part `tensor` stands for.
         """
+        if not self.sampling:
+            return True
         registry = self.registry
         found = registry.plan(info, tensor) if like is None else registry.local_plan(info, tensor, like)
         if found is None:
@@ -86,7 +89,7 @@ class Sampler:
 
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
         """Sample `.grad` of parameters that have one."""
-        for info in infos:
+        for info in infos if self.sampling else ():
             grad = info.param.grad
             if grad is None or grad.layout is not torch.strided:
                 continue
@@ -97,7 +100,7 @@ class Sampler:
 
     def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
         """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
-        for region in regions:
+        for region in regions if self.sampling else ():
             plan = self.registry.region_plan(region, tensor.device)
             if len(plan.indices):
                 self._keep(seq, role, plan, tensor.detach().take(plan.indices))

@@ -23,7 +23,7 @@ from gradcheck_dist.probes.exact import SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.trace.run import join_run_dir, trace_files
+from gradcheck_dist.trace.run import join_run_dir, note_restart, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
 PROBES = ("autograd", "loss", "log_probs", "unseen", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
@@ -77,6 +77,7 @@ def attach(
     deferred: bool = False,
     verify: bool = False,
     exact: bool = False,
+    every_step: bool = False,
 ) -> Session:
     """Record this process's training from here on. Call it before the model is wrapped for the fullest picture.
 
@@ -95,6 +96,8 @@ def attach(
             dozens of forward passes, before the optimizer steps, and leaves training bit for bit as it was.
         exact: read weights to the last digit: the gradients of the first recorded step are replaced by codes, and the
             process ends before the optimizer applies them.
+        every_step: record the other steps too, without samples: tokens, weights at the losses and what scales, some 50
+            bytes a contribution.
 
     Raises:
         GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301).
@@ -130,10 +133,11 @@ def attach(
             objective=objective,
             axes=(axes.as_dict() if isinstance(axes, Axes) else dict(axes)) if axes is not None else None,
             sample_size=sample_size,
+            columns=every_step,
         )
 
     writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)
-    recorder = Recorder(writer, steps=steps, sample_size=sample_size)
+    recorder = Recorder(writer, steps=steps, sample_size=sample_size, every_step=every_step)
     if exact:
         recorder.impulses = Impulses(int(getattr(steps, "first", 0)))
         recorder.status("exact", False, WHAT_IT_HIDES)
@@ -255,11 +259,13 @@ def _join(folder: Path, rank: int, world_size: int, restart: int) -> None:
     earlier = trace_files(folder).get(rank)
     if earlier is not None and (not restart or trace_path(folder, rank, restart).exists()):
         raise GradcheckError(
-            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. "
-            "Name another folder, or remove this one first.",
+            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. A second training "
+            "needs a run folder of its own: a `gradcheck run` of its own, or another name.",
             code="E511",
         )
     join_run_dir(folder, {"world_size": world_size, "command": sys.argv})
+    if restart:
+        note_restart(folder, restart, world_size)
 
 
 def _version() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, Record
+from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, Record, StepShape
 from gradcheck_dist.trace.frames import MAGIC, frame
 
 FLUSH_INTERVAL_S = 0.05
@@ -118,7 +118,9 @@ class DeferredTraceWriter(TraceWriter):
 
     def append(self, record: AnyRecord) -> None:
         super().append(record)
-        if self._deferred and (isinstance(record, Backward) or (isinstance(record, Loss) and record.requires_grad)):
+        if self._deferred and (
+            isinstance(record, Backward | StepShape) or (isinstance(record, Loss) and record.requires_grad)
+        ):
             self._deferred = False
             try:
                 self._open(*self._locate(), True)

@@ -17,13 +17,13 @@ from gradcheck_dist.cli.main import COMMANDS
 
 # Flags that people script against: more may be added, none taken away.
 FLAGS = {
-    "run": "--out --steps --every --objective --strict --report --tensorboard --format",
+    "run": "--out --steps --every --every-step --objective --live --exact --verify --strict --report --tensorboard --format",
     "study": "--out --steps --only --report --format",
     "matrix": "--quick --only --list --resume --report --format",
     "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "
-    "--keep --format",
+    "--keep --tui --format",
     "diagnose": "--format --objective --steps --first --jobs --export-golden --golden",
-    "watch": "--compare --screen",
+    "watch": "--compare --screen --web --port",
     "report": "--format --output --before --after --plotlyjs --objective --steps",
     "compare": "--axes --by --loss --grad-norm --tokens --format --output",
     "export": "--format --output --objective --steps",

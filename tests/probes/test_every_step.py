@@ -1,0 +1,68 @@
+"""Every step recorded without samples: nothing of training changes, and what is recorded is judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradcheck_dist
+from gradcheck_dist.events import Clip, Loss, LossGradient, OptimizerStep
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.columns import expand
+from gradcheck_dist.trace.run import read_run
+
+
+def train(steps: int, wrong: int | None = None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        batches = [(torch.randn(n, 8), torch.randint(0, 5, (n,))) for n in (7, 3)]
+        total = sum(len(labels) for _, labels in batches)
+        for x, labels in batches:
+            loss = F.cross_entropy(model(x), labels, reduction="sum") / total
+            if step == wrong:
+                loss = loss / 2
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_training_is_the_same_bit_by_bit_and_every_step_is_there(tmp_path: Path) -> None:
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(1, 3), every_step=True):
+        watched = train(9)
+    assert all(torch.equal(a, b) for a, b in zip(watched, train(9), strict=True))
+    trace = read_run(tmp_path / "run").ranks[0]
+    steps = {step: of for block in trace.columns for step, of in expand(trace.shapes[block.shape], block)}
+    assert sorted(steps) == [0, *range(3, 9)]
+    assert {samples.step for samples in trace.samples} == {1, 2}
+    assert {event.step for event in trace.events if isinstance(event, OptimizerStep)} == {1, 2}
+    for events in steps.values():
+        assert [event.num_tokens for event in events if isinstance(event, Loss)] == [7, 3]
+        assert [event.weight for event in events if isinstance(event, LossGradient)] == [torch.tensor(0.1).item()] * 2
+        assert len({event.total_norm for event in events if isinstance(event, Clip)}) == 1
+        assert [event.seq for event in events] == sorted(event.seq for event in events)
+
+
+def test_a_step_that_went_wrong_between_the_recorded_ones_is_found(tmp_path: Path) -> None:
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(2), every_step=True, objective="global-token-mean"):
+        train(12, wrong=7)
+    report = diagnose_run(tmp_path / "run")
+    [finding] = report.findings
+    assert finding.steps == [7]
+    assert finding.factor.exact == "1/2"
+    assert finding.first_event is not None
+    assert finding.first_event.file == __file__
+    assert report.run.steps == [0, 1]
+
+
+def test_without_a_fault_the_run_is_clean(tmp_path: Path) -> None:
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(2), every_step=True, objective="global-token-mean"):
+        train(6)
+    report = diagnose_run(tmp_path / "run")
+    assert (report.verdict, report.reasons) == ("clean", [])
