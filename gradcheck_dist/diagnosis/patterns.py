@@ -237,7 +237,7 @@ def own_objective(
     that they are proportional to; failing that, the weights at the losses, scaled to the expected total.
     """
     roots = {key: contributions.by_key[key].weight for key in expected}
-    if any(not root for root in roots.values()):
+    if not roots or any(not root for root in roots.values()):
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)
     dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
