@@ -5,26 +5,29 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-
-import typer
+from typing import TYPE_CHECKING
 
 from gradcheck_dist.errors import GradcheckError
 
-COMMANDS = (
-    "run",
-    "scenario",
-    "matrix",
-    "study",
-    "diagnose",
-    "watch",
-    "report",
-    "compare",
-    "export",
-    "predict",
-    "explain",
-    "doctor",
-)
-"""Each is a function of the same name in a module of the same name beside this one."""
+if TYPE_CHECKING:
+    import typer
+
+COMMANDS = {
+    "run": "Record and judge anybody's trainer, without changing it.",
+    "scenario": "Reproduce a known bug and diagnose it.",
+    "matrix": "Run correct configurations of every axis; nothing may be found on any.",
+    "study": "Train one model under several parallel strategies and lay their curves beside one process.",
+    "diagnose": "Judge a recorded run.",
+    "watch": "Look at a run, live or afterwards.",
+    "report": "Write the report of a run: for scripts, pull requests, browsers, code hosts or CI.",
+    "compare": "Compare runs or logs: does a constant factor lie between their gradient norms, and which?",
+    "export": "Write a run's tables, timeline or scalars for other programs.",
+    "predict": "Say which hand scales a weight by what in a configuration, without starting a process.",
+    "explain": "Show the page of a rule.",
+    "doctor": "Tell what works on this machine.",
+}
+"""Each is a function of the same name in a module of the same name beside this one, with the first sentence of its
+docstring: `gradcheck --help` must not load them all."""
 
 INTERRUPTED = 130
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -35,6 +38,8 @@ Exit codes: 0 clean, 1 findings, 2 could not run or could not judge. `gradcheck 
 
 def build(*names: str) -> typer.Typer:
     """An app with these commands. One of a single command is that command, without a group around it."""
+    import typer
+
     app = typer.Typer(
         name="gradcheck",
         help=_HELP if len(names) > 1 else None,
@@ -57,12 +62,32 @@ def run(arguments: list[str]) -> None:
         from gradcheck_dist import __version__
 
         print(f"gradcheck {__version__}")
-    elif arguments and arguments[0] in COMMANDS:
+    elif not arguments or arguments in (["--help"], ["-h"]):
+        print(overview())
+        if not arguments:
+            raise SystemExit(2)  # as a group of commands does
+    else:
         # Only the one command is loaded, and no group: parsing a group's options makes typer 0.29 load pydantic,
         # which would double the time of `gradcheck COMMAND --help`.
-        build(arguments[0])(args=arguments[1:], prog_name=f"gradcheck {arguments[0]}")
-    else:
-        build(*COMMANDS)(args=arguments, prog_name="gradcheck")
+        known = arguments[0] in COMMANDS
+        app = build(arguments[0]) if known else build(*COMMANDS)
+        import typer
+
+        try:
+            app(args=arguments[known:], prog_name=f"gradcheck {arguments[0]}" if known else "gradcheck")
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+
+
+def overview() -> str:
+    """What `gradcheck --help` shows."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    about = "\n".join(f"  {line}".rstrip() for line in _HELP.splitlines())
+    return (
+        f"Usage: gradcheck COMMAND [ARGS]...\n\n{about}\n\nOptions:\n  -h, --help  Show this message and exit.\n\n"
+        f"Commands (each has --help):\n{commands}"
+    )
 
 
 def main() -> None:
@@ -72,7 +97,7 @@ def main() -> None:
     except GradcheckError as error:
         print(f"error {error.code}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:

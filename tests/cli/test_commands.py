@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
 import json
 import subprocess
@@ -17,7 +19,8 @@ from gradcheck_dist.cli.main import COMMANDS
 
 # Flags that people script against: more may be added, none taken away.
 FLAGS = {
-    "run": "--out --steps --every --every-step --objective --live --exact --verify --strict --report --tensorboard --format",
+    "run": "--out --steps --every --every-step --objective --live --exact --verify --strict --report --tensorboard "
+    "--format",
     "study": "--out --steps --only --report --format",
     "matrix": "--quick --only --list --resume --report --format",
     "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "
@@ -46,6 +49,22 @@ def test_help_lists_every_command(gradcheck: Gradcheck) -> None:
     text = gradcheck("--help").out
     for command in COMMANDS:
         assert f"\n  {command}" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_overview_says_what_the_command_says_of_itself(command: str) -> None:
+    function = getattr(importlib.import_module(f"gradcheck_dist.cli.{command}"), command)
+    first = (inspect.getdoc(function) or "").split("\n\n")[0]
+    assert COMMANDS[command] == " ".join(first.split())
+
+
+def test_the_overview_loads_no_command_and_no_typer() -> None:
+    script = (
+        "import sys; from gradcheck_dist.cli.main import run; run(['--help']); "
+        "sys.exit(any(name == 'typer' or name.startswith('gradcheck_dist.cli.') for name in "
+        "sys.modules.keys() - {'gradcheck_dist.cli.main'}))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL, timeout=30)
 
 
 def test_an_unknown_command_is_exit_code_2_and_gets_the_nearest(gradcheck: Gradcheck) -> None:
