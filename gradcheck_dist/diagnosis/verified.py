@@ -10,6 +10,7 @@ from gradcheck_dist.events import Event, GradientCheck
 from gradcheck_dist.ledger.tracks import ParamKey
 
 SHOWN = 3
+ALL_PARAMETERS = "all parameters"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
     groups: dict[tuple[object, ...], list[tuple[int, GradientCheck]]] = defaultdict(list)
     for rank, check in _checks(events):
         if check.outcome == "wrong":
-            place = (check.site.file, check.site.line) if check.site else (check.module,)
+            place: tuple[object, ...] = (check.site.file, check.site.line) if check.site else (check.module,)
             apart = check.target if check.target in ("leaf", "boundary") else ""
+            if apart == "leaf":  # one hook function on many parameters
+                place = (f"{check.factor:.3g}",)
             groups[apart, *place].append((rank, check))
     return [Wrong(tuple(sorted(group, key=lambda one: (_plainness(one[1]), one[0])))) for group in groups.values()]
 
@@ -65,7 +68,9 @@ def parameters_of(wrong: Wrong, known: Iterable[ParamKey]) -> list[str]:
     found: set[str] = set()
     for _, check in wrong.checks:
         full = f"{check.module}.{check.name}"
-        if check.target in ("parameter", "leaf"):
+        if check.name == ALL_PARAMETERS:
+            found |= names
+        elif check.target in ("parameter", "leaf"):
             found |= {name for name in names if name.split(" ")[0] in (full, check.name)}
         elif check.target == "parameters":
             found |= {name for name in names if name.startswith((f"{full}.", f"{check.name}."))}

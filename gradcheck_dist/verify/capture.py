@@ -13,13 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradcheck_dist.events import GradientCheck
 from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, inner_module, random_state
 
 MAX_CALLS = 64
+NEVER = "no torch optimizer stepped behind its backward, outside of backward"
+
+
+def several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Output:
@@ -33,10 +40,11 @@ class Output:
 
 
 class RootCall:
-    """One forward call of an outermost module. `several` when a backward pass may hold more than this call."""
+    """One forward call of an outermost module, `when` (step, accumulation step) it was. `several` when a backward pass
+    may hold more than this call."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], when: tuple[int, int]) -> None:
+        self.module, self.when = module, when
         self.random: RandomState = random_state()
         self.args, self.kwargs = map_tensors(frozen, (args, kwargs))
         device = next((tensor.device.type for _, tensor in tensors_of([*args, *kwargs.values()])), None)
@@ -63,7 +71,7 @@ class Capture:
         self._inside = threading.local()
         self._done = False
         self._hooks: list[Any] = []
-        patches.replace(nn.Module, "_call_impl", self._watch)
+        patches.replace(nn.Module, "__call__", self._watch)
         patches.on_restore(self._forget)
         patches.on_restore(register_optimizer_step_pre_hook(self._stepping).remove)
 
@@ -98,11 +106,13 @@ class Capture:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RootCall | None:
         with self._guarded():
-            if id(module) in self._calls:
-                self._calls[id(module)].several |= not self._calls[id(module)].leaves
+            when = (self._recorder.step, self._recorder.accumulation_step)
+            known = self._calls.get(id(module))
+            if known is not None and (known.has_gradient or known.when == when):
+                known.several |= not known.leaves
                 return None
             if len(self._calls) < MAX_CALLS:
-                return RootCall(module, args, kwargs)
+                return RootCall(module, args, kwargs, when)
         return None
 
     def _after(self, call: RootCall, given: list[Any], result: Any) -> None:
@@ -139,20 +149,30 @@ class Capture:
             call.leaves.setdefault(name, sample(gradient))
 
     def _stepping(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """All ranks come to the first optimizer of the step. One process alone may wait for a later one (a GAN's)."""
+        recorder = self._recorder
+        if self._done or not recorder.recording or recorder.suspended or recorder.current is not None:
+            return  # an optimizer that steps inside of backward finds gradients half done
         ready = [call for call in self._calls.values() if call.has_gradient]
-        if self._done or not ready:
+        if not ready and not several_ranks():
             return
-        self._done = True
-        self._forget()
         with self._guarded():
-            self._verify(self._recorder, ready)
-        self._calls.clear()
+            self._verify(recorder, ready)
+        for call in ready:
+            del self._calls[id(call.module)]
+        if several_ranks() or not self._calls:
+            self._forget()
 
     def _forget(self) -> None:
+        """Take everything away; what was captured and never verified is told."""
         self._done = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        with self._guarded():
+            for call in self._calls.values():
+                self._recorder.emit(GradientCheck, module=type(call.module).__name__, reason=NEVER)
+        self._calls.clear()
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:

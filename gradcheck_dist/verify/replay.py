@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.verify.capture import Output, RootCall
 from gradcheck_dist.verify.observe import Observer
-from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
+from gradcheck_dist.verify.pieces import frozen, is_distributed, local, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, random_state, set_random_state
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
@@ -75,15 +75,20 @@ def replay(call: RootCall, twin: Twin) -> Replay:
             result = root(*args, **kwargs)
         outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
         _check_faithful(call, outputs)
-        pairs = [
-            (tensor, seen.gradient)
-            for (_, tensor), seen in zip(outputs, call.outputs, strict=True)
-            if seen.gradient is not None
-        ]
+        given = [tensor for _, tensor in tensors_of([*args, *kwargs.values()]) if tensor.requires_grad]
         with observer:
+            pairs = _from_outside(
+                [
+                    (tensor, seen.gradient)
+                    for (_, tensor), seen in zip(outputs, call.outputs, strict=True)
+                    if seen.gradient is not None
+                ]
+            )
+            for output in (output for known in calls.values() for output in known.outputs):
+                output.gradient = None  # what arrives now is the whole
             gradients = torch.autograd.grad(
                 [tensor for tensor, _ in pairs],
-                wanted or [tensor for tensor, _ in pairs],
+                [*wanted, *given],
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
             )
@@ -91,6 +96,33 @@ def replay(call: RootCall, twin: Twin) -> Replay:
     found = {name: by_leaf.get(id(value)) for name, value in values.items()}
     samples = {name: sample(grad) for name, grad in found.items() if grad is not None and not is_distributed(grad)}
     return Replay(calls, samples, observer.ranks, observer.epsilon, bool(wanted))
+
+
+def _from_outside(arrived: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Outputs with the part of the gradients that arrived there in training that came from outside of the module.
+
+    An output that others are made of (logits beside the loss) also gets what comes back from them, which the replay
+    itself brings: latest first, it is taken off.
+    """
+    latest_first = sorted(arrived, key=lambda pair: pair[0].grad_fn._sequence_nr() if pair[0].grad_fn else 0)[::-1]
+    outside: list[tuple[Tensor, Tensor]] = []
+    for tensor, gradient in latest_first:
+        if any(tensor is other for other, _ in outside):
+            continue
+        if outside:
+            (inside,) = torch.autograd.grad(
+                [other for other, _ in outside],
+                [tensor],
+                [brought for _, brought in outside],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            if inside is not None:
+                rest = gradient - inside
+                allowed = FAITHFUL * torch.finfo(tensor.dtype).eps * float(local(gradient).norm())
+                gradient = rest if float(local(rest).norm()) > allowed else torch.zeros_like(rest)
+        outside.append((tensor, gradient))
+    return outside
 
 
 def _check_faithful(call: RootCall, outputs: list[tuple[str, Tensor]]) -> None:

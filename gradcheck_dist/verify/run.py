@@ -11,6 +11,8 @@ import functools
 import inspect
 import itertools
 import os
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -45,18 +47,39 @@ def verify(recorder: Any, calls: list[RootCall]) -> None:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     world = Exchange.of_world(f"{restart}/{next(_counter)}")
     recorder.suspended += 1
+    start = time.perf_counter_ns()
+    _say(world, calls)
     try:
-        for index, call in enumerate(calls):
+        # Making twins and replaying them may communicate, so nobody begins before all are here.
+        rounds = max(world.gather("calls", len(calls)))
+        for index in range(rounds):
+            call = calls[index] if index < len(calls) else None
+            if call is None:
+                _agree(world, f"{index}", None, "")
+                continue
             emit = functools.partial(_emit, recorder, call.module)
             try:
                 with preserved(call.module):
                     _verify_root(call, world, f"{index}", emit)
-            except (NotVerifiableError, OutOfStepError) as error:
+            except NotVerifiableError as error:
                 emit(Result("", WHOLE, "undetermined", reason=str(error)))
-        with contextlib.suppress(OutOfStepError):  # said above
-            compare_boundaries(calls, world, lambda call, result: _emit(recorder, call.module, result))
+        compare_boundaries(calls, world, lambda call, result: _emit(recorder, call.module, result))
+    except OutOfStepError as error:
+        for call in calls:
+            _emit(recorder, call.module, Result("", WHOLE, "undetermined", reason=str(error)))
     finally:
         recorder.suspended -= 1
+        recorder.probe_ns += time.perf_counter_ns() - start
+
+
+def _say(world: Exchange, calls: list[RootCall]) -> None:
+    """One line on stderr: training stands still for as long as this takes."""
+    count = sum(1 for call in calls for _ in call.module.modules())
+    if world.rank == world.ranks[0] and count:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(
+                f"gradcheck: verifying {count} modules by central differences; training goes on after it\n"
+            )
 
 
 def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
@@ -66,23 +89,27 @@ def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
         NotVerifiableError: it cannot be replayed, here or on a rank that it communicates with.
         OutOfStepError: another rank did not come.
     """
-    # Making the twin and replaying it may communicate, so nobody begins before all are here.
-    world.gather(f"{tag}/here", True)
-    twin = Twin(call.module)
-    problem, played = "", None
-    with unwrapped(twin.root):
+    problem, twin, played = "", None, None
+    with contextlib.ExitStack() as stack:
         try:
+            twin = Twin(call.module)
+            stack.enter_context(unwrapped(twin.root))
             played = replay(call, twin)
         except NotVerifiableError as error:
             problem = str(error)
         except Exception as error:  # the user's module may raise anything
             problem = f"run once more, it raises {type(error).__name__}: {error}"[:300]
-        told = world.gather(f"{tag}/replayed", [sorted(played.ranks) if played else [], problem])
-        group = world.of(connected(world.rank, [ranks for ranks, _ in told]))
-        problems = [told[rank][1] for rank in group.ranks if told[rank][1]]
-        if problems or played is None:
+        group, problems = _agree(world, tag, played, problem)
+        if problem or problems or twin is None or played is None:
             raise NotVerifiableError(problem or problems[0])
         _check_modules(twin, call, played, group.tagged(tag), emit)
+
+
+def _agree(world: Exchange, tag: str, played: Replay | None, problem: str) -> tuple[Exchange, list[str]]:
+    """The ranks that a replay communicates with, and what went wrong there."""
+    told = world.gather(f"{tag}/replayed", [sorted(played.ranks) if played else [], problem])
+    group = world.of(connected(world.rank, [ranks for ranks, _ in told]))
+    return group, [told[rank][1] for rank in group.ranks if told[rank][1]]
 
 
 def _check_modules(twin: Twin, call: RootCall, played: Replay, group: Exchange, emit: Emit) -> None:

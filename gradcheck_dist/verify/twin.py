@@ -67,6 +67,10 @@ class Twin:
                 full = f"{name}.{own}" if name else own
                 if full in values:
                     owner._parameters[own] = values[full]  # type: ignore[assignment]
+            if isinstance(getattr(owner, "_flat_weights", None), list):  # nn.RNN and its kin keep a list of their own
+                saved.append((vars(owner), dict(vars(owner))))
+                names: list[str] = getattr(owner, "_flat_weights_names", [])
+                vars(owner)["_flat_weights"] = [owner._parameters[own] for own in names]
             for own, buffer in owner._buffers.items():
                 if buffer is not None:
                     copies.setdefault(id(buffer), cast(buffer.detach().clone(), dtype))

@@ -225,3 +225,31 @@ def test_tied_weights_and_checkpointing(tmp_path: Path) -> None:
     assert {check.name for check in checks(tmp_path / "right") if check.outcome != "right"} == {"norm"}  # not used
     train(Tied("scaled"), tmp_path / "wrong")
     assert [found.factor.observed for found in accusations(tmp_path / "wrong")] == [pytest.approx(0.5, abs=1e-6)]
+
+
+def test_a_model_that_returns_its_loss_beside_its_logits(tmp_path: Path) -> None:
+    class WithLoss(Model):
+        def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = super().forward(tokens)
+            return {"loss": loss_of(logits, tokens), "logits": logits, "again": logits}
+
+    train(WithLoss(), tmp_path / "run", loss=lambda output, labels: output["loss"])
+    assert {check.outcome for check in checks(tmp_path / "run")} == {"right"}
+    train(WithLoss(), tmp_path / "both", loss=lambda output, labels: output["loss"] + loss_of(output["logits"], labels))
+    assert {check.outcome for check in checks(tmp_path / "both")} == {"right"}
+
+
+def test_recurrent_modules_keep_a_list_of_their_own(tmp_path: Path) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.lstm, self.head = nn.Embedding(20, 16), nn.LSTM(16, 16), nn.Linear(16, 20)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(self.embedding(tokens))[0])
+
+    assert train(Recurrent(), tmp_path / "run") == train(Recurrent(), None)
+    found = checks(tmp_path / "run")
+    assert {check.outcome for check in found} == {"right"}
+    assert {"weight_hh_l0", "bias_ih_l0"} <= {check.name for check in found if check.module == "lstm"}

@@ -36,7 +36,7 @@ from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.diagnosis.verified import Wrong, parameters_of, was_verified, wrong_modules
+from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, Wrong, parameters_of, was_verified, wrong_modules
 from gradcheck_dist.events import GradientCheck
 
 CODE = "GS801"
@@ -65,7 +65,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         names = parameters_of(wrong, facts.data.tracks)
         reversed_ = check.factor is not None and abs(check.factor + 1) < REVERSED
         meant = _may_be_meant(check, reversed_)
-        severity: Severity = "warning" if meant else "error"
+        severity: Severity = "info" if check.shape == "flat" else "warning" if meant else "error"
         yield Remark(
             answer=Answer(explanation=_explain(wrong), fix=_fix(wrong, meant), severity=severity),
             pattern=_pattern(wrong),
@@ -82,6 +82,8 @@ def _may_be_meant(check: GradientCheck, reversed_: bool) -> str:
         return "a stop-gradient (detach, no_grad)"
     if check.shape == "flat":
         return "a straight-through estimator"
+    if check.name == ALL_PARAMETERS:
+        return "a hook that scales the gradient of the output"
     return "gradient reversal" if reversed_ else ""
 
 
@@ -103,6 +105,8 @@ def _what(check: GradientCheck) -> str:
         return f"the parameters of {check.name}"
     if check.target == "input":
         return f"input {check.name}"
+    if check.name == ALL_PARAMETERS:
+        return ALL_PARAMETERS
     if check.target == "boundary":
         return f"the output that goes to {check.name}"
     return f"parameter {check.name}"
@@ -125,10 +129,11 @@ def _explain(wrong: Wrong) -> str:
     check = wrong.first
     ranks = f", checked together on ranks {', '.join(map(str, check.group))}" if len(check.group) > 1 else ""
     if check.target == "leaf":
+        everywhere = check.name == ALL_PARAMETERS
+        where = "on the model's output" if everywhere else "on the parameter, or on a tensor outside of any module"
         return (
-            f"Training delivered {check.factor:.6g} times the gradient of module {check.module} at {_what(check)}; run "
-            "once more, forward and backward of the module alone do not. A hook on the parameter, or on a tensor "
-            "outside of any module, scales it."
+            f"Training delivered {check.factor:.6g} times the gradient that forward and backward of {check.module} "
+            f"give at {_what(check)} when they run once more. A hook {where}, scales it."
         )
     if check.target == "boundary":
         return (
