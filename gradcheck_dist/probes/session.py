@@ -259,8 +259,8 @@ def _join(folder: Path, rank: int, world_size: int, restart: int) -> None:
     earlier = trace_files(folder).get(rank)
     if earlier is not None and (not restart or trace_path(folder, rank, restart).exists()):
         raise GradcheckError(
-            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. A second training "
-            "needs a run folder of its own: a `gradcheck run` of its own, or another name.",
+            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. A second "
+            "training needs a run folder of its own: a `gradcheck run` of its own, or another name.",
             code="E511",
         )
     join_run_dir(folder, {"world_size": world_size, "command": sys.argv})

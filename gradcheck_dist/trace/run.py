@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from gradcheck_dist.trace.reader import RankTrace, read_trace
 
 MANIFEST = "manifest.json"
 _TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
+_RESTART_NAME = re.compile(r"restart-(\d{1,9})\.json")
 
 
 @dataclass
@@ -80,7 +82,8 @@ def join_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path
 
 
 def trace_files(run_dir: Path) -> dict[int, Path]:
-    """The trace file of each rank; of several restarts the last."""
+    """The trace file of each rank; of several restarts the last. Ranks that an elastic restart went on without are left
+    out: what they recorded belongs to no step of the others."""
     found: dict[int, tuple[int, Path]] = {}
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _TRACE_NAME.fullmatch(entry.name)
@@ -88,7 +91,25 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
             rank, restart = int(match[1]), int(match[2] or 0)
             if rank not in found or restart > found[rank][0]:
                 found[rank] = (restart, entry)
-    return {rank: path for rank, (_, path) in sorted(found.items())}
+    size = _restarted_world_size(run_dir) if any(restart for restart, _ in found.values()) else None
+    return {rank: path for rank, (_, path) in sorted(found.items()) if size is None or rank < size}
+
+
+def note_restart(run_dir: Path, restart: int, world_size: int) -> None:
+    """Write down that the run began anew with this many ranks; the first rank that comes does."""
+    with contextlib.suppress(OSError), open(run_dir / f"restart-{restart}.json", "x", encoding="utf-8") as file:
+        file.write(json.dumps({"world_size": world_size}) + "\n")
+
+
+def _restarted_world_size(run_dir: Path) -> int | None:
+    """How many ranks the run has had since it last began anew; None when nobody wrote it down."""
+    notes = {int(match[1]): entry for entry in run_dir.iterdir() if (match := _RESTART_NAME.fullmatch(entry.name))}
+    if not notes:
+        return None
+    try:
+        return int(json.loads(notes[max(notes)].read_text(encoding="utf-8"))["world_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
@@ -100,9 +121,12 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((run_dir / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
+        manifest = None
     if not isinstance(manifest, dict):
-        return {}
+        manifest = {}
+    size = _restarted_world_size(run_dir) if run_dir.is_dir() else None
+    if size is not None:
+        manifest["world_size"] = size
     version = manifest.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise GradcheckError(

@@ -118,3 +118,34 @@ os._exit(0)
     assert done.traces == ["rank-00000.1.trace", "rank-00000.trace"]
     assert read_run(done.folder).ranks[0].path.name == "rank-00000.1.trace"
     assert "CLEAN" in done.stderr
+
+
+def test_a_restart_with_fewer_ranks_is_judged_without_those_that_left(run: Run) -> None:
+    body = """
+import subprocess
+if "RANK" not in os.environ:
+    for rank, world_size, restart in ((0, 2, 0), (1, 2, 0), (0, 1, 1)):
+        names = {"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": restart}
+        environment = os.environ | {name: str(value) for name, value in names.items()}
+        subprocess.run([sys.executable, __file__], env=environment, check=True)
+else:
+    train(2)
+"""
+    done = run(body)
+    assert done.traces == ["rank-00000.1.trace", "rank-00000.trace", "rank-00001.trace"]
+    recorded = read_run(done.folder)
+    assert (recorded.world_size, sorted(recorded.ranks), recorded.missing_ranks) == (1, [0], ())
+    assert "CLEAN" in done.stderr
+
+
+def test_a_second_training_under_one_command_is_told(run: Run) -> None:
+    body = """
+import subprocess
+train(2)
+if len(sys.argv) < 2:
+    print(subprocess.run([sys.executable, __file__, "again"], capture_output=True, text=True, check=True).stderr)
+"""
+    done = run(body)
+    assert "already holds a trace of rank 0" in done.stdout
+    assert "training needs a run folder of its own" in done.stdout
+    assert "CLEAN" in done.stderr
