@@ -31,6 +31,7 @@ def slim(verdict: StepVerdict) -> StepVerdict:
         contributions=contributions,
         context=replace(verdict.context, contributions=contributions),
         held=[_slim_held(held) for held in verdict.held],
+        without_lost=slim(verdict.without_lost) if verdict.without_lost is not None else None,
     )
 
 
