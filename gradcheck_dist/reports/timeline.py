@@ -11,6 +11,7 @@ from gradcheck_dist.events import (
     AmpUnscale,
     Backward,
     Clip,
+    ClipValue,
     Event,
     Loss,
     LossGradient,
@@ -36,12 +37,13 @@ KINDS: dict[str, type[Event]] = {
     "scale_grads": ScaleGrads,
     "amp_unscale": AmpUnscale,
     "clip": Clip,
+    "clip_value": ClipValue,
     "optimizer_step": OptimizerStep,
     "zero_grad": ZeroGrad,
     "pipeline_step": PipelineStep,
     "step_end": StepEnd,
 }
-_NAMES = {kind: name for name, kind in KINDS.items()}
+NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,17 @@ def spans(run: Run, step: int | None = None) -> Iterator[Span]:
     """All events with a place in time, rank by rank; of one step only when it is given."""
     for rank, trace in sorted(run.ranks.items()):
         for event in trace.events:
-            name = _NAMES.get(type(event))
+            name = NAMES.get(type(event))
             if name is None or not event.t_ns or (step is not None and event.step != step):
                 continue
-            duration = _duration_ns(event)
+            duration = duration_ns(event)
             site = f"{event.site.file}:{event.site.line}" if event.site else ""
             start = event.t_ns - duration
             yield Span(rank, event.seq, event.step, name, describe(event), start, duration, site)
 
 
-def _duration_ns(event: Event) -> int:
+def duration_ns(event: Event) -> int:
+    """How long it lasted; 0 for an instant. An event's own time is its end."""
     if isinstance(event, Backward):
         return max(0, event.duration_ns)
     if isinstance(event, StepEnd):

@@ -28,6 +28,8 @@ from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 
 _DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
 _RAW_DECODER = msgspec.msgpack.Decoder()
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What a decoder raises on bytes that are no records though their checksum holds."""
 
 
 @dataclass
@@ -81,11 +83,22 @@ class RankTrace:
 
 
 def decode_values(dtype: str, values: bytes) -> np.ndarray:
-    """Sample bytes as float64, shape (num_values,). bfloat16 is the upper half of a float32."""
-    if dtype == "bfloat16":
-        widened = np.frombuffer(values, dtype="<u2").astype(np.uint32) << 16
-        return widened.view(np.float32).astype(np.float64)
-    return np.frombuffer(values, dtype=np.dtype(dtype).newbyteorder("<")).astype(np.float64)
+    """Sample bytes as float64, shape (num_values,). bfloat16 is the upper half of a float32.
+
+    Raises:
+        GradcheckError: E506 another dtype than a Samples may have, or bytes that are no whole number of them.
+    """
+    try:
+        if dtype == "bfloat16":
+            widened = np.frombuffer(values, dtype="<u2").astype(np.uint32) << 16
+            return widened.view(np.float32).astype(np.float64)
+        return np.frombuffer(values, dtype=np.dtype(dtype).newbyteorder("<")).astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise GradcheckError(
+            f"{len(values)} bytes of samples in dtype {dtype!r} cannot be read: {error}. Legal dtypes are float32, "
+            "float64, float16 and bfloat16; was this trace written by gradcheck? Record the run again.",
+            code="E506",
+        ) from error
 
 
 class TraceTail:
@@ -158,7 +171,7 @@ class TraceTail:
             self.trace = RankTrace(self.path, read_header(self.path, payload))
         try:
             records = _DECODER.decode(payload)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0
         self._receive(self.trace, records)
@@ -191,9 +204,12 @@ def read_header(path: Path, payload: memoryview) -> Header:
     """The header in the first frame of a trace.
 
     Raises:
-        GradcheckError: E502 another schema version.
+        GradcheckError: E502 another schema version, E503 the header cannot be decoded.
     """
-    first = _RAW_DECODER.decode(payload)
+    try:
+        first = _RAW_DECODER.decode(payload)
+    except UNDECODABLE as error:
+        raise no_header(path, Damage(len(MAGIC), len(payload), f"it cannot be decoded: {error}")) from error
     header = first[0] if isinstance(first, list) and first else None
     version = header.get("schema_version") if isinstance(header, dict) else None
     if version != SCHEMA_VERSION:
@@ -202,7 +218,10 @@ def read_header(path: Path, payload: memoryview) -> Header:
             "Judge it with the gradcheck that recorded it, or record the run again.",
             code="E502",
         )
-    return msgspec.convert(header, Header)
+    try:
+        return msgspec.convert(header, Header)
+    except UNDECODABLE as error:
+        raise no_header(path, Damage(len(MAGIC), len(payload), f"it cannot be decoded: {error}")) from error
 
 
 def read_trace(path: str | os.PathLike[str]) -> RankTrace:

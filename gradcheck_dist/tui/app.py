@@ -297,6 +297,12 @@ class WatchApp(App[None]):
 
         self.push_screen(HelpScreen())
 
+    def deliver_screenshot(
+        self, filename: str | None = None, path: str | None = None, time_format: str | None = None
+    ) -> str | None:
+        """Into the working directory, as reports are: a server has no downloads folder."""
+        return super().deliver_screenshot(filename, path or str(Path.cwd()), time_format)
+
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
         for index, mode in enumerate(SCREENS, 1):

@@ -72,6 +72,12 @@ class Slice:
     def ratio(self, row: int, column: int) -> float:
         return float(self.grid.values[(3, *self.at(row, column))])
 
+    def place(self, row: int, column: int) -> tuple[int, int] | None:
+        """Where a cell of the grid is shown; None when it is filtered out."""
+        down = next((i for i, group in enumerate(self.row_groups) if row in group), None)
+        across = next((i for i, group in enumerate(self.column_groups) if column in group), None)
+        return (down, across) if down is not None and across is not None else None
+
     def origin(self, row: int, column: int) -> tuple[Row, Key]:
         at = self.at(row, column)
         return self.grid.rows[at[0]], self.grid.columns[at[1]]
@@ -163,6 +169,19 @@ def slice_grid(grid: WeightGrid, rows: str, columns: str, contains: str = "") ->
         tuple(map(tuple, row_groups.values())),
         tuple(map(tuple, column_groups.values())),
     )
+
+
+def worst_cell(grid: WeightGrid) -> tuple[int, int] | None:
+    """Row and column of the ratio farthest from 1; None when none is known."""
+    ratio = grid.values[3]
+    if not ratio.size or np.isnan(ratio).all():
+        return None
+    smallest, largest = float(np.nanmin(ratio)), float(np.nanmax(ratio))
+    worst = smallest if smallest <= 0 or largest * smallest < 1 else largest
+    # The first of those that are as bad: which of equals is a rounding error worse tells nothing.
+    at = int(np.argmax(np.abs(ratio - worst) <= abs(worst) * grid.tolerance))
+    row, column = divmod(at, ratio.shape[1])
+    return row, column
 
 
 def _groups(keys: Sequence[Hashable], indices: Sequence[int]) -> dict[Hashable, list[int]]:

@@ -145,7 +145,10 @@ def words(error: Exception) -> str:
     """An error for a screen: a message to the user as it is, anything else with its kind."""
     if isinstance(error, GradcheckError):
         return str(error)
-    return f"This run cannot be judged; please report it. {type(error).__name__}: {error}"
+    return (
+        f"This run cannot be judged ({type(error).__name__}: {error}). If gradcheck recorded it and nobody changed it "
+        "since, this is a bug: please report it."
+    )
 
 
 def choose_steps(steps: list[int], limit: int, keep: int | None = None) -> list[int]:

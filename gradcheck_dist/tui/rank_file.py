@@ -35,7 +35,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.trace.columns import expand
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
-from gradcheck_dist.trace.reader import RankTrace, no_header, no_trace, read_header
+from gradcheck_dist.trace.reader import UNDECODABLE, RankTrace, no_header, no_trace, read_header
 
 CHUNK_BYTES = 1 << 18
 TAIL_BYTES = 1 << 16
@@ -187,7 +187,7 @@ class RankFile:
             if self.trace is None:
                 self.trace = RankTrace(self.path, read_header(self.path, payload))
             records = _LIGHT.decode(payload)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             self._damage(Damage(at, len(payload), f"records cannot be decoded: {error}"))
             return
         steps: set[int] = set()
@@ -271,7 +271,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[Any]], payload: memoryview | 
     """The records; none when they cannot be decoded, which the light pass has noted."""
     try:
         return decoder.decode(payload)
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return []
 
 

@@ -17,6 +17,7 @@ from gradcheck_dist.events import (
     AmpUnscale,
     Backward,
     Clip,
+    ClipValue,
     Event,
     Loss,
     LossGradient,
@@ -29,22 +30,29 @@ from gradcheck_dist.events import (
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.reports.timeline import NAMES, duration_ns
 from gradcheck_dist.tui.grid import WeightGrid, param_grid
 from gradcheck_dist.tui.way import State, way
 
-LETTERS: dict[type[Event], tuple[str, str]] = {
-    Loss: ("F", "forward"),
-    LossGradient: ("L", "loss gradient"),
-    Backward: ("B", "backward"),
-    Reduce: ("R", "reduce"),
-    ScaleGrads: ("S", "scale"),
-    AmpUnscale: ("U", "unscale"),
-    Clip: ("C", "clip"),
-    OptimizerStep: ("O", "optimizer"),
-    ZeroGrad: ("Z", "zero grad"),
-    PipelineStep: ("P", "pipeline step"),
+LETTERS: dict[type[Event], str] = {
+    Loss: "F",
+    LossGradient: "L",
+    Backward: "B",
+    Reduce: "R",
+    ScaleGrads: "S",
+    AmpUnscale: "U",
+    Clip: "C",
+    ClipValue: "V",
+    OptimizerStep: "O",
+    ZeroGrad: "Z",
+    PipelineStep: "P",
 }
-"""Event kinds that have a place on the timeline: letter and name."""
+"""Event kinds that have a place on the timeline, with their letters."""
+
+
+def name_of(event: Event) -> str:
+    """The kind of an event in words. A loss ends a forward, which is not recorded itself."""
+    return "forward" if isinstance(event, Loss) else NAMES[type(event)].replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ class StepView:
 
     @cached_property
     def start_ns(self) -> int:
-        starts = [event.t_ns - _duration(event) for event in self._timed()]
+        starts = [event.t_ns - duration_ns(event) for event in self._timed()]
         return min(starts, default=0)
 
     def _timed(self) -> Iterator[Event]:
@@ -152,15 +160,14 @@ class StepView:
         return tuple(lanes)
 
     def _mark(self, rank: int, event: Event) -> Mark:
-        letter, name = LETTERS[type(event)]
         end = event.t_ns - self.start_ns
         which = getattr(event, "params", None)
         return Mark(
             rank=rank,
             seq=event.seq,
-            letter=letter,
-            name=name,
-            start_ns=end - _duration(event),
+            letter=LETTERS[type(event)],
+            name=name_of(event),
+            start_ns=end - duration_ns(event),
             end_ns=end,
             stage=getattr(event, "stage", None),
             accumulation_step=getattr(event, "accumulation_step", None),
@@ -327,10 +334,6 @@ def _with_forward(marks: list[Mark]) -> list[Mark]:
             mark = replace(mark, start_ns=ends[before - 1] if before else mark.end_ns)
         result.append(mark)
     return result
-
-
-def _duration(event: Event) -> int:
-    return int(getattr(event, "duration_ns", 0) or 0)
 
 
 def documented(event: Event | None) -> float | None:

@@ -8,11 +8,13 @@ import os
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from spoiled import forge, spoil
 from still_source import StillSource, first_snapshot, screen_text, settled
 from tiny_runs import header, records, write_run
 
@@ -126,21 +128,36 @@ def test_a_dead_rank_with_a_cut_trace_is_shown_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_cut_off_or_flipped_every_screen_stands(tmp_path: Path, seed: int) -> None:
-    generator = random.Random(seed)
-    folder = write_run(tmp_path / "run", steps=2)
-    for rank in (0, 1):
-        file = trace_path(folder, rank)
-        data = bytearray(file.read_bytes())
-        if generator.random() < 0.5:
-            data = data[: generator.randrange(len(data))]
-        for _ in range(generator.randrange(4)):
-            if data:
-                data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        file.write_bytes(bytes(data))
-        if generator.random() < 0.7:
-            make_old(file)
+    folder = spoiled_run(tmp_path / "run", write_run(tmp_path / "whole", steps=2), seed)
     texts = screens(first_snapshot(folder))
     assert all(text.strip() for text in texts.values())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, on numbers that nobody measured
+def test_two_hundred_spoiled_runs_are_shown_or_explained(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", steps=2)
+    phases: Counter[str] = Counter()
+    for seed in range(200):
+        folder = spoiled_run(tmp_path / "run", whole, seed)
+        snapshot = first_snapshot(folder)
+        phases[snapshot.phase] += 1
+        if not seed % 2:
+            assert "please report" not in snapshot.message, f"seed {seed}: {snapshot.message}"
+        assert snapshot.report is not None or snapshot.message, seed
+        shutil.rmtree(folder)
+    assert phases["ready"] > 100
+    assert phases["error"] > 10
+
+
+def spoiled_run(folder: Path, whole: Path, seed: int) -> Path:
+    """Every second run is damaged so that checksums tell, the others so that they do not."""
+    generator = random.Random(seed)
+    shutil.copytree(whole, folder)
+    for file in sorted(folder.glob("*.trace")):
+        file.write_bytes((forge if seed % 2 else spoil)(file.read_bytes(), generator))
+        if generator.random() < 0.8:
+            make_old(file)
+    return folder
 
 
 def test_names_from_a_trace_come_out_inert(tmp_path: Path) -> None:

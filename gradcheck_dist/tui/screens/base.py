@@ -26,6 +26,7 @@ class RunScreen(Screen[None]):
 
     MODE: ClassVar[str] = ""
     NEEDS_STEP: ClassVar[bool] = True
+    AUTO_FOCUS = ".main"
     DEFAULT_CSS = """
     RunScreen #body { height: 1fr; }
     RunScreen #search { display: none; height: 1; border: none; padding: 0 1; background: $panel; }

@@ -27,6 +27,7 @@ class EventScreen(RunScreen):
     DEFAULT_CSS = """
     EventScreen StopsList { width: 33; }
     EventScreen VerticalScroll { width: 1fr; border-left: solid $primary; }
+    EventScreen VerticalScroll:focus { border-left: heavy $accent; }
     EventScreen #path { height: 1; background: $surface; color: $accent; text-wrap: nowrap; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -43,7 +44,7 @@ class EventScreen(RunScreen):
         yield Static(id="path", markup=False)
         with Horizontal():
             yield StopsList(classes="main")
-            with VerticalScroll(can_focus=False):
+            with VerticalScroll():
                 yield EventCard()
 
     def nothing(self, snapshot: Snapshot) -> str | None:

@@ -24,6 +24,7 @@ class Explain(RunScreen):
     DEFAULT_CSS = """
     Explain #finding-side { width: 2fr; border-right: solid $primary; padding: 0 1; }
     Explain #page-side { width: 3fr; }
+    Explain #finding-side:focus { border-right: heavy $accent; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "copy", "Copy the fix"),
@@ -33,7 +34,7 @@ class Explain(RunScreen):
 
     def body(self) -> ComposeResult:
         with Horizontal():
-            with VerticalScroll(id="finding-side", can_focus=False):
+            with VerticalScroll(id="finding-side"):
                 yield Static(id="finding")
             with VerticalScroll(id="page-side", classes="main"):
                 yield RulePage()

@@ -53,12 +53,15 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("← →", "step back and forth: the ledger is replayed event by event"),
             ("k u h", "next contribution, parameter, rank that holds it"),
-            ("j", "jump to the first divergence on this path"),
+            ("j tab", "jump to the first divergence on this path; tab to the card: ↑ ↓ scroll it"),
         ),
     ),
     ("Parameters", (("enter ← →", "fold, unfold; on a parameter: open its way"), ("/", "search"))),
     ("Compare", (("o x", "next run beside this one; only what differs"),)),
-    ("Explain", (("c e n", "copy the fix; write the report as Markdown; next finding"),)),
+    (
+        "Explain",
+        (("c e n tab", "copy the fix; write the report as Markdown; next finding; the other side"),),
+    ),
     (
         "Signs",
         (

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.reactive import reactive
 
-from gradcheck_dist.tui.grid import COLUMN_SLICES, ROW_SLICES, WeightGrid, slice_grid
+from gradcheck_dist.tui.grid import COLUMN_SLICES, ROW_SLICES, WeightGrid, slice_grid, worst_cell
 from gradcheck_dist.tui.screens.base import RunScreen
 from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.widgets.cell_box import CellBox
@@ -32,6 +32,8 @@ class Weights(RunScreen):
     columns = reactive(COLUMN_SLICES[0], init=False)
     _contains = ""
     _sliced: tuple[object, ...] = ()
+    _begun: int | None = None
+    """The step for which the cursor was put on the worst cell; from there on it is the user's."""
 
     def body(self) -> ComposeResult:
         yield Heatmap(classes="main")
@@ -47,8 +49,15 @@ class Weights(RunScreen):
         wanted = (id(grid), self.rows, self.columns, self._contains)
         if wanted != self._sliced:
             self._sliced = wanted
-            self.query_one(Heatmap).axes = (self.rows + (" filtered" if self._contains else ""), self.columns)
-            self.query_one(Heatmap).show(slice_grid(grid, self.rows, self.columns, self._contains))
+            heatmap, part = self.query_one(Heatmap), slice_grid(grid, self.rows, self.columns, self._contains)
+            heatmap.axes = (self.rows + (" filtered" if self._contains else ""), self.columns)
+            heatmap.show(part)
+            if self._begun != grid.step:
+                self._begun = grid.step
+                worst = worst_cell(grid)
+                place = part.place(*worst) if worst is not None else None
+                if place is not None:
+                    heatmap.cursor, heatmap.column = place
         self._cell()
 
     def on_mount(self) -> None:

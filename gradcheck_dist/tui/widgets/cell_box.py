@@ -32,7 +32,9 @@ class CellBox(Static):
         )
         text.append(printable(unit, 60), "bold").append(f" on rank {rank}\n")
         exact = part.grid.exact.get(key)
+        wide = self.size.width > 95 and exact
         text.append("expected ").append(exact if exact else _number(expected), "bold")
+        text.append(f" = {_number(expected)}" if wide else "")
         text.append("  nominal ").append(_number(nominal), "bold")
         text.append("  observed ").append(_number(observed), "bold")
         text.append("  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
@@ -44,7 +46,7 @@ class CellBox(Static):
         text.append("\n")
         for piece, style in scale.legend():
             text.append(piece, style)
-        text.append(" observed/expected: = right ▼ too small ▲ too large", "dim")
+        text.append(" ratio: = right ▼ too small ▲ too large", "dim")
         self.update(text, layout=False)
 
 

@@ -37,6 +37,8 @@ class FindingsList(Rows):
         factor = finding.factor.expression or number(finding.factor.observed)
         event = finding.first_event
         where = f"{short_path(event.file)}:{event.line}" if event is not None and event.file else "-"
+        room = self.size.width - 66
+        where = where if len(where) <= room else f"…{where[1 - max(room, 12) :]}"
         yield fit(f"{finding.code} {finding.name}", 28) + " ", _LOOKS.get(finding.severity, "plain")
         yield fit(factor, 20) + " ", "bold"
         yield f"{finding.num_parameters:>6} {fit(spans(finding.ranks), 7)} ", "plain"

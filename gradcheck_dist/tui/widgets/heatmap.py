@@ -79,6 +79,7 @@ class Heatmap(Rows):
         self._first = max(min(self._first, self.column), self.column - self.num_visible + 1)
 
     def on_resize(self) -> None:
+        self._first = 0
         self.show_column()
 
     def action_move_column(self, by: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import Static
 
+from gradcheck_dist.reports import timeline
 from gradcheck_dist.reports.source import line_text, short_path
-from gradcheck_dist.reports.text import printable, spans
+from gradcheck_dist.reports.text import printable
 from gradcheck_dist.tui.step_view import Mark, StepView
 
 
@@ -28,6 +29,8 @@ class MarkBox(Static):
             text.append("  ← FIRST DIVERGENCE", "bold reverse")
         length = (mark.end_ns - mark.start_ns) / 1e6
         took = f", took {length:.3g} ms" if length else ""
+        if took and mark.letter == "F":
+            took += " (inferred: a forward ends with its loss and has no event of its own)"
         text.append(f"\nevent {mark.seq} of rank {mark.rank}, {mark.start_ns / 1e6:.4g} ms after the step began{took}")
         if mark.params is not None:
             text.append(f", {len(mark.params)} parameters")
@@ -37,23 +40,11 @@ class MarkBox(Static):
             text.append(f"\n{short_path(site.file)}:{site.line}", "bold").append(f"  {printable(source or '')}")
         else:
             text.append("\nno source line was recorded", "dim")
-        text.append("\nForward Loss-gradient Backward Reduce Scale Unscale Clip Optimizer Zero Pipeline", "dim")
-        text.append("\nB0 = accumulation step 0, B0··· = no sync; plain: not on the selected path", "dim")
+        text.append("\nForward Loss-grad Backward Reduce Scale Unscale Clip V=clamp Optimizer Zero Pipeline", "dim")
+        text.append("\nB0 k=0, B0··· no sync, F┄┄┄ inferred from its end; plain: not on the selected path", "dim")
         self.update(text, layout=False)
 
 
 def describe(mark: Mark) -> str:
     """An event in a few words."""
-    event, words = mark.event, [mark.name]
-    op = getattr(event, "op", None)
-    if mark.letter == "R":
-        words.append(f"{printable(event.impl)} {printable(str(op))} over [{spans(event.group)}]")  # type: ignore[attr-defined]
-    if mark.accumulation_step is not None:
-        words.append(f"k={mark.accumulation_step}")
-    if mark.microbatch:
-        words.append(f"m={mark.microbatch}")
-    if mark.stage is not None:
-        words.append(f"stage {mark.stage}")
-    if mark.sync is not None:
-        words.append("sync" if mark.sync else "no sync")
-    return " ".join(words)
+    return f"{mark.name} {timeline.describe(mark.event)}".strip()

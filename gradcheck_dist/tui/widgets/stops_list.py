@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradcheck_dist.tui import scale
-from gradcheck_dist.tui.step_view import LETTERS, Stop
+from gradcheck_dist.tui.step_view import LETTERS, Stop, name_of
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
 SAME = 1e-3
@@ -29,7 +29,7 @@ class StopsList(Rows):
     def pieces(self, index: int) -> Iterable[Piece]:
         stop = self.stops[index]
         culprit = (stop.rank, stop.seq) in self.culprits
-        name = LETTERS[type(stop.event)][1] if stop.event is not None and type(stop.event) in LETTERS else "sample"
+        name = name_of(stop.event) if stop.event is not None and type(stop.event) in LETTERS else "sample"
         k = getattr(stop.event, "accumulation_step", None)
         microbatch = getattr(stop.event, "microbatch", None)
         where = (f" k={k}" if k is not None else "") + (f" m={microbatch}" if microbatch else "")

@@ -28,6 +28,7 @@ _COLOURS = {
     "S": "#d9c05a",
     "U": "#d9c05a",
     "C": "#b48ead",
+    "V": "#b48ead",
     "O": "#6cc0a0",
     "Z": "#9a9a9a",
     "P": "#707a88",
@@ -250,11 +251,11 @@ def _faded(colour: str, background: str) -> str:
 
 
 def _bar_text(mark: Mark, width: int) -> str:
-    """Letter, accumulation step, microbatch; a backward that does not reduce ends in dots."""
+    """Letter, accumulation step, microbatch; a backward that does not reduce is dotted, what is inferred is dashed."""
     text = mark.letter
     if mark.letter in "BF" and mark.accumulation_step is not None:
         text += str(mark.accumulation_step)
         if mark.microbatch:
             text += f".{mark.microbatch}"
-    fill = "·" if mark.sync is False else " "
+    fill = "·" if mark.sync is False else "┄" if mark.letter == "F" else " "
     return (text + fill * width)[:width]
