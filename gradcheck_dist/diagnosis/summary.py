@@ -35,7 +35,8 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
     """Parameters that came out alike, within tolerance, share a unit, named by what its parameters have in common."""
     cells: dict[ParamKey, Ratios] = defaultdict(dict)
     for one in held:
-        cells[one.param].update({(one.rank, cell.key, cell.column): (cell.ratio, cell.margin) for cell in one.cells})
+        shares = {key: _share(summands) for key, summands in _by_contribution(one).items()}
+        cells[one.param].update({(one.rank, key): (share.ratio, share.margin) for key, share in shares.items()})
     groups: dict[int, list[tuple[Ratios, list[ParamKey]]]] = defaultdict(list)
     for param, ratios in sorted(cells.items(), key=lambda item: _looseness(item[1])):
         for reference, members in groups[param[0]]:
@@ -59,7 +60,7 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
     return names
 
 
-Ratios = dict[tuple[int, ContributionKey, int], tuple[float, float]]
+Ratios = dict[tuple[int, ContributionKey], tuple[float, float]]
 
 
 def _looseness(ratios: Ratios) -> float:
@@ -337,7 +338,7 @@ def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[
 
 def next_step(report: Report) -> str:
     """What to do now, in one sentence."""
-    if report.findings:
+    if report.findings and report.verdict == "findings":
         first = report.findings[0]
         return first.fix
     if report.verdict == "clean":

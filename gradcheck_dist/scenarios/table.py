@@ -14,7 +14,7 @@ from gradcheck_dist.reports.source import short_path
 from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.scenarios.runner import MIB, Cost, Result
 
-COLUMNS = ("scenario", "variant", "found", "factor", "culprit", "seconds", "as the file says")
+COLUMNS = ("scenario", "variant", "found", "factor", "culprit", "seconds", "MiB", "as the file says")
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def lines(table: Sequence[Row]) -> Iterator[str]:
     """Each row as one line, and a second one where there is something to say."""
     for row in table:
         place = f"{row.scenario} {row.variant}".strip()
-        seconds = f"{row.seconds:6.1f} s" if row.seconds is not None else "       -"
+        cost = f"{row.seconds:6.1f} s {_mib(row):>5} MiB" if row.seconds is not None else f"{'-':>18}"
         found = "could not run" if row.found is None else row.found
         where = f" ({row.factor}; {row.culprit})" if row.culprit else ""
-        yield f"{'ok ' if row.as_expected else 'NOT'} {seconds}  {place}: {found}{where}"
+        yield f"{'ok ' if row.as_expected else 'NOT'} {cost}  {place}: {found}{where}"
         if row.note:
-            yield f"               {printable(row.note, 2000)}"
+            yield f"{'':24}{printable(row.note, 2000)}"
 
 
 def markdown(table: Sequence[Row]) -> str:
@@ -140,10 +140,16 @@ def markdown(table: Sequence[Row]) -> str:
             row.factor,
             row.culprit,
             f"{row.seconds:.1f}" if row.seconds is not None else "",
+            _mib(row),
             f"{agreement}: {row.note}" if row.note else agreement,
         )
         body.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join([*head, *body, ""])
+
+
+def _mib(row: Row) -> str:
+    """Memory of all ranks together; empty where no rank told."""
+    return f"{row.peak_memory_bytes / MIB:.0f}" if row.peak_memory_bytes is not None else ""
 
 
 def _cell(value: str) -> str:

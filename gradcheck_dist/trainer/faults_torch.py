@@ -59,7 +59,8 @@ FAULTS = (
     Fault(
         "zero-bubble-in-ddp",
         "DistributedDataParallel below a schedule that computes weight gradients apart (replication 'composable', "
-        "gradient_reduction 'average'; pytorch#144530): some stages are never reduced, and replicas drift apart.",
+        "gradient_reduction 'average'; pytorch#144530): torch.autograd.grad does not run the nodes that DDP's reducer "
+        "waits at, so all stages but those with a whole backward are never reduced, and replicas drift apart.",
         "gradcheck_dist.trainer.parallelize:wrap",
         wrap_in_ddp,
     ),
