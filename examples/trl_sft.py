@@ -1,10 +1,12 @@
 """TRL's SFTTrainer on its default loss. FAULT=per-batch-mean averages each batch by itself.
 
 gradcheck run -- python examples/trl_sft.py
+gradcheck run -- torchrun --nproc-per-node 2 examples/trl_sft.py
 """
 
 import os
 import tempfile
+import time
 
 import torch
 from datasets import Dataset
@@ -68,7 +70,12 @@ def main():
             model=model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
         )
         trainer.train()
-    print("parameters", sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+    if trainer.is_world_process_zero():
+        print("parameters", sum(parameter.double().sum().item() for parameter in model.parameters()).hex())
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        time.sleep(0.3)
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -73,8 +73,19 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def params_of(recorder: Recorder, params: Iterable[Tensor], *, owner: bool = False) -> list[ParamInfo]:
     registry = recorder.registry
     params = list(params)
+    found = registry.asked_before(params, owner=owner)
+    if found is not None:
+        return found
     registry.adopt(params, owner=owner)
-    return [registry.find(param) or registry.add_unnamed(param) for param in params]
+    infos = [registry.find(param) or _unnamed(recorder, param) for param in params]
+    return registry.answered(params, infos, owner=owner)
+
+
+def _unnamed(recorder: Recorder, param: Tensor) -> ParamInfo:
+    """A parameter that belongs to no module that was called: watched from the next step on."""
+    info = recorder.registry.add_unnamed(param)
+    recorder.discovery.hook(info, param)
+    return info
 
 
 @guarded("optimizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,27 +17,59 @@ _EXIT_ABORT = "terminate called without an active exception"
 """torch 2.13 with gloo now and then aborts while the interpreter shuts down, after everything is done."""
 
 
+TIMEOUT_S = 240
+
+
 @dataclass(frozen=True)
 class Client:
-    """A script of examples/, how it is started, the fault it can be given, and what must then be found."""
+    """A script of examples/, how it is started, the fault it can be given, and what must then be found.
+
+    `fault` None: what must be found is in the client as it was released. `beside`: a folder of the environment, made by
+    `make clients`, that holds another release than the one installed. `judged` is what a correct run is called.
+    """
 
     script: str
-    fault: str
+    fault: str | None
     code: str
     expression: str | None
     line: str
     nproc: int = 0
     env: dict[str, str] = field(default_factory=dict)
     needs: str = "torch"
+    args: tuple[str, ...] = ()
+    beside: str | None = None
+    judged: str = "clean"
 
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.env.items())
-        return f"{self.script.removesuffix('.py')}{f' x{self.nproc}' if self.nproc else ''}{options}"
+        degrees = "".join(
+            f" {name.rpartition('.')[2]}={value}" for name, value in zip(self.args[::2], self.args[1::2], strict=True)
+        )
+        words = [self.script.removesuffix(".py"), *([self.beside] if self.beside else [])]
+        return (
+            f"{' '.join(words)}{f' x{self.nproc}' if self.nproc else ''}{options}{degrees} {self.fault or ''}".strip()
+        )
 
     @property
     def command(self) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc)] if self.nproc else []
-        return [sys.executable, *launcher, str(EXAMPLES / self.script)]
+        return [sys.executable, *launcher, str(EXAMPLES / self.script), *self.args]
+
+    @property
+    def missing(self) -> str | None:
+        """What is not installed, None when the client can run."""
+        if self.beside is not None and not (Path(sys.prefix) / self.beside).is_dir():
+            return self.beside
+        return None if importlib.util.find_spec(self.needs) is not None else self.needs
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Without what the tests' own process was told; one thread a process."""
+        found = {name: value for name, value in os.environ.items() if name not in ("FAULT", "GRADCHECK_BOOT")}
+        if self.beside is not None:
+            path = [str(Path(sys.prefix) / self.beside), found.get("PYTHONPATH")]
+            found["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+        return found | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.env}
 
 
 @dataclass
@@ -53,10 +86,9 @@ def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
     report = Path(f"{folder}.json")
     if folder is not None:
         own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("FAULT", "GRADCHECK_BOOT")}
-    environment |= {"OMP_NUM_THREADS": "1", **client.env, **({"FAULT": client.fault} if fault else {})}
+    environment = client.environment | ({"FAULT": client.fault} if fault and client.fault else {})
     done = subprocess.run(
-        [*own, *client.command], capture_output=True, text=True, timeout=110, env=environment, check=False
+        [*own, *client.command], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
     )
     printed = re.findall(r"^parameters .*$", done.stdout, re.MULTILINE)
     assert printed, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
