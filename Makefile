@@ -63,12 +63,12 @@ unit: $(VENV)/.installed-dev
 
 # Other people's trainers, in an environment of their own. Older releases of one lie beside it, each in its folder.
 CLIENTS := $(VENV)/clients
-CLIENTS_PIP := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install
+CLIENTS_PIP := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing clients into $(CLIENTS)" >&2
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS_PIP) --constraint constraints.txt --editable '.[clients]'
+	@$(CLIENTS_PIP) --editable '.[clients]'
 	@for release in 4.45.2 4.46.2 4.46.3; do test -d $(CLIENTS)/transformers-$$release || \
 	  $(CLIENTS_PIP) --no-deps --target $(CLIENTS)/transformers-$$release "transformers==$$release" \
 	    'tokenizers>=0.20,<0.21' 'huggingface-hub>=0.23.2,<1' 'accelerate>=1.1,<1.2' || exit 1; done
