@@ -31,8 +31,11 @@ If a mean over microbatches is what you want, declare it: `--objective microbatc
 
 from __future__ import annotations
 
+from statistics import median
+
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.finding import Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS301"
@@ -51,17 +54,42 @@ def judge(case: Case) -> Answer | None:
     if pattern.objective != OBJECTIVE:
         return None
     return Answer(
-        explanation=f"The loss divides each microbatch by its own tokens. {spread(case)}",
+        severity=severity(case),
+        explanation=f"{follows(case, 'the mean of per-microbatch means')} The loss divides each microbatch by its own "
+        f"tokens. {spread(case)}",
         fix="Divide the token-sum loss by the tokens of the whole step over all ranks (times R where the reduction "
         "averages), or declare --objective microbatch-mean if this is meant.",
     )
 
 
+def is_another_objective(case: Case) -> bool:
+    """Whether the weights are those of another objective to the last digit, and nobody said which one is meant."""
+    exactly = abs(case.pattern.factor - 1) <= max(2 * case.pattern.tolerance, 1e-6)
+    return exactly and case.context.objective_from.startswith("assumed")
+
+
+def severity(case: Case) -> Severity:
+    return "warning" if is_another_objective(case) else "error"
+
+
+def follows(case: Case, objective: str) -> str:
+    if not is_another_objective(case):
+        return f"The weights are those of {objective}."
+    return f"The gradient follows {objective} exactly. Whether that is meant nobody declared."
+
+
 def spread(case: Case) -> str:
-    """How far tokens are over- and under-weighted in this run."""
-    ratios = sorted(cell.ratio for _, cell in case.cells)
+    """How far tokens are over- and under-weighted in this run, against the mean over all tokens."""
+    ratios = {cell.key: cell.ratio for _, cell in case.cells}
     counts = sorted({c.num_tokens or 0 for c in case.context.contributions.by_key.values()})
+    over = sorted(ratio for ratio in ratios.values() if ratio > 1)
+    under = sorted((ratio for ratio in ratios.values() if ratio < 1), reverse=True)
+    parts = [
+        f"{name} by x {side[-1]:.4g} at most (median {median(side):.4g})"
+        for name, side in (("over-weighted", over), ("under-weighted", under))
+        if side
+    ]
     return (
-        f"Tokens weigh x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should "
-        f"(median {ratios[len(ratios) // 2]:.4g}); contributions hold {counts[0]} to {counts[-1]} tokens."
+        f"Against {case.context.objective}, this run's tokens are {' and '.join(parts)}; contributions hold "
+        f"{counts[0]} to {counts[-1]} tokens."
     )

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import spread
+from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import follows, severity, spread
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS302"
@@ -46,7 +46,9 @@ def judge(case: Case) -> Answer | None:
     if pattern.objective != OBJECTIVE:
         return None
     return Answer(
-        explanation=f"The loss divides by the tokens of its own rank. {spread(case)}",
+        severity=severity(case),
+        explanation=f"{follows(case, 'the mean of per-rank means')} The loss divides by the tokens of its own rank. "
+        f"{spread(case)}",
         fix="Divide by the average number of tokens a rank (c = R/N with N counted over all ranks), the same on every "
         "rank, or declare --objective rank-token-mean if this is meant.",
     )

@@ -1,0 +1,76 @@
+"""Two ranks of trainers as people write them, for test_red_team_ranks.py."""
+
+import contextlib
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from probe_workers import Net, batch, token_sum
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS, ACCUMULATION = 2, 2
+
+
+def flat_reduce(model: nn.Module, divisor: float) -> None:
+    """One buffer for all gradients, as many hand-written trainers do."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    buffer = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(buffer)
+    buffer /= divisor
+    for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def reduce_in_hook(grad: Tensor) -> Tensor:
+    whole = grad.clone()
+    dist.all_reduce(whole)
+    return whole / dist.get_world_size()
+
+
+def wrapped(variant: str) -> Any:
+    model = Net()
+    if variant == "hooks":
+        for param in model.parameters():
+            param.register_hook(reduce_in_hook)
+    elif variant == "composable, averaged twice":
+        from torch.distributed._composable import replicate
+
+        replicate(model)
+    elif "squared" in variant:
+        return DistributedDataParallel(model)
+    return model
+
+
+def loss_of(variant: str, model: Any, k: int, num_tokens: float) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if "squared" in variant:
+        return model(batch(rank, k)[0]).pow(2).mean() / ACCUMULATION
+    loss = token_sum(model, batch(rank, k)) / num_tokens
+    return loss if variant == "composable, averaged twice" else loss * world
+
+
+def train(variant: str, run_dir: str | None) -> int:
+    """Train two steps; returns a checksum of the parameters."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir) if run_dir else contextlib.nullcontext():
+        model = wrapped(variant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(ACCUMULATION))
+        total = torch.tensor(float(valid))
+        dist.all_reduce(total)
+        for _ in range(STEPS):
+            for k in range(ACCUMULATION):
+                quiet = variant == "squared, never reduced" or ("squared" in variant and k < ACCUMULATION - 1)
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    loss_of(variant, model, k, total.item()).backward()
+            if variant.startswith("flat"):
+                flat_reduce(model, dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))

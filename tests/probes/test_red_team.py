@@ -1,0 +1,254 @@
+"""Trainers as people write them, right and wrong in ways that no document names: nobody right is accused, and what is
+wrong is found by name. One process each; two ranks in test_red_team_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+STEPS, ACCUMULATION = 3, 2
+Data = tuple[Tensor, Tensor]
+Loss = Callable[[nn.Module, Data, int], Tensor]
+"""The loss of one microbatch, given the tokens of the step."""
+
+
+def logits_of(model: nn.Module, data: Data) -> tuple[Tensor, Tensor]:
+    return model(data[0]).flatten(0, 1), data[1].flatten()
+
+
+def judged(folder: Path) -> Report:
+    return diagnose(read_run(folder / "run"))
+
+
+def codes(report: Report) -> list[str]:
+    return [finding.code for finding in report.findings]
+
+
+def train(folder: Path, loss: Loss, accumulation: int = ACCUMULATION) -> Report:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder / "run"):
+        for _ in range(STEPS):
+            microbatches = [batch(0, k) for k in range(accumulation)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in microbatches)
+            for data in microbatches:
+                loss(model, data, num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return judged(folder)
+
+
+def masked(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    mask = (labels >= 0).float()
+    return (F.cross_entropy(logits, labels.clamp_min(0), reduction="none") * mask).sum() / num_tokens
+
+
+def class_weighted_sum(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    weight = torch.linspace(0.5, 1.5, 20)
+    whole = sum(weight[labels[labels >= 0]].sum() for _, labels in (batch(0, k) for k in range(ACCUMULATION)))
+    return F.cross_entropy(*logits_of(model, data), weight=weight, reduction="sum") / whole
+
+
+def distillation(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    kept = logits[labels >= 0]
+    soft = F.kl_div(F.log_softmax(kept / 2, -1), torch.softmax(torch.ones_like(kept), -1), reduction="sum")
+    return 0.5 * F.cross_entropy(logits, labels, reduction="sum") / num_tokens + 0.5 * 4 * soft / num_tokens
+
+
+def soft_targets_only(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    kept = logits[labels >= 0]
+    return 4 * F.kl_div(F.log_softmax(kept / 2, -1), torch.ones_like(kept) / 20, reduction="sum") / num_tokens
+
+
+def smoothed_by_hand(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    log_probs, valid = F.log_softmax(logits, -1), labels >= 0
+    picked = -log_probs.gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1)[valid].sum()
+    return (0.9 * picked - 0.1 / 20 * log_probs.sum(-1)[valid].sum()) / num_tokens
+
+
+def policy_gradient(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    picked = F.log_softmax(logits, -1).gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1)
+    return -(picked * torch.linspace(-1, 1, len(labels)) * (labels >= 0)).sum() / num_tokens
+
+
+def preference(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    logits, labels = logits_of(model, data)
+    picked = F.log_softmax(logits, -1).gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1) * (labels >= 0)
+    chosen, rejected = picked.view(2, -1).sum(-1)
+    return -F.logsigmoid(0.1 * (chosen - rejected)) / ACCUMULATION
+
+
+def squared(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    return 0.5 * model(data[0]).pow(2).mean() / ACCUMULATION
+
+
+def gradient_penalty(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    loss = F.cross_entropy(*logits_of(model, data), reduction="sum") / num_tokens
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.01 * torch.stack([gradient.pow(2).sum() for gradient in gradients]).sum()
+
+
+RIGHT: dict[str, tuple[Loss, str]] = {
+    "a mask over unreduced losses": (masked, "clean"),
+    "class weights over their sum": (class_weighted_sum, "clean"),
+    "a gradient penalty": (gradient_penalty, "clean"),
+    "distillation beside labels": (distillation, "undetermined"),
+    "distillation with a temperature": (soft_targets_only, "undetermined"),
+    "label smoothing by hand": (smoothed_by_hand, "undetermined"),
+    "a policy gradient": (policy_gradient, "undetermined"),
+    "a preference loss": (preference, "undetermined"),
+    "a loss that counts nothing": (squared, "undetermined"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_is_not_accused(tmp_path: Path, name: str) -> None:
+    loss, verdict = RIGHT[name]
+    report = train(tmp_path, loss)
+    assert codes(report) == []
+    assert report.verdict == verdict, report.reasons
+    if verdict == "undetermined":
+        assert any("mark_loss" in reason for reason in report.reasons)
+
+
+WRONG: dict[str, tuple[Loss, str]] = {
+    "masked and divided twice": (lambda *given: masked(*given) / ACCUMULATION, "GS303"),
+    "divided by padded tokens": (
+        lambda model, data, num_tokens: F.cross_entropy(*logits_of(model, data), reduction="sum") / (ACCUMULATION * 24),
+        "GS303",
+    ),
+    "times its own value": (
+        lambda model, data, num_tokens: (loss := masked(model, data, num_tokens)) * loss.item(),
+        "GS303 GS000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_found(tmp_path: Path, name: str) -> None:
+    loss, code = WRONG[name]
+    assert set(codes(train(tmp_path, loss))) & set(code.split())
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data) -> None:
+    F.cross_entropy(*logits_of(model, data)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("empties", "found"), [(True, []), (False, ["GS402"])])
+def test_gradients_that_are_never_emptied_are_found(tmp_path: Path, empties: bool, found: list[str]) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            step_of(model, optimizer, batch(0, step))
+            if empties:
+                for param in model.parameters():  # as many write it, past every hook
+                    param.grad = None
+    assert codes(judged(tmp_path)) == found
+
+
+def test_two_models_in_one_loop_are_judged_apart(tmp_path: Path) -> None:
+    first, second = Net(), Net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (first, second)]
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            for model in (first, second):
+                F.cross_entropy(*logits_of(model, batch(0, step))).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_evaluating_a_batch_twice_throws_no_tokens_away(tmp_path: Path) -> None:
+    """Sharpness-aware minimisation: the first gradient only says where the second is taken."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            data = batch(0, step)
+            F.cross_entropy(*logits_of(model, data)).backward()
+            moved = [0.05 * param.grad for param in model.parameters() if param.grad is not None]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moved)
+            optimizer.zero_grad()
+            F.cross_entropy(*logits_of(model, data)).backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moved)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path).verdict == "clean"
+
+
+@pytest.mark.parametrize(("steps", "found"), [([0], []), ([0, 1, 2], ["GS401"])])
+def test_a_warm_up_is_no_fault_and_a_zero_grad_in_every_step_is(
+    tmp_path: Path, steps: list[int], found: list[str]
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            if step in steps:
+                F.cross_entropy(*logits_of(model, batch(0, 7))).backward()
+                optimizer.zero_grad()
+            step_of(model, optimizer, batch(0, step))
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert [code for code in codes(report) if code == "GS401"] == found
+    assert (report.verdict == "clean") == (found == [])
+
+
+def test_a_pass_for_a_regulariser_is_no_contribution(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            F.cross_entropy(*logits_of(model, batch(0, step))).backward()
+            (1e-3 * torch.stack([param.pow(2).sum() for param in model.parameters()]).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path).verdict == "clean"
+
+
+def test_weights_that_follow_another_objective_are_said_milder(tmp_path: Path) -> None:
+    report = train(tmp_path, lambda model, data, _: F.cross_entropy(*logits_of(model, data)) / ACCUMULATION)
+    (finding,) = report.findings
+    assert (finding.code, finding.severity) == ("GS301", "warning")
+    assert "follows the mean of per-microbatch means exactly" in finding.explanation
+    assert "over-weighted by x" in finding.explanation and "under-weighted by x" in finding.explanation
+
+
+def test_what_happens_behind_a_loss_that_counts_nothing_is_found_all_the_same(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(STEPS):
+            for k in range(ACCUMULATION):
+                squared(model, batch(0, k), 1).backward()
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.mul_(0.5)  # what came before is halved once more
+            optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert len(report.findings) == 1
+    ratios = sorted({round(weight.ratio or 0, 4) for weight in report.weights})
+    assert ratios[0] == pytest.approx(ratios[-1] / 2)
+    assert {weight.expected for weight in report.weights} == {None}

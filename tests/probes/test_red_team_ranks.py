@@ -1,0 +1,36 @@
+"""Trainers of two ranks as people write them: judged as an expert would, and left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+EXPECTED = {
+    "hooks": ("clean", []),
+    "flat": ("clean", []),
+    "flat, wrong divisor": ("findings", ["GS000"]),
+    "composable, averaged twice": ("findings", ["GS101"]),
+    "squared": ("undetermined", []),
+    "squared, never reduced": ("findings", ["GS103"]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize("variant", EXPECTED)
+def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp_path: Path) -> None:
+    plain = launch("red_team_workers:train", (variant, None), 2, timeout_s=60)
+    recorded = launch("red_team_workers:train", (variant, str(tmp_path / "run")), 2, timeout_s=60)
+    assert recorded == plain
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, [finding.code for finding in report.findings]) == EXPECTED[variant]
+    if variant == "squared":
+        assert {round(weight.observed or 0, 6) for weight in report.weights} == {0.5}  # what DDP's average leaves
