@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.culprit import Culprit
 from gradcheck_dist.diagnosis.factors import Name, exact_fraction, name_number
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
+from gradcheck_dist.diagnosis.norms import StepNorms
 from gradcheck_dist.diagnosis.patterns import Pattern
 from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 
@@ -18,7 +19,8 @@ from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
     the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
-    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss."""
+    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of the
+    step."""
 
     context: StepContext
     culprit: Culprit
@@ -31,6 +33,7 @@ class Case:
     base_names: list[Name] = field(default_factory=list)
     terms: tuple[str, ...] = ()
     term_ranks: tuple[int, ...] = ()
+    norms: StepNorms | None = None
 
     @property
     def pattern(self) -> Pattern:
@@ -121,6 +124,10 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
             expression = f"{_lead(case)} * {expression}"
         ratios = sorted(cell.ratio for _, cell in case.cells)
         return Factor(observed=ratios[len(ratios) // 2], expression=expression, tolerance=tolerance)
+    if pattern.kind == "power":
+        ratios = sorted(cell.ratio for _, cell in case.cells)
+        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{_lead(case)} * "
+        return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{pattern.count}", tolerance=tolerance)
     wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
         return Factor(observed=wrong[len(wrong) // 2], tolerance=tolerance)

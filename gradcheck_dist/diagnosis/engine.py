@@ -36,6 +36,8 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step
 from gradcheck_dist.trace.run import Run
 
 LOST = "GS401"
+CLIP_BY_HAND = "GS601"
+"""Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 EXACT = 1e-6
 """Tolerance of ratios that token counts alone determine."""
 
@@ -139,9 +141,7 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
     return DEFAULT_OBJECTIVE, "assumed: none was declared"
 
 
-def judge_step(
-    run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False
-) -> StepVerdict:
+def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False) -> StepVerdict:
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so."""
     data = step_data(run, step)
     contributions = collect(data.events)
@@ -175,8 +175,10 @@ def judge_step(
     verdict.remarks += terms.remarks
     norms_of = (data, norms, verdict.held, target.contributions, expected)
     for case in [*cases, *terms.cases]:
+        case.norms = norms
         finding = _finding(case, verdict.units)
-        verdict.found(finding, None if case.terms else effect_of_case(case, *norms_of))
+        known = not case.terms and finding.code != CLIP_BY_HAND
+        verdict.found(finding, effect_of_case(case, *norms_of) if known else None)
     verdict.weights = summary.weights(
         step, verdict.held, verdict.units, contributions, None if target.relative else expected
     )
@@ -204,10 +206,12 @@ def _all_cases(
     held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
     together = pool(verdict.held)
     quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
-    if quiet and not losses_show(together, own_objective(verdict.contributions, expected, tokens), expected):
-        return []
     matrix = verdict.held if held_alone else together
-    own = own_objective(verdict.contributions, expected, tokens)
+    wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
+    right = {cell.key for held in matrix for cell in held.cells} - wrong
+    own = own_objective(verdict.contributions, expected, tokens, right)
+    if quiet and not losses_show(together, own, expected):
+        return []
     if own is None:
         return _cases(verdict, matrix)
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))

@@ -6,12 +6,13 @@ it is told in numbers and never renamed into something known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
+from gradcheck_dist.diagnosis import shapes
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
@@ -48,10 +49,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pattern:
-    """`kind` is one of uniform, geometric, repeated, objective, own-rank-only, zeroed, other.
+    """`kind` is one of uniform, geometric, repeated, objective, own-rank-only, zeroed, part, power, other.
 
     `factor` is the ratio's common factor; `base` of a geometric or repeated pattern is what each repetition multiplies;
-    `objective` names another objective that the weights follow (times factor).
+    `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
+    follow: of n_c tokens of the contribution, N_r tokens of its data rank, accumulation step k of K, microbatch m or
+    data rank r.
     """
 
     kind: str
@@ -60,6 +63,7 @@ class Pattern:
     base: float | None = None
     objective: str | None = None
     tolerance: float = 1e-3
+    count: str | None = None
 
 
 Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
@@ -225,16 +229,54 @@ def _other(samples: list[Sample]) -> Pattern:
     return Pattern("other", text, factor, tolerance=tolerance_of(samples))
 
 
-HYPOTHESES: tuple[Hypothesis, ...] = (_uniform, _objective, _geometric, _repeated, _own_rank_only, _zeroed)
+def _part(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """One factor on some weights, the others are right."""
+    wrong = [sample for sample in samples if sample.wrong]
+    if len(wrong) == len(samples) or any(sample.gone for sample in samples):
+        return None
+    factor = _constant(*_arrays(wrong)) if wrong else None
+    if factor is None:
+        return None
+    places = {id(s): shapes.Place(s.key, s.holder, s.holder_data_rank) for s in samples}
+    part = shapes.where([places[id(s)] for s in wrong], list(places.values()))
+    return Pattern("part", f"x {factor:.6g} on {part}, the rest right", factor, tolerance=tolerance_of(wrong))
+
+
+def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """ratio = factor * count^power: tokens, or the number of the step, microbatch or rank."""
+    tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
+    ratios, tolerances = _arrays(samples)
+    found = shapes.power_law(ratios, tolerances, shapes.counts([sample.key for sample in samples], tokens))
+    if found is None:
+        return None
+    factor, name, power = found
+    text = f"x {ratios.min():.4g} to x {ratios.max():.4g}: {factor:.6g} * {name}^{power:g}"
+    return Pattern("power", text, factor, tolerance=tolerance_of(samples), count=f"{name}^{power:g}")
+
+
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    _uniform,
+    _objective,
+    _geometric,
+    _repeated,
+    _own_rank_only,
+    _zeroed,
+    _part,
+    _power_of_count,
+)
 
 
 def own_objective(
-    contributions: Contributions, expected: Mapping[ContributionKey, Fraction], tokens: Mapping[ContributionKey, int]
+    contributions: Contributions,
+    expected: Mapping[ContributionKey, Fraction],
+    tokens: Mapping[ContributionKey, int],
+    right: Collection[ContributionKey] = (),
 ) -> dict[ContributionKey, Fraction] | None:
     """What the losses themselves were out for, when that is not (a multiple of) what is expected.
 
     None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
-    that they are proportional to; failing that, the weights at the losses, scaled to the expected total.
+    that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
+    expected that came out right in the end (`right`), or else those that most losses have, or else their total.
     """
     roots = {key: contributions.by_key[key].weight for key in expected}
     if not roots or any(not root for root in roots.values()):
@@ -248,10 +290,32 @@ def own_objective(
         other = expected_weights(name, tokens)
         if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
             return other
-    scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
-        (roots[key] or 0.0) * tokens[key] for key in expected
-    )
+    quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
+    scale = _usual(quotients, right, rounding)
+    if scale is None:
+        scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
+            (roots[key] or 0.0) * tokens[key] for key in expected
+        )
     return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+
+
+def _usual(
+    quotients: Mapping[ContributionKey, float], right: Collection[ContributionKey], rounding: float
+) -> float | None:
+    """What brings the level that stands for right ones to 1; None when no level stands out."""
+    levels: list[list[ContributionKey]] = []
+    for key in sorted(quotients, key=lambda key: quotients[key]):
+        known = levels[-1] if levels else []
+        if known and abs(quotients[key] / quotients[known[0]] - 1) <= rounding:
+            known.append(key)
+        else:
+            levels.append([key])
+    for chosen in (set(right), set(quotients)):
+        counts = sorted(((len(chosen.intersection(level)), index) for index, level in enumerate(levels)), reverse=True)
+        stands_out = len(counts) == 1 or counts[0][0] > counts[1][0]
+        if stands_out and counts[0][0] > 0:
+            return 1.0 / quotients[levels[counts[0][1]][0]]
+    return None
 
 
 def _proportional(first: np.ndarray, second: np.ndarray, rounding: float) -> bool:

@@ -117,16 +117,17 @@ def _title(report: Report) -> str:
 
 def _headline(report: Report, findings: tuple[FindingText, ...]) -> str:
     word = VERDICT_WORDS[report.verdict]
-    if findings:
+    if report.verdict == "findings" and findings:
         more = f" (and {plural(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
         return f"{word} {findings[0].title}: {findings[0].factor}{more}"
     if report.verdict == "clean":
-        return f"{word}: every token weighs what the objective {printable(report.run.objective)} says"
+        remarks = f" (and {plural(len(findings), 'remark')})" if findings else ""
+        return f"{word}: every token weighs what the objective {printable(report.run.objective)} says{remarks}"
     return f"{word}: {prose(report.reasons[0]) if report.reasons else 'see the coverage below'}"
 
 
 def _why(report: Report) -> str:
-    if report.findings:
+    if report.verdict == "findings" and report.findings:
         return prose(report.findings[0].explanation)
     if report.verdict != "clean":
         return prose(" ".join(report.reasons) or "The trace does not hold what a judgement needs.")
@@ -141,7 +142,7 @@ def _why(report: Report) -> str:
 
 
 def _next(report: Report) -> str:
-    if report.findings:
+    if report.verdict == "findings" and report.findings:
         finding = report.findings[0]
         if _rivals(finding) and finding.suggested_experiment:
             return prose(f"{finding.fix} First tell the explanations apart: {finding.suggested_experiment}")
@@ -190,13 +191,15 @@ def _candidate(candidate: Candidate) -> str:
     return f"{printable(candidate.expression)} = {number(candidate.value)}{evidence}"
 
 
-_VARYING = ("K-1-k", "repetitions", "n_c", "N_r")
+_VARYING = ("K-1-k", "repetitions", "n_c", "N_r", "(k+1)", "(K-k)", "(m+1)", "(r+1)")
 
 
 def _factor(finding: Finding) -> str:
     factor = finding.factor
     expression = printable(factor.expression) if factor.expression else None
     pattern = f" ({prose(finding.pattern, 300)})" if finding.pattern else ""
+    if factor.observed is None and expression is None and pattern:
+        return prose(finding.pattern, 300)
     if factor.observed is None:
         return f"observed / expected = {expression or 'unknown'}{pattern}"
     if expression and any(symbol in expression for symbol in _VARYING):
