@@ -40,7 +40,7 @@ class Measured:
         }
         self._epsilon = max(fact["epsilon"] for fact in told)
         own_epsilon = torch.finfo(function.dtype).eps if function.dtype is not None else self._epsilon
-        self._ladders = sorted({self._epsilon, own_epsilon}, reverse=True)
+        self._ladders = sorted({self._epsilon, own_epsilon})
         self._precision = _precision(function.dtype, self._epsilon)
 
     def results(self, targets: list[Target]) -> list[Result]:
@@ -68,7 +68,7 @@ class Measured:
         if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
             shape = "constant"
         reason, unsummed, seen = "", False, tuple[list[float], ...]()
-        if complete == "wrong" and partial in ("right", "zero") and not self._exchange.alone:
+        if complete not in ("right", "zero") and partial == "right" and not self._exchange.alone:
             outcome, shape = "right", "partial"
             unsummed = target.kind == "input" and self._whole
             seen = tuple(self._own[key] for key in target.keys)
@@ -98,43 +98,46 @@ class Measured:
         return 8 * self._epsilon
 
     def _try(self, target: Target, kind: str, tag: str, stretch: float) -> _Try:
+        """One direction: with the finest steps, and with larger ones where these do not agree with autograd."""
         function, gradient = self._function, self._gradient
         directions = {key: self._direction(key, kind) for key in target.keys}
         shares = {key: 1 / len(self._holders[key]) for key in target.keys}
-        sizes = [[size * stretch for size in steps(epsilon)] for epsilon in self._ladders]
-        points = [sign * size for ladder in sizes for size in ladder for sign in (1, -1)]
-        values = [
-            function.value({key: function.variables[key] + t * d for key, d in directions.items()}) for t in points
-        ]
         projected = {key: inner(grad, d) for key, d in directions.items() if (grad := gradient[key]) is not None}
-        squares = sum(_squares(gradient[key], d) * shares[key] for key, d in directions.items())
         # The perturbed variables are rounded too.
         rounded = sum(_squares(gradient[key], function.variables[key]) * shares[key] for key in directions)
-        mine = [
-            *values,
+        facts = [
             sum(value * shares[key] for key, value in projected.items()),
             sum(projected.values()),
-            squares,
+            sum(_squares(gradient[key], d) * shares[key] for key, d in directions.items()),
             self._noise[0] + rounded,
             self._noise[1],
         ]
-        sums = [sum(column) for column in zip(*self._exchange.gather(tag, mine), strict=True)]
-        at = dict(zip(points, sums, strict=False))
-        complete, partial, squares, magnitude, jitter = sums[len(points) :]
-        natural, size = sqrt(squares), sqrt(magnitude)
-        derivatives = [
-            differentiate(lambda t: at[t], ladder, epsilon, size, jitter)
-            for ladder, epsilon in zip(sizes, self._ladders, strict=True)
-        ]
-        numeric = confirmed(*derivatives)
-        if judge(complete, derivatives[-1], natural, size, self._agree) == "right":
-            numeric = derivatives[-1]  # what rounds coarsely inside cannot agree so well by chance
+        found: list[Derivative] = []
+        for epsilon in self._ladders:
+            sizes = [size * stretch for size in steps(epsilon)]
+            points = [sign * size for size in sizes for sign in (1, -1)]
+            values = [
+                function.value({key: function.variables[key] + t * d for key, d in directions.items()}) for t in points
+            ]
+            told = self._exchange.gather(f"{tag}/{epsilon}", [*facts, *values])
+            complete, partial, squares, magnitude, jitter, *sums = (sum(column) for column in zip(*told, strict=True))
+            at = dict(zip(points, sums, strict=True))
+            natural, size = sqrt(squares), sqrt(magnitude)
+            found.append(differentiate(at.__getitem__, sizes, epsilon, size, jitter))
+            numeric = found[-1]
+            if "right" in [self._judged(analytic, numeric, natural, size) for analytic in (complete, partial)]:
+                break  # what rounds coarsely inside cannot agree so well by chance
+        else:
+            numeric = confirmed(found[-1], *found[:-1])
         return _Try(
             complete,
             numeric,
-            judge(complete, numeric, natural, size, self._agree),
-            judge(partial, numeric, natural, size, self._agree),
+            self._judged(complete, numeric, natural, size),
+            self._judged(partial, numeric, natural, size),
         )
+
+    def _judged(self, analytic: float, numeric: Derivative, natural: float, size: float) -> Outcome:
+        return judge(analytic, numeric, natural, size, self._agree)
 
     def _direction(self, key: str, kind: str) -> Tensor:
         """Relative to the variable's own size: along its gradient where every holder knows it whole, else random."""
