@@ -10,6 +10,13 @@ from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.runner import run_scenario
 from gradcheck_dist.scenarios.schema import library, load
 
+FLOAT32_ALONE = {"clip-before-unscale"}
+"""A loss scale is for float16 beside float32 parameters."""
+MISJUDGED_IN_BFLOAT16 = {
+    "clip-norm-pp-local": "GS000 (x 0.987) beside GS601 on one stage",
+}
+"""A test that passes has to leave this list."""
+
 
 def check(name: str, overrides: Overrides, folder: Path) -> None:
     result = run_scenario(load(name), overrides, keep=folder)
@@ -45,8 +52,27 @@ def test_a_scenario_holds_for_other_sizes(name: str, overrides: Overrides, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_four_ranks_stay_under_four_gibibytes_in_all(tmp_path: Path) -> None:
+    result = run_scenario(load("two-bugs-means-and-experts"), keep=tmp_path / "runs")
+    peaks = [cost.peak_memory_bytes for cost in result.costs]
+    assert all(peak is not None and peak < 4 << 30 for peak in peaks)
+
+
+@pytest.mark.slow
 @pytest.mark.library
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [3, 7])
 @pytest.mark.parametrize("name", library())
-def test_a_scenario_holds_for_another_seed(name: str, tmp_path: Path) -> None:
-    check(name, Overrides(seed=3), tmp_path / "runs")
+def test_a_scenario_holds_for_another_seed(name: str, seed: int, tmp_path: Path) -> None:
+    check(name, Overrides(seed=seed), tmp_path / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.library
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in library() if name not in FLOAT32_ALONE])
+def test_a_scenario_holds_in_bfloat16(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name in MISJUDGED_IN_BFLOAT16:
+        request.applymarker(pytest.mark.xfail(reason=MISJUDGED_IN_BFLOAT16[name], strict=True))
+    check(name, Overrides(dtype="bfloat16"), tmp_path / "runs")
