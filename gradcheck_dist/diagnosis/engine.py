@@ -23,7 +23,7 @@ from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
 from gradcheck_dist.diagnosis.norms import step_norms
-from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, own_objective
+from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.terms import judge_terms
@@ -217,8 +217,9 @@ def _all_cases(
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
     judged = judge(measured, verdict.contributions, own)
+    exact = max(EXACT, loss_rounding(verdict.contributions))
     cells = [
-        (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=EXACT, stderr=0.0))
+        (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
         for held in verdict.held
         for cell in held.cells
     ]
@@ -311,6 +312,8 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
         answer = rule.judge(case)
         if answer is None:
             continue
+        if answer.culprit is not None:
+            case.culprit = answer.culprit
         return Finding(
             code=rule.CODE,
             name=rule.NAME,

@@ -282,8 +282,7 @@ def own_objective(
     if not roots or any(not root for root in roots.values()):
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)
-    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
-    rounding = 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
+    rounding = loss_rounding(contributions)
     if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
         return None
     for name in OBJECTIVES:
@@ -297,6 +296,12 @@ def own_objective(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
     return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+
+
+def loss_rounding(contributions: Contributions) -> float:
+    """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
+    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
+    return 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
 
 
 def _usual(
@@ -314,7 +319,7 @@ def _usual(
         counts = sorted(((len(chosen.intersection(level)), index) for index, level in enumerate(levels)), reverse=True)
         stands_out = len(counts) == 1 or counts[0][0] > counts[1][0]
         if stands_out and counts[0][0] > 0:
-            return 1.0 / quotients[levels[counts[0][1]][0]]
+            return 1.0 / float(np.median([quotients[key] for key in levels[counts[0][1]]]))
     return None
 
 

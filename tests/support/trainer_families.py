@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from known_families import FAMILIES, UNKNOWN, family, make_case, reduce_kind
 from random_trainers import Case, Culprit, Random, degree, downstream, global_mean, healthy, microbatch_mean, one
-from simulator import Hand, Trainer
+from simulator import Hand, Key, Trainer
 
 __all__ = ["FAMILIES", "make_case"]
+
+Root = Callable[[Key, dict[Key, int]], float]
 
 
 def _bracket(trainer: Trainer, place: str) -> set[Culprit]:
@@ -124,6 +127,59 @@ def reduced_again_by_hand(random: Random) -> Case:
     hand = Hand("before_step", all_reduce=True)
     fault = one({"GS000", "GS102"}, _bracket(trainer, "before_step"), float(trainer.data_ranks), "dp_replicate")
     return Case("", replace(trainer, hands=(hand,)), [fault])
+
+
+def _part_of_losses(random: Random, trainer: Trainer) -> set[Key]:
+    """A proper part of the contributions: an accumulation step, a data rank, or a single loss."""
+    step, rank = int(random.integers(trainer.accumulation)), int(random.integers(trainer.data_ranks))
+    kind = str(random.choice(["step", "rank", "single"]))
+    parts = {
+        "step": {key for key in trainer.keys if key[1] == step},
+        "rank": {key for key in trainer.keys if key[0] == rank},
+        "single": {trainer.keys[int(random.integers(len(trainer.keys)))]},
+    }
+    part = parts[kind]
+    return part if len(part) < len(trainer.keys) else {trainer.keys[-1]}
+
+
+def _root_on(part: set[Key], factor: float, healthy_root: Root) -> Root:
+    return lambda key, tokens: healthy_root(key, tokens) * (factor if key in part else 1.0)
+
+
+@family
+def some_losses_scaled(random: Random) -> Case:
+    """Some losses are multiplied in the loop; the others, and all that follows, are right."""
+    trainer = healthy(random, stages=1, sync="last")
+    trainer = replace(trainer, accumulation=max(2, trainer.accumulation), scale_grads=False)
+    trainer = replace(trainer, root=global_mean(1 / downstream(trainer)))
+    factor = float(random.choice(UNKNOWN))
+    root = _root_on(_part_of_losses(random, trainer), factor, trainer.root)
+    return Case("", replace(trainer, root=root), [one("GS000", Culprit("loss"), factor)])
+
+
+@family
+def some_losses_scaled_and_averaged(random: Random) -> Case:
+    """The last of at least three accumulation steps is multiplied, and what was divided by all tokens is averaged."""
+    trainer = healthy(random, impl=str(random.choice(["ddp", "fsdp"])), stages=1, sync="last")
+    trainer = replace(trainer, accumulation=max(3, trainer.accumulation), op="avg", divide=None, scale_grads=False)
+    factor = float(random.choice(UNKNOWN))
+    part = {key for key in trainer.keys if key[1] == trainer.accumulation - 1}
+    faults = [one("GS000", Culprit("loss"), factor), one("GS101", reduce_kind(), 1 / trainer.data_ranks)]
+    return Case("", replace(trainer, root=_root_on(part, factor, global_mean())), faults)
+
+
+@family
+def loss_by_a_count(random: Random) -> Case:
+    """A running mean: the loss of accumulation step k is divided by k+1, or multiplied by it."""
+    trainer = healthy(random, stages=1, sync="last")
+    trainer = replace(trainer, accumulation=max(3, trainer.accumulation), scale_grads=False)
+    right = global_mean(1 / downstream(trainer))
+    power = int(random.choice([-1, 1]))
+
+    def root(key: Key, tokens: dict[Key, int]) -> float:
+        return right(key, tokens) * (key[1] + 1.0) ** power
+
+    return Case("", replace(trainer, root=root), [one("GS000", Culprit("loss"))])
 
 
 @family
