@@ -72,6 +72,8 @@ Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
 def explain(samples: list[Sample], context: StepContext) -> list[Pattern]:
     """All shapes that fit, simplest first; at least one (`other` when nothing does)."""
     fits = [pattern for hypothesis in HYPOTHESES if (pattern := hypothesis(samples, context)) is not None]
+    # With a factor of its own before the power, a power law has one number more than any of the others.
+    fits.sort(key=lambda pattern: pattern.base is not None and abs(pattern.factor - 1) > 2 * pattern.tolerance)
     return fits or [_other(samples)]
 
 
