@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.clips import CLIP_EPSILON
 from gradcheck_dist.diagnosis.norms import Part, StepNorms
-from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -148,9 +148,7 @@ def clipped_effect(effect: Effect, data: StepData, norms: StepNorms) -> Effect:
     rank = min(data.events, default=0)
     events = data.events.get(rank, [])
     step = next((event for event in events if isinstance(event, OptimizerStep)), None)
-    clip = next((event for event in events if isinstance(event, Clip) and event.norm_type == 2.0), None)
-    if clip is not None and (step is None or clip.seq > step.seq):
-        clip = None
+    clip = _last_clip(events, step)
     norm = clip.total_norm if clip is not None else None
     coefficient = clip.coefficient if clip is not None else 1.0
     right = coefficient
@@ -175,6 +173,19 @@ def clipped_effect(effect: Effect, data: StepData, norms: StepNorms) -> Effect:
         sizes=sizes,
         optimizer=step,
     )
+
+
+def _last_clip(events: list[Event], step: OptimizerStep | None) -> Clip | None:
+    """The clip by norm after which nothing more came to the gradients that the optimizer read."""
+    found: Clip | None = None
+    for event in events:
+        if event is step:
+            return found
+        if isinstance(event, Clip) and event.norm_type == 2.0:
+            found = event
+        elif isinstance(event, Backward | Reduce):
+            found = None
+    return None
 
 
 def effect_of_clip(

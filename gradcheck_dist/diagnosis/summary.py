@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.finding import (
 )
 from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
 from gradcheck_dist.trace.run import Run
 
 MAX_WRITTEN = 10**4
@@ -199,8 +199,11 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
             observed.add(held.param)
         elif held.reason:
             reasons.setdefault(held.param, held.reason)
+    turns = {param_key(param): param.sampled_every for trace in run.ranks.values() for param in trace.params.values()}
     for param in all_params - observed:
-        reasons.setdefault(param, "no gradient of it was seen")
+        rests = turns.get(param, 1) > 1
+        why = f"left out by the sampling plan: its turn is in one of {turns[param]} recorded steps" if rests else ""
+        reasons.setdefault(param, why or "no gradient of it was seen")
     statuses = [event for trace in run.ranks.values() for event in trace.events if isinstance(event, ProbeStatus)]
     inactive = {(event.probe, event.reason) for event in statuses if not event.active}
     active = {event.probe for event in statuses if event.active} - {probe for probe, _ in inactive}

@@ -35,6 +35,40 @@ def own_shard_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.nn.utils.get_total_norm([getattr(grad, "_local_tensor", grad) for grad in grads])
 
 
+def own_experts_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Stands in for clip.whole_norm. Of experts that are spread over ranks, only those of this rank are counted."""
+    import torch
+
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    meshes = [getattr(parameter.grad, "device_mesh", None) for parameter in parameters]
+    if any(mesh is not None and "ep" in (mesh.mesh_dim_names or ()) for mesh in meshes):
+        return own_shard_norm(parameters)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
+def scaled_by_hand(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
+    """Stands in for clip.clip_gradients. The norm is right; no function of torch is asked to scale."""
+    from gradcheck_dist.trainer import clip
+
+    groups = clip.by_mesh(model).values()
+    norm = clip.combined_norm([clip.whole_norm(parameters) for parameters in groups], pipeline_group)
+    _scale(model, min(1.0, (max_norm or float("inf")) / float(norm)))
+    return float(norm)
+
+
+def scaled_by_hand_locally(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
+    """Stands in for clip.clip_gradients. The norm is that of what lies on this rank."""
+    norm = own_shard_norm(list(model.parameters()))
+    _scale(model, min(1.0, (max_norm or float("inf")) / float(norm)))
+    return float(norm)
+
+
+def _scale(model: nn.Module, factor: float) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
 def exhausted_generator(model: nn.Module, max_norm: float | None, pipeline_group: dist.ProcessGroup | None) -> float:
     """Stands in for clip.clip_gradients."""
     import torch
@@ -100,6 +134,27 @@ FAULTS = (
         "coefficient of its own.",
         f"{_CLIP}:whole_norm",
         own_shard_norm,
+    ),
+    Fault(
+        "clip-per-group-norm",
+        "The norm of experts is taken of those that lie on the rank. Gradients are right until the clip; ranks with "
+        "other experts scale everything by another coefficient.",
+        f"{_CLIP}:whole_norm",
+        own_experts_norm,
+    ),
+    Fault(
+        "clip-by-hand",
+        "Gradients are scaled by the trainer's own lines and not by torch's clip. The norm is that of the whole model "
+        "and nothing is wrong.",
+        f"{_CLIP}:clip_gradients",
+        scaled_by_hand,
+    ),
+    Fault(
+        "clip-by-hand-local",
+        "The trainer's own lines scale what lies on each rank by its own norm. Gradients are right until then; each "
+        "rank's are scaled by a factor of its own, and nothing records it.",
+        f"{_CLIP}:clip_gradients",
+        scaled_by_hand_locally,
     ),
     Fault(
         "clip-skipped",

@@ -44,10 +44,16 @@ from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
 from gradcheck_dist.diagnosis.clips import SHARDS, STAGE, JudgedClip, judge_clips
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.norms import local_norm, own_error
 from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import Clip, OptimizerStep
 
 CODE = "GS601"
 NAME = "local-clip-norm"
+FIX = (
+    "Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor norm, "
+    "and an all-reduce of its square over the pipeline."
+)
 
 
 def triggered(context: StepContext) -> bool:
@@ -55,7 +61,34 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    return None
+    """A clip that nothing recorded: each rank's part was scaled by a factor of its own, to one and the same norm."""
+    culprit, norms = case.culprit, case.norms
+    if norms is None or not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip):
+        return None
+    factors: dict[int, list[float]] = defaultdict(list)
+    for held, cell in case.cells:
+        factors[held.rank].append(cell.ratio)
+    parts = {rank: [part for (owner, _), part in norms.parts.items() if owner == rank] for rank in factors}
+    tolerance = max((own_error(of_rank) for of_rank in parts.values() if of_rank), default=1.0)
+    scaled = {rank: ratios for rank, ratios in factors.items() if abs(ratios[0] - 1) > 2 * tolerance}
+    if any(abs(ratio / ratios[0] - 1) > 2 * tolerance for ratios in factors.values() for ratio in ratios if ratios[0]):
+        return None
+    first = {rank: ratios[0] for rank, ratios in scaled.items()}
+    left = sorted(local_norm(parts[rank]) for rank in scaled)
+    if (
+        len(first) < 2
+        or not 0 < min(first.values()) < max(first.values()) * (1 - 2 * tolerance)
+        or max(first.values()) > 1
+    ):
+        return None
+    if not left[0] or left[-1] > left[0] * (1 + 2 * tolerance):
+        return None
+    shown = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(first.items())[:4])
+    return Answer(
+        explanation=f"Every rank's gradients were scaled to norm {left[0]:.6g} of what lies on it ({shown}), by "
+        "nothing recorded: a hand-written clip by a norm that was not combined over the ranks that train one model.",
+        fix=FIX,
+    )
 
 
 def could_audit(facts: StepFacts) -> bool:
@@ -80,6 +113,5 @@ def _answer(clips: list[JudgedClip]) -> Answer:
         severity=severity_of(clips),
         explanation=f"Each rank clips by the norm of {what}: rank {worst.call.rank} used {event.total_norm:.6g}, where "
         f"those of the whole model have {worst.truth.middle:.6g} (max_norm {event.max_norm:g}). {effect(clips)}",
-        fix="Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor "
-        "norm, and an all-reduce of its square over the pipeline.",
+        fix=FIX,
     )

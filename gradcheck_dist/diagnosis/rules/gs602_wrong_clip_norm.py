@@ -3,7 +3,7 @@
 ## What it does
 Finds clips whose total norm is neither the norm of what was clipped nor of the whole gradient, by whatever mechanism:
 copies counted once a rank (x sqrt(tp), x sqrt(dp)), a norm taken before a reduction or an unscaling, a part left out. A
-norm of nothing that can be named is a warning: leaving parameters out of it may be meant.
+norm of nothing that can be named, the same on all ranks, is a warning: leaving parameters out of it may be meant.
 Where the trace cannot tell what the norm should be, it still finds ranks of one model that clip by different norms.
 
 ## Why it matters
@@ -74,8 +74,12 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 def _answer(clips: list[JudgedClip]) -> Answer:
     worst = max(clips, key=lambda one: abs(one.ratio - 1))
     meaning = ": that is the norm over all ranks, with copies counted once a rank" if worst.meaning else ""
+    used = [one.call.event.total_norm for one in clips]
+    alike = max(used) <= min(used) * (1 + 2 * worst.call.tolerance)
+    meaning = meaning or ("" if alike else f"; it runs from {min(used):.6g} to {max(used):.6g} between ranks")
+    severity = severity_of(clips)
     return Answer(
-        severity=severity_of(clips) if worst.meaning else min(severity_of(clips), "warning", key=ORDER.index),
+        severity=min(severity, "warning", key=ORDER.index) if alike and not worst.meaning else severity,
         explanation=f"The clip on rank {worst.call.rank} used norm {worst.call.event.total_norm:.6g}, the gradients "
         f"have {worst.truth.middle:.6g}, x {worst.ratio:.6g}{meaning}. {effect(clips)}",
         fix="Take the norm of the gradients that are clipped, each element counted once, when they are complete: after "

@@ -34,14 +34,16 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clips import ACTS
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.culprit import Culprit
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce, ZeroGrad
+from gradcheck_dist.ledger.buffers import Replay
 
 CODE = "GS605"
 NAME = "early-clip"
-AS_DOCUMENTED = 1e-3
+SAME = 1e-3
 FIX = "Clip once a step, after the last backward and the last reduction."
 
 
@@ -50,18 +52,39 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    """Weights that early clips made unequal, and nothing else: all are what the recorded events do by their records."""
-    if not isinstance(case.event, Clip) or case.culprit.absent:
+    """Weights that are the product of the early clips that acted on each contribution, and of nothing else."""
+    products = [(cell, _early_product(held.replay, cell.column)) for held, cell in case.cells]
+    if not any(product < 1 - ACTS for _, product in products):
         return None
-    for _, cell in case.cells:
-        if abs(cell.observed - cell.nominal) > max(AS_DOCUMENTED, cell.tolerance) * max(abs(cell.nominal), 1e-30):
+    for cell, product in products:
+        if abs(cell.ratio - product) > max(SAME, 2 * cell.tolerance) * product:
             return None
-    ratios = sorted(cell.ratio for _, cell in case.cells)
+    ratios = sorted(product for _, product in products)
+    held, cell = min(case.cells, key=lambda one: _early_product(one[0].replay, one[1].column))
+    rank = held.replay.basis.origin[cell.column]
+    clips = [entry.event for entry in held.replay.history(rank) if isinstance(entry.event, Clip)]
+    first = clips[0]
     return Answer(
-        explanation=f"Gradients were clipped before they were complete (coefficient {case.event.coefficient:.6g}): "
-        f"parts of one step's gradient weigh x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should.",
+        culprit=Culprit("clip", rank, first, nominal=first.coefficient, factor=first.coefficient),
+        explanation=f"Gradients were clipped before they were complete: parts of one step's gradient weigh x "
+        f"{ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should, the products of the clips' coefficients.",
         fix=FIX,
     )
+
+
+def _early_product(replay: Replay, column: int) -> float:
+    """What clips made of a contribution on the rank on which it arrived, while the gradient was not complete."""
+    product = early = 1.0
+    arrived = False
+    for entry in replay.history(replay.basis.origin[column]):
+        event = entry.event
+        grows = isinstance(event, Reduce) or (event is None and not entry.sampled)
+        arrived = arrived or (entry.buffer == "grad" and entry.nominal[column] != 0)
+        if isinstance(event, Clip) and arrived:
+            product *= event.coefficient
+        elif grows:
+            early = product
+    return early
 
 
 def could_audit(facts: StepFacts) -> bool:

@@ -1,0 +1,37 @@
+"""Clips that are wrong only when ranks are seen together, and one that is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.trainer.launch import launch
+
+
+def judged(run_dir: Path, worker: str, *args: object) -> Report:
+    launch(f"clip_workers:{worker}", args, 2, timeout_s=120, log_dir=run_dir.parent / "logs")
+    return diagnose(read_run(run_dir))
+
+
+def test_a_clip_by_hand_with_each_stages_own_norm_is_local(tmp_path: Path) -> None:
+    config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1, faults=("clip-by-hand-local",))
+    (finding,) = judged(tmp_path / "run", "train", config, str(tmp_path / "run")).findings
+    assert finding.code == "GS601"
+    assert "to norm 0.1 of what lies on it" in finding.explanation
+    assert finding.first_event is not None and finding.first_event.unrecorded
+
+
+@pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("after", [])])
+def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
+    assert [finding.code for finding in report.findings] == codes
+    if codes:
+        event = report.findings[0].first_event
+        assert event is not None and event.kind == "clip"
+        assert "before they were complete" in report.findings[0].explanation
