@@ -143,6 +143,7 @@ def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
 def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:
     tracks = {id: Track(param, trace.rank) for id, param in trace.params.items() if param.requires_grad}
     slot_of = {e.seq: (e.accumulation_step, e.microbatch) for e in events if isinstance(e, Backward)}
+    known: dict[tuple[int, int, int], Point] = {}
     for samples in trace.samples:
         if samples.step != step:
             continue
@@ -154,7 +155,13 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                 # What was once rounded to a coarse type (summed in bfloat16, then copied to float32) stays so.
                 if not track.points or EPSILON.get(samples.dtype, 0) > EPSILON.get(track.dtype, 0):
                     track.dtype = samples.dtype
-                track.points.append(Point(seq, role, values))
+                point = known.get((param_id, seq, role))
+                if point is None:
+                    point = known[param_id, seq, role] = Point(seq, role, values)
+                    track.points.append(point)
+                else:  # a gradient that lies in pieces, in several tensors
+                    hole = np.isnan(point.values.data)
+                    point.values = Values(np.where(hole, values.data, point.values.data), values.partial)
             elif seq in slot_of:
                 slot = slot_of[seq]
                 if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
@@ -171,8 +178,7 @@ def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> N
     mine = [
         event
         for event in events
-        if isinstance(event, ClipValue | OptimizerStep)
-        and track.param.id in trace.param_sets.get(event.params, ())
+        if isinstance(event, ClipValue | OptimizerStep) and track.param.id in trace.param_sets.get(event.params, ())
     ]
     clamp = next((event for event in mine if isinstance(event, ClipValue)), None)
     step = next((event for event in mine if isinstance(event, OptimizerStep) and clamp and event.seq > clamp.seq), None)

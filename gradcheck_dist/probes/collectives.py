@@ -97,8 +97,8 @@ def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
         if grad is not None:
             yield [whole(info)], getattr(grad, "_local_tensor", grad)
         else:
-            for kept in vars(info.param).values():
-                if isinstance(kept, Tensor) and kept.shape == info.param.shape:
+            for name, kept in vars(info.param).items():
+                if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
                     yield [whole(info)], kept
     for copy in recorder.registry.copies():
         if copy.param.grad is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.regions import Finder, Region, in_memory
 from gradcheck_dist.trace.run import read_run
@@ -95,6 +97,56 @@ def test_a_parameter_that_no_forward_has_shown_is_no_copy_of_one_that_looks_alik
         optimizer.step()
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def in_buffer(model: nn.Module) -> Tensor:
+    """Gradients in a flat buffer, as `main_grad` of each parameter; `.grad` is dropped as soon as it is there."""
+    params = list(model.parameters())
+    buffer = torch.zeros(sum(param.numel() for param in params))
+
+    def keep(param: Any) -> None:
+        param.main_grad.add_(param.grad)
+        param.grad = None
+
+    offset = 0
+    for param in params:
+        param.main_grad = buffer[offset : offset + param.numel()].view_as(param)  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(keep)
+        offset += param.numel()
+    return buffer
+
+
+def test_a_buffer_that_is_reduced_in_buckets_is_followed_for_each_parameter_once(alone: None, tmp_path: Path) -> None:
+    model = Net()
+    buffer = in_buffer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(2):
+            buffer.zero_()
+            data = [batch(0, k) for k in range(2)]
+            for part in data:
+                (token_sum(model, part) / sum(int((labels >= 0).sum()) for _, labels in data)).backward()
+            for bucket in buffer.chunk(3):  # its borders lie inside parameters
+                dist.all_reduce(bucket)
+            dist.all_reduce(torch.ones(3))  # something else
+            for param in model.parameters():
+                param.grad = param.main_grad.clone()  # type: ignore[attr-defined]
+            optimizer.step()
+            model.zero_grad()
+    run = read_run(tmp_path)
+    reductions = [event for event in run.ranks[0].events if isinstance(event, Reduce) and event.step == 1]
+    reduced = sorted(param for event in reductions for param in run.ranks[0].param_sets[event.params])
+    assert reduced == list(range(5))
+    assert {(event.impl, event.op, event.group) for event in reductions} == {("all_reduce", "sum", (0,))}
+    report = diagnose(run)
+    assert (report.verdict, report.coverage.parameters_observed) == ("clean", 5)
 
 
 def info(number: int, values: Tensor) -> Any:
