@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,6 +19,12 @@ Key = tuple[int, int, int]
 ROW_SLICES = ("units x ranks", "units", "ranks", "parameters", "params x ranks")
 """The last two are made of the grid by parameters (`param_grid`)."""
 COLUMN_SLICES = ("contributions", "accumulation steps", "data ranks", "microbatches")
+_COLUMN_KEYS: dict[str, Callable[[Key], Hashable]] = {
+    "contributions": lambda key: key,
+    "accumulation steps": lambda key: key[1],
+    "data ranks": lambda key: key[0],
+    "microbatches": lambda key: key[2],
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,36 @@ class WeightGrid:
     exact: dict[Key, str]
     tokens: dict[Key, int | None]
     tolerance: float
+    _worst: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def distance(self) -> np.ndarray:
+        """How far each ratio is from 1, shape (rows, columns): |log2|, infinite for 0, -1 where unknown."""
+        ratio = self.values[3]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            distance: np.ndarray = np.abs(np.log2(np.abs(ratio)))
+        distance[np.isnan(ratio)] = -1.0
+        return distance
+
+    def column_groups(self, kind: str) -> dict[Hashable, list[int]]:
+        """The columns that a kind of slice shows as one, by what they have in common."""
+        key = _COLUMN_KEYS[kind]
+        return _groups([key(column) for column in self.columns], range(len(self.columns)))
+
+    def worst_columns(self, kind: str) -> np.ndarray:
+        """Of each row and group of columns the column that is farthest from 1, shape (rows, groups)."""
+        found = self._worst.get(kind)
+        if found is None:
+            groups = [np.array(group) for group in self.column_groups(kind).values()]
+            found = np.stack([group[np.argmax(self.distance[:, group], axis=1)] for group in groups], axis=1)
+            self._worst[kind] = found
+        return found
+
+    def warm(self) -> None:
+        """Find all that slices ask for, in the thread that makes the grid: then a slice costs what is seen of it."""
+        if self.rows and self.columns:
+            for kind in COLUMN_SLICES[1:]:
+                self.worst_columns(kind)
 
 
 @dataclass(frozen=True)
@@ -43,6 +80,7 @@ class Slice:
     column_labels: tuple[str, ...]
     row_groups: tuple[tuple[int, ...], ...]
     column_groups: tuple[tuple[int, ...], ...]
+    kind: str = COLUMN_SLICES[0]
     _worst: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, compare=False)
 
     @property
@@ -56,9 +94,12 @@ class Slice:
             return rows[0], columns[0]
         found = self._worst.get((row, column))
         if found is None:
-            distance = _distance(self.grid.values[3][np.ix_(rows, columns)])
-            r, c = divmod(int(np.argmax(distance)), len(columns))
-            found = self._worst[row, column] = (rows[r], columns[c])
+            if len(columns) == 1:
+                worst = list(rows), np.full(len(rows), columns[0])
+            else:
+                worst = list(rows), self.grid.worst_columns(self.kind)[rows, column]
+            at = int(np.argmax(self.grid.distance[worst]))
+            found = self._worst[row, column] = (rows[at], int(worst[1][at]))
         return found
 
     def num_merged(self, row: int, column: int) -> int:
@@ -153,21 +194,16 @@ def slice_grid(grid: WeightGrid, rows: str, columns: str, contains: str = "") ->
         "parameters": lambda row: row[0],
         "params x ranks": lambda row: row,
     }[rows]
-    column_key: Callable[[Key], Hashable] = {
-        "contributions": lambda key: key,
-        "accumulation steps": lambda key: key[1],
-        "data ranks": lambda key: key[0],
-        "microbatches": lambda key: key[2],
-    }[columns]
     several = len({column[2] for column in grid.columns}) > 1
     row_groups = _groups([row_key(grid.rows[i]) for i in wanted], wanted)
-    column_groups = _groups([column_key(key) for key in grid.columns], range(len(grid.columns)))
+    column_groups = grid.column_groups(columns)
     return Slice(
         grid,
         tuple(_row_label(key, rows) for key in row_groups),
         tuple(_column_label(key, columns, several) for key in column_groups),
         tuple(map(tuple, row_groups.values())),
         tuple(map(tuple, column_groups.values())),
+        columns,
     )
 
 
@@ -189,14 +225,6 @@ def _groups(keys: Sequence[Hashable], indices: Sequence[int]) -> dict[Hashable, 
     for key, index in zip(keys, indices, strict=True):
         groups.setdefault(key, []).append(index)
     return groups
-
-
-def _distance(ratio: np.ndarray) -> np.ndarray:
-    """How far from 1: |log2|, infinite for 0, -1 where unknown."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        distance: np.ndarray = np.abs(np.log2(np.abs(ratio)))
-    distance[np.isnan(ratio)] = -1.0
-    return distance
 
 
 def _row_label(key: Hashable, rows: str) -> str:

@@ -138,6 +138,7 @@ class Judge:
                 self._views.pop(next(iter(self._views)))
             _ = view.marks, view.held_by, view.params  # made here: the screens' thread only draws
         grid = build_grid(view.verdict.weights, step, view.tolerance)
+        grid.warm()
         return replace(judged, step=view, grid=grid, problem="")
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Protocol
 
 from gradcheck_dist.tui.output import LOG_NAME
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradcheck_dist.tui.live_run import LiveRun
     from gradcheck_dist.tui.snapshot import Phase
 
-POLL_S = 1 / 20
+POLL_S = 1 / 30
 IDLE_POLL_S = 0.25
 READ_POLL_S = 0.02
 SWITCH_S = 0.001
@@ -83,15 +83,22 @@ class FolderSource:
         path = choose_run(self.path)
         run = LiveRun(path, self._clock)
         judge: Judge | None = None
+        loaded: list[Judge] = []
+
+        def load() -> None:
+            """The engine takes longer to load than the ranks take to be on the screen: they do not wait for it."""
+            from gradcheck_dist.tui.judge import Judge
+
+            loaded.append(Judge(run, self._asked.set))
+            self._asked.set()
+
         last: tuple[object, ...] | None = None
         while not self._stopped.is_set():
             changed = run.poll()
             self._asked.clear()
-            if judge is None and (last is not None or run.share_read == 1.0):
-                # The engine loads after the ranks of a long run are on the screen.
-                from gradcheck_dist.tui.judge import Judge
-
-                judge = Judge(run, self._asked.set)
+            if judge is None and last is None:
+                Thread(target=load, name="gradcheck-load", daemon=True).start()
+            judge = loaded[0] if loaded else None
             snapshot = self._snapshot(run, judge)
             told = (
                 snapshot.phase,
@@ -115,7 +122,8 @@ class FolderSource:
             judge.look(self._wanted_step)
             judged = judge.now
         self._load_other(run.path, judged)
-        loading = " and ".join(words for words in (_reading(run), judge.doing if judge is not None else "") if words)
+        doing = "loading the engine" if judge is None else judge.doing
+        loading = " and ".join(words for words in (_reading(run), doing) if words)
         phase, message = _phase(run, [line.detail for line in lines if line.state == "unreadable"], loading)
         if judged is not None and judged.problem:
             phase, message = "error", judged.problem

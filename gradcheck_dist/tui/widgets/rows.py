@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.filter import DimFilter
+from textual.filter import ANSIToTruecolor, DimFilter
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import reactive
@@ -167,8 +167,8 @@ class Rows(ScrollView, can_focus=True):
         width, top, header_rows = self._size.width, round(self.scroll_y), self.header_rows
         count, cursor = self.count, self.cursor
         base, background = self.rich_style, self.background_colors[1]
-        # No look of a list uses the terminal's own "dim".
-        filters = [one for one in self.get_line_filters() if not isinstance(one, DimFilter)]
+        # No look of a list uses the terminal's own "dim" or its sixteen colours.
+        filters = [one for one in self.get_line_filters() if not isinstance(one, DimFilter | ANSIToTruecolor)]
         under = base + self.get_component_rich_style("rows--cursor")
         for y in lines:
             index = y - header_rows + top

@@ -212,6 +212,8 @@ class TimelineChart(Rows):
         for (start, end), mark in places:
             first = int((start - self._offset) / self._per_cell)
             last = max(first, int((end - self._offset) / self._per_cell) - (1 if end > start else 0))
+            if mark.letter == "F" and last > first:
+                first += 1  # where it begins is inferred from the event before it, whose letter stands there
             if last < 0 or first >= width:
                 continue
             text = _bar_text(mark, last - first + 1)
