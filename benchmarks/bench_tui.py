@@ -1,29 +1,37 @@
-"""The screens: first frame against an empty Textual app, CPU of a scroll or a slice on a large map, event to paint.
+"""The screens: first frame, CPU of a scroll or a slice, event to paint beside a fast writer, opening a large run.
 
-python benchmarks/bench_tui.py
+python benchmarks/bench_tui.py [--quick] [--only TEXT]
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from big_run import EVENTS_PER_STEP, NAMES, NUM_POSITIONS, _header, _step, _tables, write_big_run
+from measure import alternate, arguments, keep, paired_ratio
+from textual._compositor import CompositorUpdate
 
-from gradcheck_dist.events import SCHEMA_VERSION, Header, Metric
+from gradcheck_dist.events import Metric
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui.app import WatchApp
 from gradcheck_dist.tui.grid import WeightGrid, slice_grid
+from gradcheck_dist.tui.snapshot import Snapshot
 from gradcheck_dist.tui.source import FolderSource
 from gradcheck_dist.tui.widgets.heatmap import Heatmap
 
-ROUNDS = 7
+SIZE = (160, 50)
 _EMPTY = """
 import time
 from textual.app import App
@@ -43,20 +51,53 @@ class First(WatchApp):
 First(FolderSource(Path(sys.argv[1])), sys.argv[1]).run(headless=True)
 print(time.process_time())
 """
+_OPEN = "import sys; sys.path.insert(0, {here!r}); import bench_tui; bench_tui.open_until({run!r}, {ranks})"
 
 
-def first_frame() -> None:
-    """CPU seconds of a process from its start to its first frame, alternating."""
-    times: dict[str, list[float]] = {"empty": [], "watch": []}
+class PaintingApp(WatchApp):
+    """Makes the terminal's bytes of every frame, as a real terminal gets them, and tells when a frame is done."""
+
+    num_frames = 0
+    num_bytes = 0
+    on_paint: Callable[[], None] | None = None
+
+    def _display(self, screen: Any, renderable: Any) -> None:
+        super()._display(screen, renderable)
+        if isinstance(renderable, CompositorUpdate):
+            self.num_bytes += len(renderable.render_segments(self.console).encode())
+            self.num_frames += 1
+            if self.on_paint is not None:
+                self.on_paint()
+
+
+def first_frame(quick: bool) -> dict[str, Any]:
+    """CPU of a process from its start to its first frame, beside an empty Textual app, alternating."""
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(ROUNDS):
-            for name, script in (("empty", _EMPTY), ("watch", _WATCH)):
-                done = subprocess.run(
-                    [sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=60, check=True
-                )
-                times[name].append(float(done.stdout.split()[-1]))
-    empty, watch = (statistics.median(times[name]) for name in ("empty", "watch"))
-    print(f"first frame: empty {empty * 1e3:.0f} ms CPU, watch {watch * 1e3:.0f} ms, ratio {watch / empty:.2f}")
+
+        def cpu(script: str) -> float:
+            command = [sys.executable, "-c", script, folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            return float(done.stdout.split()[-1])
+
+        times = alternate({"empty": lambda: cpu(_EMPTY), "watch": lambda: cpu(_WATCH)}, 1 if quick else 9)
+    return {
+        "empty_ms": round(statistics.median(times["empty"]) * 1e3),
+        "watch_ms": round(statistics.median(times["watch"]) * 1e3),
+        "times_empty": paired_ratio(times["watch"], times["empty"]),
+    }
+
+
+class NoSource:
+    """Nothing to watch: the benchmark puts things on the screen itself."""
+
+    def snapshots(self) -> Iterator[Snapshot]:
+        yield from ()
+
+    def stop(self) -> None: ...
+
+    def show_step(self, step: int | None) -> None: ...
+
+    def compare_with(self, path: str) -> None: ...
 
 
 def large_grid(num_rows: int = 1024, num_columns: int = 4096) -> WeightGrid:
@@ -68,88 +109,184 @@ def large_grid(num_rows: int = 1024, num_columns: int = 4096) -> WeightGrid:
     return WeightGrid(0, rows, columns, values, dict.fromkeys(columns, "1/1000000"), dict.fromkeys(columns, 100), 1e-5)
 
 
-async def frames() -> None:
-    """CPU of one key press, from the key to the painted frame."""
+def frames(quick: bool) -> dict[str, Any]:
+    """CPU of one key on a large map, from the key to the bytes for the terminal; the harness' own share beside it."""
+    return asyncio.run(_frames(quick))
+
+
+async def _frames(quick: bool) -> dict[str, Any]:
     grid = large_grid()
-    app = WatchApp(FolderSource(Path("/nonexistent")), "bench", mode="weights")
-    async with app.run_test(size=(160, 50)) as pilot:
+    grid.warm()  # as the judging thread does
+    app = PaintingApp(NoSource(), "bench", mode="weights")
+    results: dict[str, Any] = {"cells": grid.values[3].size, "size": list(SIZE)}
+    async with app.run_test(size=SIZE) as pilot:
         await pilot.pause(0.5)
-        screen = app.screen
-        screen.query_one("#body").display = True
-        heatmap = screen.query_one(Heatmap)
-        started = time.process_time()
+        app.screen.query_one("#body").display = True
+        heatmap = app.screen.query_one(Heatmap)
+        slices = {"slice_ms": ("units x ranks", "contributions"), "slice_merged_ms": ("units", "accumulation steps")}
+        for name, (rows, columns) in slices.items():
+            spent = []
+            for _ in range(3 if quick else 9):
+                start = time.process_time()
+                heatmap.show(slice_grid(grid, rows, columns))
+                await painted(app, lambda: asyncio.sleep(0.002))
+                spent.append(time.process_time() - start)
+            results[name] = round(statistics.median(spent) * 1e3, 1)
         heatmap.show(slice_grid(grid, "units x ranks", "contributions"))
-        heatmap.refresh()
-        print(f"slice of {grid.values[3].size:,} cells: {(time.process_time() - started) * 1e3:.1f} ms CPU")
-        for rows, columns in (("units", "accumulation steps"), ("ranks", "data ranks")):
-            started = time.process_time()
-            slice_grid(grid, rows, columns)
-            print(f"slice {rows} x {columns}: {(time.process_time() - started) * 1e3:.1f} ms CPU")
         heatmap.focus()
-        for name, key in (("a key that does nothing", "z"), ("page down", "pagedown"), ("column right", "right")):
+        for name, key in (("harness_ms", "z"), ("page_down_ms", "pagedown"), ("column_ms", "right")):
             await pilot.pause()
-            started, count = time.process_time(), 40
+            start, count, before = time.process_time(), 5 if quick else 28, app.num_frames
             for _ in range(count):
                 await pilot.press(key)
-            spent = (time.process_time() - started) / count * 1e3
-            print(f"{name}: {spent:.1f} ms CPU a key, frame and test harness included")
-        started = time.process_time()
-        for _ in range(20):
-            for y in range(heatmap.size.height):
-                heatmap.render_line(y)
-        print(f"one frame of {heatmap.size.height} lines: {(time.process_time() - started) / 20 * 1e3:.2f} ms CPU")
+            results[name] = round((time.process_time() - start) / count * 1e3, 1)
+            results[name.replace("_ms", "_frames")] = round((app.num_frames - before) / count, 2)
+    return results
 
 
-async def live(rate: int = 100_000, ranks: int = 8, seconds: float = 4.0) -> None:
-    """Event to paint at `rate` events a second: writer threads are another process's work, here a child's."""
+async def painted(app: PaintingApp, wait: Callable[[], Awaitable[None]]) -> None:
+    """Until one more frame is out."""
+    before, deadline = app.num_frames, time.monotonic() + 5
+    while app.num_frames == before and time.monotonic() < deadline:
+        await wait()
+
+
+def live(quick: bool) -> dict[str, Any]:
+    """Event to paint at 100 000 events a second of 8 ranks, with whole steps among them that are judged meanwhile."""
+    return asyncio.run(_live(seconds=2.0 if quick else 12.0))
+
+
+async def _live(rate: int = 100_000, ranks: int = 8, seconds: float = 12.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = create_run_dir(Path(folder) / "run", {"world_size": ranks})
-        here = str(Path(__file__).parent)
         call = f"bench_tui.write({str(run)!r}, {rate}, {ranks}, {seconds})"
-        script = f"import sys; sys.path.insert(0, {here!r}); import bench_tui; {call}"
-        child = subprocess.Popen([sys.executable, "-c", script])
-        app = WatchApp(FolderSource(run), str(run))
+        script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_tui; {call}"
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        app = PaintingApp(FolderSource(run), str(run))
         delays: list[float] = []
+        seen: dict[int, int] = {}
+
+        def on_paint() -> None:
+            now = time.time() * 1e3
+            for line in app.shown.ranks:
+                if line.last_step is not None and line.last_step > 1e9:
+                    # An event a millisecond stands for all: they come evenly.
+                    stamps = range(seen.get(line.rank, line.last_step - 1) + 1, line.last_step + 1)
+                    delays.extend(now - stamp for stamp in stamps)
+                    seen[line.rank] = line.last_step
+
+        app.on_paint = on_paint
         async with app.run_test(size=(120, 40)):
-            start, last = time.process_time(), 0
-            began = time.monotonic()
-            while child.poll() is None or time.monotonic() - began < seconds + 2:
-                await asyncio.sleep(0.005)
-                shown = app.shown
-                if shown.num_events != last and shown.ranks:
-                    last = shown.num_events
-                    delays += [time.time() - line.last_step / 1e3 for line in shown.ranks if line.last_step]
-                if child.poll() is not None and last >= rate * seconds * 0.99:
-                    break
-            spent = (time.process_time() - start) / (time.monotonic() - began)
-        delays.sort()
-        if delays:
-            p50, p99 = (delays[int(len(delays) * share)] for share in (0.5, 0.99))
-            times = f"p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms"
-            print(f"live {rate} events/s, {ranks} ranks: {last:,} shown, {times}, {spent:.0%} of a core")
+            start, began = time.process_time(), time.monotonic()
+            while child.poll() is None:
+                await asyncio.sleep(0.05)
+            spent, took = time.process_time() - start, time.monotonic() - began
+            written = int((child.stdout.read() if child.stdout else "0").split()[-1])
+            deadline = time.monotonic() + 10
+            while app.shown.num_events < written and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            shown, judged = app.shown.num_events, len(app.shown.judged)
+    delays.sort()
+    p50, p99 = (round(delays[int(len(delays) * share)]) for share in (0.5, 0.99))
+    return {
+        "events_per_s": round(written / seconds),
+        "ranks": ranks,
+        "written": written,
+        "shown": shown,
+        "steps_judged": judged,
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "cpu_share_of_a_core": round(spent / took, 3),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def write(run: str, rate: int, ranks: int, seconds: float) -> None:
-    """Write events whose `step` is the wall clock in ms."""
+    """Write events whose `step` is the wall clock in ms, and two whole steps a second."""
+    leaf = np.random.default_rng(0).normal(size=(ranks, len(NAMES), NUM_POSITIONS)).astype("<f4")
+    total = leaf.mean(axis=0)
     writers = []
     for rank in range(ranks):
-        head = Header(
-            schema_version=SCHEMA_VERSION, tool_version="", rank=rank, world_size=ranks, pid=1, started_unix_s=0.0
-        )
-        writers.append(TraceWriter(trace_path(run, rank), head, background=False))
-    began, seq = time.monotonic(), 0
+        writers.append(TraceWriter(trace_path(run, rank), _header(rank, ranks), background=False))
+        for table in _tables():
+            writers[rank].append(table)
+    began, seq, steps = time.monotonic(), 0, 0
     while (now := time.monotonic() - began) < seconds:
-        due = int(now * rate)
-        stamp = int(time.time() * 1e3)
+        due, stamp = int(now * rate), int(time.time() * 1e3)
         while seq < due:
             seq += 1
-            writers[seq % ranks].append(Metric(seq=seq, t_ns=stamp, step=stamp, name="x", value=1.0))
+            metric = Metric(seq=(1 << 40) + seq, t_ns=stamp, step=stamp, name="x", value=1.0)
+            writers[seq % ranks].append(metric)
+        if now * 2 >= steps:
+            for rank, writer in enumerate(writers):
+                for record in _step(steps, ranks, leaf[rank], total):
+                    writer.append(record)
+            steps += 1
         for writer in writers:
             writer.flush()
         time.sleep(0.01)
+    print(seq + steps * ranks * EVENTS_PER_STEP)
+
+
+def opening(quick: bool) -> dict[str, Any]:
+    """From the process' start to the state of all ranks on the screen, on a run of gigabytes in the page cache."""
+    ranks, steps = (64, 50) if quick else (1024, 1000)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "big"
+        num_bytes = write_big_run(run, ranks, steps)
+        script = _OPEN.format(here=str(Path(__file__).parent), run=str(run), ranks=ranks)
+        rounds = []
+        for _ in range(1 if quick else 5):
+            start = time.time()
+            command = [sys.executable, "-c", script, str(start)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+            rounds.append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    return {"ranks": ranks, "steps": steps, "gigabytes": round(num_bytes / 1e9, 2), **medians}
+
+
+def open_until(run: str, ranks: int) -> None:
+    """Watch until all ranks are painted; prints wall and CPU seconds since the process' start, and memory."""
+    import resource
+
+    started = float(sys.argv[1])
+    app = PaintingApp(FolderSource(Path(run)), run)
+
+    def on_paint() -> None:
+        if sum(line.state == "ended" for line in app.shown.ranks) == ranks:
+            app.on_paint = None
+            found = {
+                "wall_s": round(time.time() - started, 2),
+                "cpu_s": round(time.process_time(), 2),
+                "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+                "load_average": round(os.getloadavg()[0], 1),
+            }
+            print(json.dumps(found))
+            app.exit()
+
+    app.on_paint = on_paint
+
+    async def main() -> None:
+        async with app.run_test(size=SIZE):
+            while app.on_paint is not None:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+PARTS = {"first_frame": first_frame, "frames": frames, "live": live, "opening": opening}
+
+
+def main() -> None:
+    chosen = arguments(__doc__ or "")
+    results = {}
+    for name, part in PARTS.items():
+        if chosen.only in name:
+            results[name] = part(chosen.quick)
+            print(name, *(f"{key}={value}" for key, value in results[name].items()), flush=True)
+    if not chosen.only:
+        keep("tui", results, quick=chosen.quick)
 
 
 if __name__ == "__main__":
-    first_frame()
-    asyncio.run(frames())
-    asyncio.run(live())
+    main()

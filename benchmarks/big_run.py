@@ -1,7 +1,7 @@
 """A run folder of many ranks and steps, written in seconds: what the screens open in bench_tui.
 
-The first step is a real one: every rank's own gradient samples and a sum over all of them that averages twice. The later
-steps are the same bytes on every rank, with their own step number.
+The first step is a real one: every rank's own gradient samples, averaged where they should be summed. The later steps
+are the same bytes on every rank, with their own step number.
 
 python benchmarks/big_run.py FOLDER [RANKS] [STEPS]
 """
