@@ -91,6 +91,8 @@ class Registry:
         self._finder = Finder()
         self._names: set[tuple[int | None, str]] = set()
         self._sets: dict[tuple[int, ...], int] = {}
+        self._sets_asked: dict[tuple[int, ...], int] = {}  # the same, by what was asked for
+        self._asked: dict[tuple[bool, tuple[int, ...]], list[ParamInfo]] = {}
         self._num_plans = 0
         self._wrappers: dict[int, int] = {}
         self._kept_alive: list[object] = []
@@ -106,6 +108,15 @@ class Registry:
     def copies(self) -> list[ParamInfo]:
         """Tensors that optimizers own in place of the model's parameters."""
         return list(self._copies.values())
+
+    def asked_before(self, params: list[Tensor], *, owner: bool) -> list[ParamInfo] | None:
+        """The answer to a question of an earlier step, as long as no parameter has come since. Not to be changed."""
+        return self._asked.get((owner, tuple(map(id, params))))
+
+    def answered(self, params: list[Tensor], infos: list[ParamInfo], *, owner: bool) -> list[ParamInfo]:
+        """Remember an answer; the parameters stay alive, and so do their addresses."""
+        self._asked[owner, tuple(map(id, params))] = infos
+        return infos
 
     def adopt(self, params: Iterable[Tensor], *, owner: bool = False) -> None:
         """Find out which of an optimizer's tensors are copies of parameters. `owner`: it is the optimizer that asks."""
@@ -124,6 +135,7 @@ class Registry:
             info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
             info.regions = tuple(regions)
             self._copies[id(param)] = info
+            self._asked.clear()
 
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
         """Name all parameters below a root module; yields those that are new.
@@ -148,6 +160,7 @@ class Registry:
         self._names.add((stage, name))
         info = ParamInfo(len(self._by_param), name, param, stage, self._sample_size)
         self._by_param[id(param)] = info
+        self._asked.clear()
         self._write(
             Param(
                 id=info.id,
@@ -165,11 +178,15 @@ class Registry:
 
     def param_set(self, infos: list[ParamInfo]) -> int:
         """The id of a set of parameters, writing it on first use."""
-        key = tuple(dict.fromkeys(original.id for info in infos for original in originals(info)))
-        found = self._sets.get(key)
+        asked = tuple([info.id for info in infos])
+        found = self._sets_asked.get(asked)
         if found is None:
-            found = self._sets[key] = len(self._sets)
-            self._write(ParamSet(id=found, params=key))
+            key = tuple(dict.fromkeys(original.id for info in infos for original in originals(info)))
+            found = self._sets.get(key)
+            if found is None:
+                found = self._sets[key] = len(self._sets)
+                self._write(ParamSet(id=found, params=key))
+            self._sets_asked[asked] = found
         return found
 
     def wrapper(self, owner: object, impl: str, name: str, group: tuple[int, ...], **groups: tuple[int, ...]) -> int:

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.regions import Region
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
+
+STRIDED = torch.strided
 
 
 class HostCopies:
@@ -63,6 +66,17 @@ class HostCopies:
             arrived(host)
 
 
+class Bundle:
+    """Parameters whose gradients are sampled together, each a whole tensor on the CPU. `rows` has shape (n, 4): seq
+    and role, to be filled in, parameter id, plan id."""
+
+    __slots__ = ("parts", "rows")
+
+    def __init__(self, infos: list[ParamInfo]) -> None:
+        self.parts = [(info.param, info.plain.indices) for info in infos if info.plain is not None]
+        self.rows = np.array([(0, 0, info.plain.param_id, info.plain.id) for info in infos if info.plain], dtype="i4")
+
+
 class Sampler:
     """Keeps sampled elements of gradients, apart by type, until they are written."""
 
@@ -71,6 +85,7 @@ class Sampler:
         self.sampling = True  # False: events are recorded and no samples are taken
         self._rows: dict[torch.dtype, array[int]] = {}
         self._values: dict[torch.dtype, list[Tensor]] = {}
+        self._bundles: dict[tuple[int, ...], Bundle] = {}
 
     def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
         """Keep the sampled elements of a gradient, on its device. False: its layout in the parameter is not known.
@@ -89,7 +104,9 @@ class Sampler:
 
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
         """Sample `.grad` of parameters that have one."""
-        for info in infos if self.sampling else ():
+        if not self.sampling or (len(infos) > 1 and self._sample_together(seq, role, infos)):
+            return
+        for info in infos:
             grad = info.param.grad
             if grad is None or grad.layout is not torch.strided:
                 continue
@@ -97,6 +114,41 @@ class Sampler:
                 self.sample_regions(seq, role, info.regions, grad)
             else:
                 self.sample(seq, role, info, grad)
+
+    def _sample_together(self, seq: int, role: int, infos: list[ParamInfo]) -> bool:
+        """What `sample_grads` does, where all gradients are plain ones on the CPU and of one type; else False, and
+        nothing is done. Runs for every parameter of every step: kept short."""
+        asked = tuple([info.id for info in infos])
+        bundle = self._bundles.get(asked)
+        if bundle is None:
+            if not all(info.plain is not None and not info.regions for info in infos):
+                return False  # the slow way finds their plans
+            bundle = self._bundles[asked] = Bundle(infos)
+        values: list[Tensor] = []
+        missing: list[int] = []
+        dtype: torch.dtype | None = None
+        for index, (param, indices) in enumerate(bundle.parts):
+            grad = param.grad
+            if grad is None:
+                missing.append(index)
+                continue
+            dtype = dtype or grad.dtype
+            if type(grad) is not Tensor or grad.dtype is not dtype or grad.requires_grad or grad.layout is not STRIDED:
+                return False
+            if not grad.is_cpu:
+                return False
+            values.append(grad.take(indices))
+        if dtype is not None:
+            rows = bundle.rows.copy() if not missing else np.delete(bundle.rows, missing, axis=0)
+            rows[:, 0], rows[:, 1] = seq, role
+            self._keep_all(dtype, rows.tobytes(), values)
+        return True
+
+    def _keep_all(self, dtype: torch.dtype, rows: bytes, values: list[Tensor]) -> None:
+        if dtype not in self._rows:
+            self._rows[dtype], self._values[dtype] = array("i"), []
+        self._rows[dtype].frombytes(rows)
+        self._values[dtype] += values
 
     def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
         """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
@@ -107,8 +159,15 @@ class Sampler:
 
     def keep_leaves(self, seq: int, leaves: list[tuple[LocalPlan, Tensor]]) -> None:
         """Keep what a backward pass sampled at its leaves, one entry a parameter; empties the list."""
-        for plan, values in leaves:
-            self._keep(seq, LEAF, plan, values)
+        if not leaves:
+            return
+        dtype = leaves[0][1].dtype
+        if all(values.dtype is dtype for _, values in leaves):
+            rows = array("i", [part for plan, _ in leaves for part in (seq, LEAF, plan.param_id, plan.id)])
+            self._keep_all(dtype, rows.tobytes(), [values for _, values in leaves])
+        else:
+            for plan, values in leaves:
+                self._keep(seq, LEAF, plan, values)
         leaves.clear()
 
     def _keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
