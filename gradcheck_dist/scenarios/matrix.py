@@ -91,8 +91,9 @@ def tolerance(config: TrainConfig) -> float:
 
 
 def control_of(config: TrainConfig) -> TrainConfig | None:
-    """The same sequences on one process, one microbatch a step, in float32; None where dropout draws other masks."""
-    if config.dropout:
+    """The same sequences on one process, one microbatch a step, in float32; None where dropout draws other masks, or a
+    loss compares the sequences of one microbatch."""
+    if config.dropout or config.contrastive_loss_weight:
         return None
     plain = TrainConfig()
     without = {name: getattr(plain, name) for name in PLAIN}

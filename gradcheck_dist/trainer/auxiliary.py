@@ -43,7 +43,11 @@ class AuxiliaryLosses:
     """The auxiliary losses of one model part; its layers hand theirs in, by name, as sums over positions."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._weights = {"load_balance": config.aux_loss_weight, "router_z": config.z_loss_weight}
+        self._weights = {
+            "load_balance": config.aux_loss_weight,
+            "router_z": config.z_loss_weight,
+            "contrastive": config.contrastive_loss_weight,
+        }
         self.start_step(AuxiliaryStep(global_positions=1, contributions=1, later_divisor=1))
 
     def start_step(self, step: AuxiliaryStep) -> None:

@@ -79,6 +79,7 @@ class TrainConfig:
         top_k: experts that a token goes to.
         aux_loss_weight: of the load-balance loss, a mean over positions and summed over layers.
         z_loss_weight: of the router's z-loss, likewise.
+        contrastive_loss_weight: of a loss over the features of all ranks, a mean over sequences; 0 takes none.
         balanced_routing: choose experts by position, so that all are used equally.
         vocab_size: at least documents.VOCAB_SIZE, the 256 bytes and the special tokens.
         data: text file, JSONL file or folder of them; None takes the documents of the Python installation.
@@ -132,6 +133,7 @@ class TrainConfig:
     top_k: int = 2
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
+    contrastive_loss_weight: float = 0.0
     balanced_routing: bool = False
     dim: int = 64
     n_layers: int = 4
@@ -235,7 +237,7 @@ def _check_values(config: TrainConfig) -> None:
         raise GradcheckError(f"lr is {config.lr!r}; legal values are numbers above 0.", code="E205")
     if not 0 <= config.dropout < 1:
         raise GradcheckError(f"dropout is {config.dropout!r}; legal values are from 0 to below 1.", code="E205")
-    for name in ("aux_loss_weight", "z_loss_weight", "mtp_loss_weight"):
+    for name in ("aux_loss_weight", "z_loss_weight", "mtp_loss_weight", "contrastive_loss_weight"):
         if getattr(config, name) < 0:
             raise GradcheckError(
                 f"{name} is {getattr(config, name)!r}; legal values are numbers from 0 up.", code="E205"

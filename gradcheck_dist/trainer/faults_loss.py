@@ -81,6 +81,18 @@ def times_context(config: TrainConfig) -> int:
     return _averaged(config) * config.axes.cp
 
 
+def gather_without_gradient(features: Tensor) -> Tensor:
+    """Stands in for contrastive.gather_features."""
+    import torch
+    import torch.distributed as dist
+
+    from gradcheck_dist.trainer.contrastive import gathered
+
+    parts = gathered(features)
+    parts[dist.get_rank()] = features
+    return torch.cat(parts)
+
+
 def own_positions(step: AuxiliaryStep) -> float:
     """Stands in for auxiliary.auxiliary_scale."""
     return step.loss_scale * step.later_divisor * step.contributions / (step.global_positions * step.copies)
@@ -163,6 +175,13 @@ FAULTS = (
         "sequence have no token to predict. Its part weighs as much less.",
         _FURTHER,
         main_tokens,
+    ),
+    Fault(
+        "contrastive-all-gather",
+        "Features are gathered by an operation without a gradient, and each rank puts its own back in. What the other "
+        "ranks' losses want of a rank's features is lost, before any weight is counted: no weight pattern.",
+        "gradcheck_dist.trainer.contrastive:gather_features",
+        gather_without_gradient,
     ),
     Fault(
         "aux-loss-not-scaled",

@@ -59,6 +59,13 @@ def check_layout(config: TrainConfig) -> None:
     _check_tensor_parallel(config)
     _check_context_parallel(config)
     _check_experts(config)
+    if config.contrastive_loss_weight and config.axes.world_size > config.axes.data_parallel_degree:
+        _refuse(
+            f"contrastive_loss_weight={config.contrastive_loss_weight} with cp={config.axes.cp}, tp={config.axes.tp}, "
+            f"pp={config.axes.pp}: features are gathered over data-parallel ranks, each with whole sequences. Set cp, "
+            "tp and pp to 1.",
+            "E213",
+        )
     _check_pipeline(config)
     if config.axes.pp > 1:
         _check_pipeline_with_others(config)

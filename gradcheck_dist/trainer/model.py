@@ -4,6 +4,8 @@ Sources: RMSNorm, arXiv 1910.07467; rotary embedding, arXiv 2104.09864; SwiGLU, 
 attention, arXiv 2305.13245; Llama, arXiv 2302.13971; multi-token prediction by parallel heads, arXiv 2404.19737.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -103,6 +105,11 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleDict({str(index): Block(config, self.auxiliary) for index in range(config.num_mtp_heads)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=_NORM_EPS)
         self.head: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.contrast: Callable[[Tensor], Tensor] = lambda hidden: hidden
+        if config.contrastive_loss_weight:
+            from gradcheck_dist.trainer.contrastive import ContrastiveLoss
+
+            self.contrast = ContrastiveLoss(self.auxiliary)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
 
@@ -113,6 +120,7 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x = layer(x, rope)
         if self.norm is not None and self.head is not None:
+            x = self.contrast(x)
             further = [self.head(self.norm(block(x, rope))) for block in self.mtp.values()]
             x = self.head(self.norm(x))
             if further:

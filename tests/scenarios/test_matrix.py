@@ -37,7 +37,7 @@ def test_the_control_has_the_same_sequences_on_one_process() -> None:
     for case in CASES:
         control = matrix.control_of(case.config)
         if control is None:
-            assert case.config.dropout
+            assert case.config.dropout or case.config.contrastive_loss_weight
         else:
             assert control.axes.world_size == 1
             assert control.sequences_per_step == case.config.sequences_per_step

@@ -102,6 +102,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
 OTHERS = (
     *("fsdp-one-unit-averages", "param-ignored-by-ddp", "ep-fsdp-divide-mismatch", "expert-group-wrong"),
     *("ddp-group-excludes-cp", "sp-norm-partial", "tied-embedding-across-pp", "aux-loss-not-scaled"),
+    *("contrastive-all-gather",),
     *("moe-router-missing-tp-reduce", "mtp-loss-units", "mtp-other-token-count"),
     *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
@@ -224,6 +225,17 @@ def test_the_further_heads_part_alone_is_in_other_units(name: str) -> None:
     expected = {key: main[key] + factor * (right[key] - main[key]) for key in right}
     for grads in faulty(name, **layout)[0]:
         assert_same(grads, expected, 2e-6)
+
+
+def test_features_that_are_gathered_without_a_gradient_lose_what_other_ranks_want() -> None:
+    layout = {"dp_replicate": 2, "contrastive_loss_weight": 1.0}
+    whole = small(batch_size=2, contrastive_loss_weight=1.0)
+    expected = run(whole)[0][0]
+    for grads in run(small(**layout))[0]:
+        assert_same(grads, expected)
+    for grads in faulty("contrastive-all-gather", **layout)[0]:
+        assert distance(grads["head.weight"], expected["head.weight"]) < 1e-6
+        assert distance(grads["layers.0.attention.wo.weight"], expected["layers.0.attention.wo.weight"]) > 1e-2
 
 
 def test_tied_copies_that_are_not_summed_add_up_to_the_right_gradient() -> None:
