@@ -102,7 +102,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
 OTHERS = (
     *("fsdp-one-unit-averages", "param-ignored-by-ddp", "ep-fsdp-divide-mismatch", "expert-group-wrong"),
     *("ddp-group-excludes-cp", "sp-norm-partial", "tied-embedding-across-pp", "aux-loss-not-scaled"),
-    *("contrastive-all-gather",),
+    *("contrastive-all-gather", "clip-by-hand", "clip-by-hand-local", "clip-per-group-norm"),
     *("moe-router-missing-tp-reduce", "mtp-loss-units", "mtp-other-token-count"),
     *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
@@ -273,6 +273,24 @@ def test_shards_that_clip_alone_make_another_norm_than_max_norm() -> None:
     norms = [result.steps[0].grad_norm for result in results]
     assert np.sqrt(sum(norm**2 for norm in norms)) == pytest.approx(norm_of(right), rel=1e-5)
     assert norm_of(gradients[0]) == pytest.approx(0.1 * 2**0.5, rel=1e-4)
+
+
+def test_a_clip_by_hand_scales_as_torchs_does_and_a_local_one_by_each_ranks_own_norm() -> None:
+    right = control(small(**FSDP))[0]
+    for grads in faulty("clip-by-hand", **FSDP, max_norm=0.1)[0]:
+        assert_same(grads, scaled(right, 0.1 / norm_of(right)), 2e-6)
+    gradients, results = faulty("clip-by-hand-local", **FSDP, max_norm=0.1)
+    norms = [result.steps[0].grad_norm for result in results]
+    assert np.sqrt(sum(norm**2 for norm in norms)) == pytest.approx(norm_of(right), rel=1e-5)
+    assert norm_of(gradients[0]) == pytest.approx(0.1 * 2**0.5, rel=1e-4)
+
+
+def test_ranks_with_other_experts_clip_by_other_norms() -> None:
+    right = control(small(**EP))[0]
+    results = faulty("clip-per-group-norm", **EP, max_norm=0.1)[1]
+    norms = [result.steps[0].grad_norm for result in results]
+    assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+    assert max(norms) < norm_of(right)
 
 
 def test_a_skipped_clip_leaves_gradients_above_max_norm() -> None:
