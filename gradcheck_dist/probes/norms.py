@@ -6,6 +6,7 @@ import functools
 from array import array
 from collections import defaultdict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.stats.inputs import DTYPES
-from gradcheck_dist.stats.norms import PendingNorms, start
+from gradcheck_dist.stats.norms import PendingNorms, easy_norms, is_easy, start
 
 
 @guarded("norms")
@@ -22,7 +23,7 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
 
     Sparse gradients, layouts that torch's statistics do not read and an optimizer's own copies are left out.
     """
-    if not recorder.sampling:
+    if not recorder.sampling or not infos or _record_small(recorder, seq, infos):
         return
     grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
     for info in infos:
@@ -39,6 +40,30 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
             rows.extend((info.id, found[0].id if found is not None else -1))
         pending = start([grad for _, grad in of_device])
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
+
+
+def _record_small(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
+    """The same for small whole gradients on the CPU, in one call of torch; False, and nothing is done, for others."""
+    plans: list[tuple[int, int, int]] = []
+    grads: list[Tensor] = []
+    for info in infos:
+        grad, plan = info.param.grad, info.plain
+        if info.regions:
+            return False
+        if grad is None:
+            continue
+        if plan is None or type(grad) is not Tensor or not grad.is_cpu:
+            return False
+        if grad.layout is not torch.strided or not is_easy(grad):
+            return False
+        plans.append((info.id, plan.id, 0))
+        grads.append(grad)
+    norms = easy_norms(grads) if grads else None
+    if norms is None:
+        return False
+    rows = np.array(plans, dtype="<i4").tobytes()
+    recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=rows, values=norms.astype("<f8").tobytes()))
+    return True
 
 
 def _write(recorder: Recorder, step: int, seq: int, rows: array[int], pending: PendingNorms) -> None:

@@ -18,6 +18,7 @@ from gradcheck_dist.stats.inputs import local_tensors
 from gradcheck_dist.stats.pending import Pending
 
 SMALL = 65_536
+_EASY = {torch.float32, torch.float16, torch.bfloat16}
 TINY = 1e-12
 """Below this norm squares may have underflowed."""
 
@@ -47,8 +48,21 @@ class PendingNorms:
         return stats.l2, stats.num_nonfinite
 
 
-def _is_easy(tensor: Tensor) -> bool:
-    return tensor.numel() <= SMALL and tensor.is_contiguous() and tensor.dtype != torch.float64
+def is_easy(tensor: Tensor) -> bool:
+    """Whether torch's own norm of a tensor on the CPU is right."""
+    return tensor.dtype in _EASY and tensor.numel() <= SMALL and tensor.is_contiguous()
+
+
+def easy_norms(tensors: list[Tensor]) -> np.ndarray | None:
+    """The l2 norms, float32, of easy tensors on the CPU; None where one is not finite or may have underflowed."""
+    values = _foreach_norms(tensors)
+    return values if np.isfinite(values).all() and (values >= TINY).all() else None
+
+
+def _foreach_norms(tensors: list[Tensor]) -> np.ndarray:
+    with torch.no_grad():
+        norms: np.ndarray = torch.stack(torch._foreach_norm(tensors, 2.0, torch.float32)).numpy()
+    return norms
 
 
 def start(tensors: Sequence[Tensor]) -> PendingNorms:
@@ -61,11 +75,10 @@ def start(tensors: Sequence[Tensor]) -> PendingNorms:
     if any(tensor.device.type != "cpu" for tensor in found):
         return PendingNorms(None, gradients.start(found))
     norms, counts = np.zeros(len(found)), np.zeros(len(found), dtype=np.int64)
-    small = [index for index, tensor in enumerate(found) if _is_easy(tensor)]
+    small = [index for index, tensor in enumerate(found) if is_easy(tensor)]
     rest = set(range(len(found))) - set(small)
     if small:
-        with torch.no_grad():
-            values = torch.stack(torch._foreach_norm([found[index] for index in small], 2.0, torch.float32)).numpy()
+        values = _foreach_norms([found[index] for index in small])
         norms[small] = values
         strange = ~np.isfinite(values) | (values < TINY)
         rest |= {small[index] for index in np.flatnonzero(strange)}
