@@ -105,7 +105,7 @@ def _give_loud(one: Judged) -> bool:
         gap for gap in one.account.gaps if abs(gap.factor - 1) > max(SAME, SIGMAS * gap.noise, 2 * one.cell.tolerance)
     ]
     if one.gone:
-        loud = [gap for gap in one.account.gaps if abs(gap.factor) < 0.5]
+        loud = [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
     factor = one.cell.ratio / one.documented
     for gap in loud:
         one.shares.append((_culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))

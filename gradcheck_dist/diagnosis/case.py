@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
@@ -80,6 +80,10 @@ def name_case(case: Case) -> None:
     pattern = case.pattern
     tolerance = max(2 * pattern.tolerance, 1e-6)
     case.names = name_number(abs(pattern.factor), quantities, tolerance, near=frozenset(near))
+    if pattern.factor < 0:
+        case.names = [
+            replace(name, expression=f"-{name.expression}", value=-name.value) for name in case.names if name.powers
+        ]
     if pattern.base is not None:
         case.base_names = name_number(pattern.base, quantities, tolerance, near=frozenset(near))
     # A name made of the culprit's own numbers comes first: others only coincide in value.

@@ -152,6 +152,8 @@ def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
     tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
     declared = expected_weights(context.objective, tokens)
     best: Pattern | None = None
+    if any(sample.gone for sample in samples):
+        return None
     for name in OBJECTIVES:
         if name in (context.objective, "sum"):
             continue
@@ -177,7 +179,7 @@ def _own_rank_only(samples: list[Sample], context: StepContext) -> Pattern | Non
     """A holder has only its own rank's contributions (of some accumulation steps); the others' weigh nothing."""
     own = [s for s in samples if s.key[0] == s.holder_data_rank]
     others = [s for s in samples if s.key[0] != s.holder_data_rank]
-    if not others or not all(s.gone for s in others):
+    if not others or not all(s.gone for s in others) or (own and all(s.gone for s in own)):
         return None
     if not own:
         return Pattern("own-rank-only", "other ranks' contributions x 0", 0.0, tolerance=tolerance_of(samples))
