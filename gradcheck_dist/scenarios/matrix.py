@@ -31,7 +31,7 @@ PLAIN = (
     *("microbatches", "schedule", "stages_per_rank", "scale_grads", "gradient_reduction", "replication"),
     *("reshard_after_forward", "sequence_parallel", "loss_parallel", "activation_checkpointing"),
     *("preserve_rng_state", "checkpoint_determinism", "checkpoint_debug", "mixed_precision", "dtype", "compile"),
-    *("float8", "deterministic"),
+    *("float8", "deterministic", "sharding"),
 )
 """What the control on one process has as everybody has it."""
 _TOLERANCES = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.1}

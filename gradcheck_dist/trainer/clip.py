@@ -15,6 +15,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None, pipeline_group: dis
 
     Every rank returns the same: over shards, tensor-parallel parts, experts and pipeline stages.
     """
+    if hasattr(model, "clip_grad_norm_"):  # FullyShardedDataParallel alone knows what lies on other ranks
+        return float(model.clip_grad_norm_(float("inf") if max_norm is None else max_norm))  # type: ignore[operator]
     groups = list(by_mesh(model).values())
     norm = combined_norm([whole_norm(parameters) for parameters in groups], pipeline_group)
     if max_norm is not None:

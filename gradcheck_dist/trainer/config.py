@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "schedule": ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbv", "dualpipev"),
     "replication": ("ddp", "composable"),
+    "sharding": ("fsdp2", "fsdp1"),
     "reshard_after_forward": ("default", "always", "never"),
     "activation_checkpointing": ("none", "full", "selective"),
     "checkpoint_determinism": ("default", "none"),
@@ -60,6 +61,7 @@ class TrainConfig:
             "average" keeps the wrappers' default and the loss carries R/N, R being dp_replicate * dp_shard * cp.
         replication: what keeps replicas equal where nothing is sharded (dp_shard * cp = 1): DistributedDataParallel, or
             the composable `replicate` of torch, which alone goes together with tp.
+        sharding: "fsdp2", or "fsdp1": FullyShardedDataParallel, which probes cannot follow, alone on dp_shard.
         reshard_after_forward: FSDP2's; "default" keeps parameters whole between forward and backward of a pipeline.
         sequence_parallel: also split norms and residuals along the sequence over tp.
         loss_parallel: leave the logits split along the vocabulary over tp.
@@ -115,6 +117,7 @@ class TrainConfig:
     scale_grads: bool = False
     gradient_reduction: Literal["sum", "average"] = "sum"
     replication: Literal["ddp", "composable"] = "ddp"
+    sharding: Literal["fsdp2", "fsdp1"] = "fsdp2"
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     sequence_parallel: bool = False
     loss_parallel: bool = False

@@ -40,14 +40,21 @@ def is_sharded(config: TrainConfig) -> bool:
     return config.axes.dp_shard * config.axes.cp > 1
 
 
+def uses_fsdp1(config: TrainConfig) -> bool:
+    """Whether FullyShardedDataParallel shards the model."""
+    return is_sharded(config) and config.sharding == "fsdp1"
+
+
 def uses_fsdp(config: TrainConfig) -> bool:
     """Whether FSDP2's machinery combines gradients: sharded, or replicated by the composable `replicate`."""
-    return is_sharded(config) or (config.axes.dp_replicate > 1 and config.replication == "composable")
+    return (is_sharded(config) and config.sharding == "fsdp2") or (
+        config.axes.dp_replicate > 1 and config.replication == "composable"
+    )
 
 
 def uses_ddp(config: TrainConfig) -> bool:
     """Whether DistributedDataParallel combines gradients."""
-    return config.axes.dp_replicate > 1 and not uses_fsdp(config)
+    return config.axes.dp_replicate > 1 and not uses_fsdp(config) and not uses_fsdp1(config)
 
 
 def check_layout(config: TrainConfig) -> None:
@@ -64,6 +71,18 @@ def check_layout(config: TrainConfig) -> None:
             f"contrastive_loss_weight={config.contrastive_loss_weight} with cp={config.axes.cp}, tp={config.axes.tp}, "
             f"pp={config.axes.pp}: features are gathered over data-parallel ranks, each with whole sequences. Set cp, "
             "tp and pp to 1.",
+            "E213",
+        )
+    if config.sharding == "fsdp1" and (
+        config.axes.world_size != config.axes.dp_shard
+        or config.gradient_reduction != "average"
+        or config.tied_embeddings
+    ):
+        _refuse(
+            f"sharding=fsdp1 with {config.axes.world_size} ranks, dp_shard={config.axes.dp_shard}, gradient_reduction="
+            f"{config.gradient_reduction}, tied_embeddings={config.tied_embeddings}: this trainer runs it alone, to be "
+            "watched. Set dp_shard to the number of ranks, gradient_reduction=average and tied_embeddings=false, or "
+            "sharding=fsdp2.",
             "E213",
         )
     _check_pipeline(config)

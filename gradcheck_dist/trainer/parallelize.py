@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradcheck_dist.trainer import precision
 from gradcheck_dist.trainer.config import TrainConfig
-from gradcheck_dist.trainer.layout import is_sharded, stages_of_rank, uses_ddp, uses_fsdp
+from gradcheck_dist.trainer.layout import is_sharded, stages_of_rank, uses_ddp, uses_fsdp, uses_fsdp1
 from gradcheck_dist.trainer.meshes import Meshes
 from gradcheck_dist.trainer.model import Decoder, build_model, keep_stage
 
@@ -61,6 +61,8 @@ def wrap(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
     """The model inside of what makes data-parallel ranks one."""
     if uses_ddp(config):
         return apply_ddp(model, config, meshes)
+    if uses_fsdp1(config):
+        return apply_fsdp1(model, config, meshes)
     if uses_fsdp(config):
         apply_fsdp(model, config, meshes)
     return model
@@ -99,6 +101,25 @@ def apply_ddp(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
     below_pipeline = config.axes.pp > 1
     return DistributedDataParallel(
         model, process_group=meshes.group("dp_replicate"), find_unused_parameters=below_pipeline
+    )
+
+
+def apply_fsdp1(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
+    """Shard each block and the rest by FullyShardedDataParallel; averages gradients."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    narrow = None
+    if config.mixed_precision != "none":
+        narrow = MixedPrecision(param_dtype=getattr(torch, config.mixed_precision), reduce_dtype=torch.float32)
+    blocks = set(model.blocks())
+    return FullyShardedDataParallel(
+        model,
+        process_group=meshes.group("fsdp"),
+        auto_wrap_policy=CustomPolicy(lambda module: module in blocks),
+        mixed_precision=narrow,
+        device_id=next(model.parameters()).device,  # else torch 2.13 asks for an accelerator
+        use_orig_params=True,
     )
 
 
@@ -209,7 +230,7 @@ def sync_context(model: nn.Module, config: TrainConfig, is_last: bool) -> contex
         return contextlib.nullcontext()  # the schedule sets FSDP2's flags itself, microbatch by microbatch
     if uses_fsdp(config):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-    elif uses_ddp(config) and not is_last:
+    elif (uses_ddp(config) or uses_fsdp1(config)) and not is_last:
         return model.no_sync()  # type: ignore[operator, no-any-return]
     return contextlib.nullcontext()
 

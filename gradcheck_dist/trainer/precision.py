@@ -6,12 +6,12 @@ from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.trainer.config import TrainConfig
-from gradcheck_dist.trainer.layout import uses_fsdp
+from gradcheck_dist.trainer.layout import uses_fsdp, uses_fsdp1
 
 
 def autocast_forward(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
     """Run the forward pass of a model part in the narrow type, in place. FSDP2 casts by its own policy."""
-    if config.mixed_precision != "none" and not uses_fsdp(config):
+    if config.mixed_precision != "none" and not uses_fsdp(config) and not uses_fsdp1(config):
         narrow = torch.autocast(device.type, getattr(torch, config.mixed_precision))
         model.forward = narrow(model.forward)
 

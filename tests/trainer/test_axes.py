@@ -14,6 +14,7 @@ MOE: dict[str, Any] = {"num_experts": 4, "accum": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "HSDP": {"dp_replicate": 2, "dp_shard": 2, "accum": 3},
     "HSDP average": {"dp_replicate": 2, "dp_shard": 2, "accum": 3, **AVERAGE},
+    "FSDP1": {"dp_shard": 2, "accum": 3, "sharding": "fsdp1", **AVERAGE},
     "composable replicate": {"dp_replicate": 2, "replication": "composable", "accum": 3},
     "DDP and 1F1B, average": {"dp_replicate": 2, **PIPELINE, **AVERAGE},
     "DDP and GPipe": {"dp_replicate": 2, "schedule": "gpipe", **PIPELINE, "accum": 1},

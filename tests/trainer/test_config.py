@@ -60,6 +60,7 @@ def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> No
         ({"float8": True, "dim": 40}, "E207", "multiples of 16"),
         ({"resume": "a", "seed_checkpoint": "b"}, "E205", "Set one of them to null"),
         ({"contrastive_loss_weight": 0.1, "cp": 2}, "E213", "Set cp, tp and pp to 1"),
+        ({"dp_shard": 2, "sharding": "fsdp1"}, "E213", "gradient_reduction=average"),
         ({"compile": "fast"}, "E204", "aot_eager, inductor, none"),
         ({"cp": 3}, "E215", "multiple of 3"),
         ({"dp_shard": 2, "ep": 2}, "E216", "no experts to spread"),

@@ -72,6 +72,7 @@ def control(config: TrainConfig) -> tuple[Gradients, TrainResult]:
     plain = TrainConfig()
     special = (
         *("microbatches", "schedule", "stages_per_rank", "scale_grads", "gradient_reduction", "replication"),
+        *("sharding",),
         *("reshard_after_forward", "sequence_parallel", "loss_parallel", "activation_checkpointing"),
         *("preserve_rng_state", "checkpoint_determinism", "mixed_precision", "compile", "deterministic", "faults"),
     )

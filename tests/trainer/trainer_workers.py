@@ -1,5 +1,6 @@
 """What ranks run in these tests."""
 
+import contextlib
 import os
 import re
 import signal
@@ -15,9 +16,16 @@ from gradcheck_dist.trainer.config import TrainConfig
 Gradients = dict[str, np.ndarray]
 
 
+def whole_parameters(model: Any) -> contextlib.AbstractContextManager[None]:
+    """FSDP1 shows whole parameters and gradients inside of this only."""
+    if not hasattr(model, "clip_grad_norm_"):
+        return contextlib.nullcontext()
+    return type(model).summon_full_params(model, with_grads=True)
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers and several stages on a rank put before it."""
-    return re.sub(r"^\d+\.|module\.|_checkpoint_wrapped_module\.", "", name)
+    return re.sub(r"^\d+\.|_fsdp_wrapped_module\.|module\.|_checkpoint_wrapped_module\.", "", name)
 
 
 def several(configs: list[TrainConfig]) -> list[tuple[Gradients, Any] | str]:
@@ -57,7 +65,11 @@ def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
         return build_optimizer(model, config)
 
     def look(*_: Any) -> None:
-        grads = {plain_name(name): parameter.grad for name, parameter in models[0].named_parameters()}
+        with whole_parameters(models[0]):
+            grads = {plain_name(name): parameter.grad for name, parameter in models[0].named_parameters()}
+            keep(grads)
+
+    def keep(grads: dict[str, Any]) -> None:
         whole = {
             name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
             for name, grad in grads.items()
