@@ -43,7 +43,7 @@ class Param(Record, tag="param"):
     pipeline stage that owns it. Samples are taken at `num_positions` fixed positions of the flattened global
     parameter; `positions` of a Plan index into them. `fingerprint` is a checksum of the values at these positions when
     the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
-    parameter (experts, hand-sharded layers).
+    parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
     """
 
     id: int
@@ -56,6 +56,7 @@ class Param(Record, tag="param"):
     wrapper: int | None = None
     requires_grad: bool = True
     fingerprint: int | None = None
+    sampled_every: int = 1
 
 
 class ParamSet(Record, tag="param_set"):

@@ -33,7 +33,7 @@ def doctor(form: Annotated[Format, typer.Option("--format", help="text or json."
     Exit codes: 0 scenarios can run here, 1 something that they need does not work.
     """
     with Progress("asking torch") as progress:
-        checks = [_python(), _ports(), _disk()]
+        checks = [_python(), _ports(), _disk(), _samples()]
         progress.update("asking torch (the first import can take a while)")
         checks += _torch()
     if form == Format.json:
@@ -74,6 +74,20 @@ def _disk() -> Check:
     except OSError as error:
         return Check("disk", False, f"{folder} cannot be written: {error}. Set TMPDIR to a folder that can.")
     return Check("disk", free >= MIN_FREE_BYTES, f"{free / 1e9:.1f} GB free in {folder} (1 GB is needed)")
+
+
+def _samples() -> Check:
+    """What the sampling plan leaves out of large models."""
+    from gradcheck_dist.probes.budget import BUDGET_BYTES, NUM_CONTRIBUTIONS, sampling_plan
+
+    full = max(count for count in range(1, 4096) if sampling_plan(count, 96).elements == 96)
+    whole = max(count for count in range(1, 4096) if sampling_plan(count, 96).period == 1)
+    return Check(
+        "samples",
+        True,
+        f"at most {BUDGET_BYTES >> 20} MiB a recorded step and rank ({NUM_CONTRIBUTIONS} contributions): 96 elements "
+        f"of up to {full} parameters, fewer of up to {whole}; more take turns from step to step",
+    )
 
 
 def _torch() -> list[Check]:

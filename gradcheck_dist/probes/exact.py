@@ -28,6 +28,7 @@ WHAT_IT_HIDES = (
     "impulse mode: gradients were replaced as they arrived at the parameters; what happens before is told by a run "
     "without --exact"
 )
+EXACT_BUDGET_BYTES = 96 * 2**20  # of one step, on a model of 150 parameters with 64 contributions
 CODE_LENGTH = 16
 EXPONENTS = range(4)
 GRACE_S = 1.0

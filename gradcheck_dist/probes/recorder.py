@@ -119,6 +119,7 @@ class Recorder(Sampler):
         self._columns_ns = 0
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
+        self.trained = False  # whether a loss or a backward pass was seen at all
         self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
         self._flushed_ns = 0
@@ -135,6 +136,7 @@ class Recorder(Sampler):
 
     def ensure_step(self) -> None:
         """Called by whatever belongs to a step: opens the next one if the last has ended."""
+        self.trained = True
         if self._stepped:
             self._stepped = False
             if self._rows:
@@ -145,6 +147,8 @@ class Recorder(Sampler):
             self.clipped.clear()
             self.sampling = self._steps is None or self.step in self._steps
             self.recording = self.sampling or self.columns is not None
+            if self.sampling and self.registry.rotates:
+                self.registry.next_round()
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()
             if self.end is not None and self.step >= self.end and self.finished is not None:
@@ -294,7 +298,7 @@ class Recorder(Sampler):
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
         current.touched[info.id] = info
-        if not self.sampling:
+        if not (self.sampling and info.active):
             return
         plan = info.plain
         if plan is not None and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from gradcheck_dist.events import AnyRecord, Param, ParamSet, Plan, Site, Wrapper
+from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
 from gradcheck_dist.probes.regions import Finder, Region
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+UNNAMED = "unnamed."
 
 
 class LocalPlan:
@@ -30,14 +34,17 @@ class LocalPlan:
 class ParamInfo:
     """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor.
 
-    `regions` is not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some.
+    `active` tells whether it is sampled in this step: of a large model's parameters one in `period` is. `regions` is
+    not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some.
     """
 
     __slots__ = (
+        "active",
         "id",
         "managed_by",
         "name",
         "param",
+        "period",
         "plain",
         "plans",
         "positions",
@@ -46,6 +53,11 @@ class ParamInfo:
         "stage",
         "wrapper",
     )
+
+    @property
+    def named(self) -> bool:
+        """Whether a module has shown it."""
+        return not self.name.startswith(UNNAMED)
 
     def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
         self.id = id
@@ -59,6 +71,8 @@ class ParamInfo:
         self.managed_by: str | None = None
         self.wrapper: int | None = None
         self.regions: tuple[Region, ...] = ()
+        self.period = 1
+        self.active = True
 
 
 def _fingerprint(param: Tensor, positions: Any) -> int | None:
@@ -96,6 +110,10 @@ class Registry:
         self._num_plans = 0
         self._wrappers: dict[int, int] = {}
         self._kept_alive: list[object] = []
+        self._plan = SamplingPlan(sample_size)
+        self._round = 0
+        self.budget_bytes = BUDGET_BYTES
+        self.rotates = False
         self.known_modules: dict[int, nn.Module] = {}
         self.wrapper_sites: dict[int, Site | None] = {}
 
@@ -146,19 +164,25 @@ class Registry:
             if not any(param.is_meta for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback = type(root).__name__
+        trained = {id(param) for param in root.parameters() if param.requires_grad and not param.is_meta}
+        trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
+        self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
+        self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
             if id(param) not in self._by_param and not param.is_meta:
                 yield self._add(clean_name(name), param, stage, fallback)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:
         """A parameter that an optimizer holds and no forward has shown yet."""
-        return self._add(f"unnamed.{len(self._by_param)}", param, None, "unnamed")
+        return self._add(f"{UNNAMED}{len(self._by_param)}", param, None, "unnamed")
 
     def _add(self, name: str, param: Tensor, stage: int | None, fallback: str) -> ParamInfo:
         while (stage, name) in self._names:
             name = f"{fallback}.{name}"
         self._names.add((stage, name))
-        info = ParamInfo(len(self._by_param), name, param, stage, self._sample_size)
+        info = ParamInfo(len(self._by_param), name, param, stage, self._plan.elements)
+        info.period = self._plan.period
+        self._take_turn(info)
         self._by_param[id(param)] = info
         self._asked.clear()
         self._write(
@@ -172,9 +196,19 @@ class Registry:
                 placements=str(getattr(param, "placements", "")),
                 requires_grad=param.requires_grad,
                 fingerprint=None if stage is not None else _fingerprint(param, info.positions),
+                sampled_every=info.period,
             )
         )
         return info
+
+    def next_round(self) -> None:
+        """Another step is recorded: other parameters have their turn."""
+        self._round += 1
+        for info in self._by_param.values():
+            self._take_turn(info)
+
+    def _take_turn(self, info: ParamInfo) -> None:
+        info.active = self._round % info.period == info.id % info.period
 
     def param_set(self, infos: list[ParamInfo]) -> int:
         """The id of a set of parameters, writing it on first use."""

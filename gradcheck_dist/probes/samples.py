@@ -92,7 +92,7 @@ class Sampler:
 
         `like`: a DTensor whose local part `tensor` stands for.
         """
-        if not self.sampling:
+        if not (self.sampling and info.active):
             return True
         registry = self.registry
         found = registry.plan(info, tensor) if like is None else registry.local_plan(info, tensor, like)
@@ -104,6 +104,8 @@ class Sampler:
 
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
         """Sample `.grad` of parameters that have one."""
+        if self.registry.rotates:
+            infos = [info for info in infos if info.active]
         if not self.sampling or (len(infos) > 1 and self._sample_together(seq, role, infos)):
             return
         for info in infos:
@@ -153,6 +155,8 @@ class Sampler:
     def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
         """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
         for region in regions if self.sampling else ():
+            if not region.info.active:
+                continue
             plan = self.registry.region_plan(region, tensor.device)
             if len(plan.indices):
                 self._keep(seq, role, plan, tensor.detach().take(plan.indices))

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
-from gradcheck_dist.probes.exact import SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
+from gradcheck_dist.probes.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
@@ -140,6 +140,7 @@ def attach(
     recorder = Recorder(writer, steps=steps, sample_size=sample_size, every_step=every_step)
     if exact:
         recorder.impulses = Impulses(int(getattr(steps, "first", 0)))
+        recorder.registry.budget_bytes = EXACT_BUDGET_BYTES
         recorder.status("exact", False, WHAT_IT_HIDES)
     patches = Patches()
     for name in only:
