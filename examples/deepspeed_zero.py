@@ -1,4 +1,6 @@
-"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2. FAULT=double-division divides by hand what backward() divides too.
+"""DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2, BF16=1 its mixed precision, with float32 copies in one flat tensor.
+
+FAULT=double-division divides by hand what backward() divides too.
 
 gradcheck run -- torchrun --nproc-per-node 2 examples/deepspeed_zero.py
 """
@@ -36,6 +38,7 @@ config = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "gradient_clipping": 1.0,
+    "bf16": {"enabled": os.environ.get("BF16") == "1"},
 }
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -51,7 +54,7 @@ for _ in range(STEPS):
     num_tokens = torch.tensor(sum(int((labels != -100).sum()) for _, labels in step))
     dist.all_reduce(num_tokens)
     for tokens, labels in step:
-        loss = cross_entropy(engine(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten(), reduction="sum")
         loss = loss * world_size * ACCUMULATION / num_tokens  # backward() divides by ACCUMULATION, and averages ranks
         if FAULT == "double-division":
             loss = loss / ACCUMULATION

@@ -90,7 +90,8 @@ def _unnamed(recorder: Recorder, param: Tensor) -> ParamInfo:
 
 @guarded("optimizer")
 def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
-    if not recorder.recording:
+    # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
+    if not (recorder.recording and recorder.trained):
         return
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
@@ -116,7 +117,8 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
     read = [original for info in infos for original in originals(info)]
-    if all(discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
+    # One without a name was found here, and could stand for others that no module has shown yet.
+    if all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
         discovery.stop()
     else:
         discovery.start()
@@ -144,7 +146,8 @@ def _number(value: Any) -> float | None:
 
 @guarded("optimizer")
 def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
-    recorder.end_step()
+    if recorder.trained:
+        recorder.end_step()
 
 
 def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:

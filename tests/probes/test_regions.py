@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 
@@ -83,6 +84,35 @@ def test_tensors_that_are_no_copies_are_not_taken_for_the_model_and_nobody_is_ac
     report = train(unrelated, tmp_path)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("what it reads is not known" in reason for reason in report.reasons)
+
+
+def test_a_step_before_any_training_is_none(tmp_path: Path) -> None:
+    """DeepSpeed steps once over empty gradients, so that the optimizer has its state."""
+    model = Net()
+    params = list(model.parameters())
+    copies = each([param.detach() for param in params])
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    with attach(tmp_path, objective="global-token-mean", steps=range(1)):
+        optimizer.step()
+        (token_sum(model, batch(0, 0)) / int((batch(0, 0)[1] >= 0).sum())).backward()
+        for copy, param in zip(copies, params, strict=True):
+            copy.grad = param.grad
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.coverage.parameters_observed, report.run.steps) == ("clean", 5, [0])
+
+
+def test_a_parameter_that_belongs_to_no_module_is_watched_from_the_second_step_on(tmp_path: Path) -> None:
+    model, bias = Net(), nn.Parameter(torch.zeros(20))
+    optimizer = torch.optim.SGD([*model.parameters(), bias], lr=0.1)
+    tokens, labels = batch(0, 0)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(2):
+            F.cross_entropy((model(tokens) + bias).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.coverage.parameters_observed) == ("clean", 6)
 
 
 def test_a_parameter_that_no_forward_has_shown_is_no_copy_of_one_that_looks_alike(tmp_path: Path) -> None:
