@@ -67,9 +67,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
         return reduce_scatter
 
     _replace(patches, "all_reduce", watch_all_reduce)
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):  # the second is the first's older name
-        if hasattr(distributed_c10d, name):
-            _replace(patches, name, watch_reduce_scatter)
+    # The second is the older name; where both are, it calls the first through its module.
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")
+    _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
 
 
 def _replace(patches: Patches, name: str, watch: Callable[..., Any]) -> None:

@@ -127,6 +127,7 @@ def test_a_client_trains_as_before_and_is_judged_rightly(client: Client, tmp_pat
     alone, healthy = train(client, None), train(client, tmp_path / "healthy")
     assert healthy.parameters == alone.parameters
     assert (healthy.report["verdict"], healthy.report["findings"]) == (client.judged, [])
+    assert healthy.report["coverage"]["problems"] == []
     found_in(client, train(client, tmp_path / "faulty", fault=True).report)
 
 
