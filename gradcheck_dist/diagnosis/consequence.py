@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from gradcheck_dist.diagnosis.effect import SAME_DIRECTION, Effect
 from gradcheck_dist.events import OptimizerStep
@@ -24,13 +23,13 @@ def consequence(effects: Sequence[Effect]) -> str:
     """
     if not effects or effects[0].scale is None:
         return ""
-    if effects[0].by_rank:
+    if effects[0].clip_factors is not None:
         return " ".join([*_clip_alone(effects), *_optimizer(effects)])
     return " ".join([*_gradient(effects), *_clipping(effects), *_optimizer(effects)])
 
 
 def _clip_alone(effects: Sequence[Effect]) -> Iterator[str]:
-    factors = [factor for effect in effects for factor in effect.by_rank.values()]
+    factors = [factor for effect in effects for factor in effect.clip_factors or ()]
     low, high = min(factors), max(factors)
     if max(abs(low - 1), abs(high - 1)) <= SMALL:
         yield "For this run: so far no gradient was scaled wrongly by it."
@@ -39,7 +38,7 @@ def _clip_alone(effects: Sequence[Effect]) -> Iterator[str]:
     where = " in the recorded steps" if len(effects) > 1 else ""
     yield f"For this run: gradients are right up to the clip and {how} of what they should be behind it{where}."
     if len(effects) > 1:
-        off = sum(any(abs(factor - 1) > SMALL for factor in effect.by_rank.values()) for effect in effects)
+        off = sum(any(abs(factor - 1) > SMALL for factor in effect.clip_factors or ()) for effect in effects)
         yield f"Of {len(effects)} recorded steps {off} were scaled wrongly."
 
 
@@ -55,12 +54,12 @@ def _gradient(effects: Sequence[Effect]) -> Iterator[str]:
         f"For this run: the gradient's norm is {norm} of the right one's, and it points {first.angle:.2g} degrees away "
         "from it (estimated from the sampled elements)."
     )
-    if first.keeps_directions and first.by_param:
-        low, high = min(first.by_param.values()), max(first.by_param.values())
+    if first.keeps_directions and first.param_scales is not None:
+        low, high = first.param_scales
         yield f"Each parameter keeps its own direction; their factors run from x {low:.4g} to x {high:.4g}."
-    elif first.ratios:
-        low, high = first.ratios[0], first.ratios[-1]
-        yield f"Tokens weigh from x {low:.4g} to x {high:.4g} of what they should, median x {median(first.ratios):.4g}."
+    elif first.ratios is not None:
+        low, middle, high = first.ratios
+        yield f"Tokens weigh from x {low:.4g} to x {high:.4g} of what they should, median x {middle:.4g}."
 
 
 def _straight(effect: Effect) -> bool:
@@ -111,8 +110,8 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
     settings = _settings(step, "eps", "weight_decay")
     factors = [effect.factor for effect in effects if effect.factor]
     varies = bool(factors) and max(factors) > min(factors) * (1 + SMALL)
-    if first.by_rank:
-        if all(abs(factor - 1) <= SMALL for factor in first.by_rank.values()):
+    if first.clip_factors is not None:
+        if all(abs(factor - 1) <= SMALL for factor in first.clip_factors):
             return
         yield f"{step.optimizer} ({settings}) hides what never changes; a clip's coefficient changes with every norm."
     elif not first.keeps_directions:
@@ -124,13 +123,11 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
         )
     else:
         yield f"{step.optimizer} ({settings}) divides away a factor that is the same in every step."
-    eps = step.hyperparameters.get("eps")
-    changes = sorted(abs(_normalized(now, eps) / _normalized(right, eps) - 1) for now, right in first.sizes.values()
-                     if eps and right > 0)  # fmt: skip
-    if eps and changes and first.keeps_directions:
+    if first.left_by_epsilon is not None and first.keeps_directions:
+        largest, middle = first.left_by_epsilon
         yield (
-            f"What is left is epsilon: with gradients as in this step it changes updates by {_percent(changes[-1])} at "
-            f"most, median {_percent(changes[len(changes) // 2])} (the optimizer's own state is not recorded)."
+            f"What is left is epsilon: with gradients as in this step it changes updates by {_percent(largest)} at "
+            f"most, median {_percent(middle)} (the optimizer's own state is not recorded)."
         )
     yield from _decay(first, step)
 
@@ -165,11 +162,6 @@ def _settings(step: OptimizerStep, *names: str) -> str:
     given = [f"lr {step.lr:.4g}"] if step.lr is not None else []
     shown = [f"{name} {step.hyperparameters[name]:g}" for name in names if name in step.hyperparameters]
     return ", ".join([*given, *shown]) or "its settings are not recorded"
-
-
-def _normalized(size: float, eps: float | None) -> float:
-    """An update's size in units of the learning rate, for elements of this size."""
-    return size / (size + (eps or 0.0))
 
 
 def _percent(value: float) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import acos, degrees, prod, sqrt
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 
@@ -31,28 +31,30 @@ class Effect:
     Attributes:
         scale: norm of the gradient with the fault over the norm without, before clipping; None where not known.
         angle: degrees between the two; None where not known.
-        by_param: the same scale for each parameter.
+        param_scales: the smallest and the largest scale of a single parameter.
         keeps_directions: whether each parameter's gradient keeps its own direction.
-        ratios: observed / expected weights of the contributions, sorted.
+        ratios: the smallest, the median and the largest observed / expected weight.
         total_norm: what the clip used; None where no clip by norm was recorded.
         coefficient: what gradients were multiplied by after the fault, right_coefficient what they would have been.
-        sizes: for each parameter the root mean square of what the optimizer read, and of what it would have.
+        left_by_epsilon: the largest and the median relative change of a parameter's update that is left where the
+            optimizer divides by the size of the gradient and an epsilon; None where it has none.
         optimizer: the step itself.
-        by_rank: for a fault of the clip alone, what each rank's gradients were multiplied by, over what is right.
+        clip_factors: for a fault of the clip alone, what gradients were multiplied by over what is right, smallest and
+            largest over the ranks.
     """
 
     scale: float | None
     angle: float | None = None
-    by_param: Mapping[ParamKey, float] = field(default_factory=dict)
+    param_scales: tuple[float, float] | None = None
     keeps_directions: bool = True
-    ratios: tuple[float, ...] = ()
+    ratios: tuple[float, float, float] | None = None
     max_norm: float | None = None
     total_norm: float | None = None
     coefficient: float = 1.0
     right_coefficient: float = 1.0
-    sizes: Mapping[ParamKey, tuple[float, float]] = field(default_factory=dict)
+    left_by_epsilon: tuple[float, float] | None = None
     optimizer: OptimizerStep | None = None
-    by_rank: Mapping[int, float] = field(default_factory=dict)
+    clip_factors: tuple[float, float] | None = None
 
     @property
     def right_norm(self) -> float | None:
@@ -98,17 +100,16 @@ def effect_of_case(
     right, wrong, both = (float(sum(value[index] for value in products.values())) for index in range(3))
     scale = sqrt(wrong / right) if right > 0 else None
     cosines = [value[2] / sqrt(value[0] * value[1]) for value in products.values() if value[0] > 0 and value[1] > 0]
-    return clipped_effect(
-        Effect(
-            scale=scale,
-            angle=_angle(both / sqrt(right * wrong)) if right > 0 and wrong > 0 else None,
-            by_param={key: sqrt(value[1] / value[0]) for key, value in products.items() if value[0] > 0},
-            keeps_directions=all(_angle(cosine) < SAME_DIRECTION for cosine in cosines),
-            ratios=tuple(sorted(cell.ratio for _, cell in case.cells)),
-        ),
-        data,
-        norms,
+    scales = {key: sqrt(value[1] / value[0]) for key, value in products.items() if value[0] > 0}
+    weights = [cell.ratio for _, cell in case.cells]
+    effect = Effect(
+        scale=scale,
+        angle=_angle(both / sqrt(right * wrong)) if right > 0 and wrong > 0 else None,
+        param_scales=(min(scales.values()), max(scales.values())) if scales else None,
+        keeps_directions=all(_angle(cosine) < SAME_DIRECTION for cosine in cosines),
+        ratios=(min(weights), median(weights), max(weights)) if weights else None,
     )
+    return _clipped(effect, scales, data, norms)
 
 
 SAME_DIRECTION = 0.5
@@ -143,36 +144,44 @@ def _ratio(held: Held, ratios: Ratios, column: int) -> float:
     return next((value for first, value in ratios.items() if held.replay.basis.keys[first] == key), 1.0)
 
 
-def clipped_effect(effect: Effect, data: StepData, norms: StepNorms) -> Effect:
+def _clipped(effect: Effect, scales: Mapping[ParamKey, float], data: StepData, norms: StepNorms) -> Effect:
     """The effect with what the clip and the optimizer of this step made of it."""
-    rank = min(data.events, default=0)
-    events = data.events.get(rank, [])
+    events = data.events.get(min(data.events, default=0), [])
     step = next((event for event in events if isinstance(event, OptimizerStep)), None)
     clip = _last_clip(events, step)
-    norm = clip.total_norm if clip is not None else None
-    coefficient = clip.coefficient if clip is not None else 1.0
-    right = coefficient
+    now = right = clip.coefficient if clip is not None else 1.0
     if clip is not None and effect.scale:
         right = min(1.0, clip.max_norm / (clip.total_norm / effect.scale + CLIP_EPSILON))
-    sizes = {}
-    for part in _one_each(norms):
-        if part.norm:
-            scale = effect.by_param.get(part.key, effect.scale or 1.0)
-            size = part.norm / sqrt(_num_elements(part))
-            sizes[part.key] = (size * coefficient, size * right / scale if scale else 0.0)
-    return Effect(
-        scale=effect.scale,
-        angle=effect.angle,
-        by_param=effect.by_param,
-        keeps_directions=effect.keeps_directions,
-        ratios=effect.ratios,
+    sizes = []
+    for part in {part.key: part for part in norms.parts.values()}.values():
+        scale = scales.get(part.key, effect.scale or 1.0)
+        if scale:
+            sizes.append((_size(part) * now, _size(part) * right / scale))
+    return replace(
+        effect,
         max_norm=clip.max_norm if clip is not None else None,
-        total_norm=norm,
-        coefficient=coefficient,
+        total_norm=clip.total_norm if clip is not None else None,
+        coefficient=now,
         right_coefficient=right,
-        sizes=sizes,
+        left_by_epsilon=_left_by_epsilon(sizes, step),
         optimizer=step,
     )
+
+
+def _size(part: Part) -> float:
+    """Root mean square of the elements that a rank holds of a gradient."""
+    num_elements = max(1, prod(part.box[1]) if part.box is not None else part.size)
+    return part.norm / sqrt(num_elements)
+
+
+def _left_by_epsilon(sizes: list[tuple[float, float]], step: OptimizerStep | None) -> tuple[float, float] | None:
+    """Of gradient sizes as they were and as they should have been: u = g / (g + eps), with the root of the mean square
+    that Adam keeps taken to be this step's."""
+    eps = step.hyperparameters.get("eps") if step is not None else None
+    if not eps:
+        return None
+    changes = [abs(now / (now + eps) * (right + eps) / right - 1) for now, right in sizes if right > 0]
+    return (max(changes), median(changes)) if changes else None
 
 
 def _last_clip(events: list[Event], step: OptimizerStep | None) -> Clip | None:
@@ -190,34 +199,21 @@ def _last_clip(events: list[Event], step: OptimizerStep | None) -> Clip | None:
 
 def effect_of_clip(
     data: StepData, norms: StepNorms, used: Mapping[int, float], right: float, loss_scale: float = 1.0
-) -> Effect:
+) -> Effect | None:
     """Right gradients that were multiplied by `used` on each rank instead of by `right`; `loss_scale` is what was taken
     out of them later."""
-    factors = {rank: coefficient / right for rank, coefficient in used.items() if right > 0}
-    parts = [part for part in norms.parts.values() if part.rank in factors and part.norm]
-    by_param: dict[ParamKey, float] = {}
-    sizes: dict[ParamKey, tuple[float, float]] = {}
-    for part in parts:
-        size = part.norm / sqrt(_num_elements(part)) / loss_scale
-        by_param[part.key] = factors[part.rank]
-        sizes[part.key] = (size * used[part.rank], size * right)
-    rank = min(used, default=0)
+    if not used or right <= 0:
+        return None
+    rank = min(used)
+    factors = [coefficient / right for coefficient in used.values()]
+    parts = [part for part in norms.parts.values() if part.rank in used]
+    sizes = [(_size(part) / loss_scale * used[part.rank], _size(part) / loss_scale * right) for part in parts]
     step = next((event for event in data.events.get(rank, []) if isinstance(event, OptimizerStep)), None)
     return Effect(
         scale=1.0,
-        by_param=by_param,
-        coefficient=used.get(rank, 1.0),
+        coefficient=used[rank],
         right_coefficient=right,
-        sizes=sizes,
+        left_by_epsilon=_left_by_epsilon(sizes, step),
         optimizer=step,
-        by_rank=factors,
+        clip_factors=(min(factors), max(factors)),
     )
-
-
-def _one_each(norms: StepNorms) -> list[Part]:
-    """One part of each parameter."""
-    return list({part.key: part for part in norms.parts.values()}.values())
-
-
-def _num_elements(part: Part) -> int:
-    return max(1, prod(part.box[1]) if part.box is not None else part.size)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist import __version__
@@ -15,17 +14,17 @@ from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
-from gradcheck_dist.diagnosis.consequence import consequence
-from gradcheck_dist.diagnosis.context import StepContext, step_context
+from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
-from gradcheck_dist.diagnosis.effect import Effect, effect_of_case
+from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
-from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict, Weight
+from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.errors import GradcheckError
@@ -40,40 +39,6 @@ CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 EXACT = 1e-6
 """Tolerance of ratios that token counts alone determine."""
-
-
-Cause = tuple[object, ...]
-
-
-def cause(finding: Finding) -> Cause:
-    """Equal for what repeats step after step: same rule and same culprit line."""
-    event = finding.first_event
-    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
-
-
-@dataclass
-class StepVerdict:
-    """What one step showed."""
-
-    context: StepContext
-    data: StepData
-    contributions: Contributions
-    held: list[Held] = field(default_factory=list)
-    units: dict[ParamKey, str] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    weights: list[Weight] = field(default_factory=list)
-    audited: set[str] = field(default_factory=set)
-    without_lost: StepVerdict | None = None
-    effects: dict[Cause, Effect] = field(default_factory=dict)
-
-    def found(self, finding: Finding, effect: Effect | None) -> None:
-        """Keep a finding, with what it does to this step's gradient where that is known."""
-        self.findings.append(finding)
-        if effect is not None:
-            self.effects[cause(finding)] = effect
-            finding.consequence = consequence([effect])
 
 
 def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
@@ -138,7 +103,7 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
     for trace in run.ranks.values():
         if trace.header.objective:
             return check_objective(trace.header.objective), "declared"
-    return DEFAULT_OBJECTIVE, "assumed: none was declared"
+    return DEFAULT_OBJECTIVE, "assumed: none was declared; --objective sets it"
 
 
 def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False) -> StepVerdict:
@@ -333,27 +298,8 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
     raise AssertionError("GS000 answers every case")
 
 
-def _merge(verdicts: list[StepVerdict]) -> list[Finding]:
-    """One finding for what repeats step after step. The first step's stays; its consequence is that of all steps."""
-    merged: dict[Cause, Finding] = {}
-    effects: dict[Cause, list[Effect]] = defaultdict(list)
-    for verdict in verdicts:
-        for finding in verdict.findings:
-            key = cause(finding)
-            if key in merged:
-                merged[key].steps += finding.steps
-            else:
-                merged[key] = finding
-            if key in verdict.effects:
-                effects[key].append(verdict.effects[key])
-    for key, of_steps in effects.items():
-        merged[key].consequence = consequence(of_steps)
-    order = {"error": 0, "warning": 1, "info": 2}
-    return sorted(merged.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
-
-
 def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str) -> Report:
-    findings = _merge(verdicts)
+    findings = merged(verdicts)
     coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])

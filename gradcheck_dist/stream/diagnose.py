@@ -11,8 +11,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
-from gradcheck_dist.diagnosis.engine import StepVerdict, conclude, not_recorded, objective_of
+from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.stream.watched import add_to, watch_run

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import cast
 
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.engine import StepVerdict, judge_step
+from gradcheck_dist.diagnosis.engine import judge_step
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.ledger.buffers import Replay
 from gradcheck_dist.ledger.contributions import Contribution, Contributions
 from gradcheck_dist.ledger.tracks import StepData

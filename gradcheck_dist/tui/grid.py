@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from gradcheck_dist.diagnosis.engine import StepVerdict
     from gradcheck_dist.diagnosis.finding import Weight
+    from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 
 Row = tuple[str, int]
 Key = tuple[int, int, int]

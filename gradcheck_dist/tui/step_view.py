@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.engine import StepVerdict
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.events import (
     AmpUnscale,
     Backward,

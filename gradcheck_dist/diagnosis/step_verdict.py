@@ -1,0 +1,67 @@
+"""What one step showed, and the findings of many steps as one list."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.consequence import consequence
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.effect import Effect
+from gradcheck_dist.diagnosis.finding import Finding, Weight
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+Cause = tuple[object, ...]
+
+
+def cause(finding: Finding) -> Cause:
+    """Equal for what repeats step after step: same rule and same culprit line."""
+    event = finding.first_event
+    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
+
+
+@dataclass
+class StepVerdict:
+    """What one step showed."""
+
+    context: StepContext
+    data: StepData
+    contributions: Contributions
+    held: list[Held] = field(default_factory=list)
+    units: dict[ParamKey, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    audited: set[str] = field(default_factory=set)
+    without_lost: StepVerdict | None = None
+    effects: dict[Cause, Effect] = field(default_factory=dict)
+
+    def found(self, finding: Finding, effect: Effect | None) -> None:
+        """Keep a finding, with what it does to this step's gradient where that is known."""
+        self.findings.append(finding)
+        if effect is not None:
+            self.effects[cause(finding)] = effect
+            finding.consequence = consequence([effect])
+
+
+def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
+    """One finding for what repeats step after step. The first step's stays; its consequence is that of all steps."""
+    result: dict[Cause, Finding] = {}
+    effects: dict[Cause, list[Effect]] = defaultdict(list)
+    for verdict in verdicts:
+        for finding in verdict.findings:
+            key = cause(finding)
+            if key in result:
+                result[key].steps += finding.steps
+            else:
+                result[key] = finding
+            if key in verdict.effects:
+                effects[key].append(verdict.effects[key])
+    for key, of_steps in effects.items():
+        result[key].consequence = consequence(of_steps)
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
