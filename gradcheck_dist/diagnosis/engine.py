@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
-from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed
+from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
@@ -79,7 +79,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
-    verdicts, more = without_warm_up(verdicts)
+    verdicts, more = without_warm_up(settle(verdicts))
     notes += more
     report = _report(run, verdicts, objective, objective_from)
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
@@ -142,6 +142,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     for case in [*cases, *terms.cases]:
         case.norms = norms
         finding = _finding(case, verdict.units)
+        verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND
         verdict.found(finding, effect_of_case(case, *norms_of) if known else None)
     verdict.weights = summary.weights(

@@ -6,15 +6,22 @@ whatever comes out. One step is enough for this, where the norm is known.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.clips import is_round
 from gradcheck_dist.diagnosis.norms import Part, StepNorms, norm_of, own_error
+from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.step_verdict import Scaling, StepVerdict, cause
 from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
+CODE = "GS501"
+"""The finding that one step leaves open."""
 TOO_VAGUE = 0.02
 """With a tolerance above this, every number is near to one that people write."""
 
@@ -30,9 +37,72 @@ class HandClip:
 
 def could_be_clip(case: Case) -> bool:
     """Whether everything was made smaller alike, by nothing recorded, just before the clip or the optimizer."""
+    return _scaled_alike(case) and case.pattern.factor < 1
+
+
+def _scaled_alike(case: Case) -> bool:
     culprit, pattern = case.culprit, case.pattern
     ends = isinstance(culprit.before, OptimizerStep | Clip)
-    return culprit.unrecorded and ends and pattern.kind == "uniform" and 0 < pattern.factor < 1 and case.everywhere
+    return culprit.unrecorded and ends and pattern.kind == "uniform" and pattern.factor > 0 and case.everywhere
+
+
+def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
+    """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
+    norm = norm_afterwards(case, data, norms) if could_be_clip(case) else None
+    return None if norm is None else Scaling(case.pattern.factor, norm, own_error(_parts(case, norms)))
+
+
+def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
+    """Scalings of several steps that are one and the same clip, or one and the same constant, taken for what they are.
+
+    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round.
+    """
+    known = [verdict.scaling for verdict in verdicts if verdict.scaling is not None]
+    if len(known) < 2:
+        return list(verdicts)
+    tolerance = max(scaling.tolerance for scaling in known)
+    factors, norms = [scaling.factor for scaling in known], [scaling.norm for scaling in known]
+    if max(norms) <= min(norms) * (1 + 2 * tolerance) and max(factors) > min(factors) * (1 + 5 * tolerance):
+        return [_as_clip(verdict) if verdict.scaling is not None else verdict for verdict in verdicts]
+    if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
+        for verdict in verdicts:
+            _as_constant(verdict, len(known))
+    return list(verdicts)
+
+
+def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
+    for finding in (finding for finding in verdict.findings if finding.code == CODE):
+        effect = verdict.effects.pop(cause(finding), None)
+        finding.code, finding.name, finding.severity = unexplained.CODE, unexplained.NAME, "error"
+        finding.explanation = (
+            f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is one and the same "
+            "factor, whatever the norm that it leaves: a constant, and no clip."
+        )
+        finding.fix, finding.suggested_experiment = (
+            "Look at what your code does to .grad between these two lines.",
+            None,
+        )
+        if effect is not None:
+            verdict.effects[cause(finding)] = effect
+
+
+def _as_clip(verdict: StepVerdict) -> StepVerdict:
+    scaling = verdict.scaling
+    assert scaling is not None
+    weights = [
+        msgspec.structs.replace(
+            weight,
+            observed=None if weight.observed is None else weight.observed / scaling.factor,
+            ratio=None if weight.ratio is None else weight.ratio / scaling.factor,
+        )
+        for weight in verdict.weights
+    ]
+    text = (
+        f"step {verdict.context.step}: gradients were clipped by hand to norm {scaling.norm:.4g} (x "
+        f"{scaling.factor:.4g}), the same in several steps; weights are freed of it"
+    )
+    findings = [finding for finding in verdict.findings if finding.code != CODE]
+    return replace(verdict, findings=findings, weights=weights, remarks=[*verdict.remarks, text])
 
 
 def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | None:
@@ -61,12 +131,14 @@ def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
 def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandClip | None:
     """The clip among the cases of a step, when one surely is."""
     for case in cases:
-        if not could_be_clip(case):
+        if not _scaled_alike(case):
             continue
         norm = norm_afterwards(case, data, norms)
         tolerance = own_error(_parts(case, norms))
         if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
             continue
+        if case.pattern.factor > 1 and abs(norm - 1) > tolerance:
+            continue  # only to unit length gradients are made longer on purpose
         place = case.culprit.event.site if case.culprit.event is not None else None
         line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
         text = (

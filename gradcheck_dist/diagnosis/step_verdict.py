@@ -23,6 +23,16 @@ def cause(finding: Finding) -> Cause:
     return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
+    is relative."""
+
+    factor: float
+    norm: float
+    tolerance: float
+
+
 @dataclass
 class StepVerdict:
     """What one step showed."""
@@ -38,6 +48,7 @@ class StepVerdict:
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
     without_lost: StepVerdict | None = None
+    scaling: Scaling | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
 
     def found(self, finding: Finding, effect: Effect | None) -> None:

@@ -117,13 +117,56 @@ def test_where_nothing_is_clipped_norms_are_those_of_the_step(tmp_path: Path) ->
     assert [norms.seq for norms in trace.norms] == [e.seq for e in trace.events if isinstance(e, OptimizerStep)]
 
 
-def test_a_forgotten_constant_is_no_clip(tmp_path: Path) -> None:
-    def forget(model: nn.Module) -> None:
-        for param in model.parameters():
-            param.grad.mul_(0.0371)  # type: ignore[union-attr]
+def different_steps(run_dir: Path, finish: Finish, num: int) -> Report:
+    """Steps of other batches each, so that norms differ."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with attach(run_dir, objective="global-token-mean"):
+        for step in range(num):
+            data = [batch(0, k + step) for k in range(2)]
+            total = sum(int((labels >= 0).sum()) for _, labels in data)
+            for part in data:
+                (token_sum(model, part) / total).backward()
+            finish(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
 
-    (finding,) = trained(tmp_path, forget).findings
+
+def forget(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.0371)  # type: ignore[union-attr]
+
+
+def to_unit_length(model: nn.Module) -> None:
+    norm = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None]).norm()
+    for param in model.parameters():
+        param.grad.div_(norm)  # type: ignore[union-attr]
+
+
+def test_one_step_leaves_open_whether_an_odd_factor_is_a_clip(tmp_path: Path) -> None:
+    clip, constant = (different_steps(tmp_path / str(i), f, 1) for i, f in enumerate((by_hand(0.3714), forget)))
+    for report in (clip, constant):
+        assert [(finding.code, finding.severity) for finding in report.findings] == [("GS501", "warning")]
+
+
+def test_several_steps_tell_a_clip_by_the_norm_that_stays(tmp_path: Path) -> None:
+    report = different_steps(tmp_path, by_hand(0.3714), 3)
+    assert (report.verdict, codes(report)) == ("clean", [])
+    assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
+    assert sum("by hand to norm 0.3714" in problem for problem in report.coverage.problems) == 3
+
+
+def test_several_steps_tell_a_constant_by_the_factor_that_stays(tmp_path: Path) -> None:
+    (finding,) = different_steps(tmp_path, forget, 3).findings
+    assert (finding.code, finding.severity, finding.steps) == ("GS000", "error", [0, 1, 2])
     assert finding.factor.observed == pytest.approx(0.0371, rel=1e-4)
+    assert "a constant, and no clip" in finding.explanation
+    assert "as if the learning rate were 0.0371, not 1" in finding.consequence
+
+
+def test_gradients_of_unit_length_are_meant(tmp_path: Path) -> None:
+    assert different_steps(tmp_path, to_unit_length, 2).verdict == "clean"
 
 
 def test_a_norm_of_less_than_was_clipped_is_a_warning(tmp_path: Path) -> None:
