@@ -79,11 +79,11 @@ class LiveRun:
         while turn:
             again = []
             for rank in turn:
-                if time.monotonic() > deadline:
-                    self._next = rank
-                    return True
                 if self._ranks[rank].scan(self._taker(rank)):
                     again.append(rank)
+                if time.monotonic() > deadline:  # a piece at least is read, however slow the machine
+                    self._next = rank + 1
+                    return True
             turn = again
         return read
 

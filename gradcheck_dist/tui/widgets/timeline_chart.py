@@ -234,7 +234,8 @@ class TimelineChart(Rows):
         if mark is None:
             return "dim"
         if mark is self.mark:
-            return Style(color="#000000", bgcolor="#ffffff", bold=True)
+            text = self.rich_style
+            return Style(color=text.bgcolor, bgcolor=text.color, bold=True)
         if self._culprit(mark):
             return Style(color="#ffffff", bgcolor="#c02000", bold=True)
         colour = _COLOURS[mark.letter]
