@@ -15,7 +15,7 @@ ROOMS = {
     "4": {"ledger", "diagnosis"},
     "5": {"trace"},
     "6": {"scenarios"},
-    "7": {"reports", "cli", "steps.py"},
+    "7": {"reports", "cli", "tui", "steps.py"},
     "8": {"predict"},
     "9": {"compare", "notebook.py", "interactive.py"},
 }
