@@ -92,8 +92,10 @@ def _explained(key: str, folder: str) -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"):
             yield
     except (RuntimeError, ValueError, CheckpointException) as error:
+        *_, reason = str(error).strip().splitlines()  # torch puts a rank's whole stack before it
         raise GradcheckError(
-            f"{key} {folder!r} does not fit this job: {error}. Sizes and optimizer must be those it was written with.",
+            f"{key} {folder!r} does not fit this job: {reason.rstrip('.')}. Sizes and optimizer must be those it was "
+            "written with.",
             code="E218",
         ) from error
 

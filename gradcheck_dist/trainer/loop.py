@@ -63,6 +63,12 @@ class Trainer:
             from gradcheck_dist.trainer.checkpoint import load_training
 
             self.first_step = load_training(self.parts, self.model, self.optimizer, self.scaler, config.resume)
+            if self.first_step >= config.steps:
+                raise GradcheckError(
+                    f"resume {config.resume!r} holds a training of {self.first_step} steps, and steps is "
+                    f"{config.steps}: nothing is left to do. Set steps to {self.first_step + 1} and up.",
+                    code="E218",
+                )
 
     def train_step(self, step: int) -> StepMetrics:
         """One optimizer step: K accumulation steps, clipping, update."""
@@ -190,9 +196,8 @@ def train(config: TrainConfig) -> TrainResult:
         if config.save_checkpoint is not None:
             from gradcheck_dist.trainer.checkpoint import save_training
 
-            num_steps = max(trainer.first_step, config.steps)
             save_training(
-                trainer.parts, trainer.model, trainer.optimizer, trainer.scaler, num_steps, config.save_checkpoint
+                trainer.parts, trainer.model, trainer.optimizer, trainer.scaler, config.steps, config.save_checkpoint
             )
         result = TrainResult(trainer.rank, trainer.world_size, trainer.device.type, checksum(trainer.model), steps)
         trainer.close()

@@ -184,6 +184,24 @@ def test_what_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     assert caught.value.code == "E218"
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"steps": 1}, r"nothing is left to do\. Set steps to 2 and up"),
+        ({"steps": 2, "optimizer": "sgd"}, r"Missing key in checkpoint state_dict: optimizer\S+\. Sizes and optimizer"),
+        ({"steps": 2, "ffn_dim": 32}, "Size mismatch .* Sizes and optimizer"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_training_is_refused(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    train(TrainConfig.from_dict(SMALL | {"save_checkpoint": folder}))
+    with pytest.raises(GradcheckError, match=words) as caught:
+        train(TrainConfig.from_dict(SMALL | {"resume": folder} | values))
+    assert caught.value.code == "E218"
+    assert "Traceback" not in str(caught.value)
+
+
 def test_weights_and_biases_gets_the_same_scalars_as_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
 
