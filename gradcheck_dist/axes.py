@@ -76,6 +76,25 @@ class Axes:
         return asdict(self)
 
 
+def parse_axes(text: str) -> Axes:
+    """ "dp_shard=4,tp=2" as Axes; axes that are not named have degree 1.
+
+    Raises:
+        GradcheckError: E104 it reads differently; E101, E102 as for Axes.
+    """
+    degrees: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if name not in AXIS_NAMES or not value.isdecimal() or name in degrees:
+            raise GradcheckError(
+                f"--axes is {text!r}, where {part!r} is no axis with its degree. Legal names are "
+                f"{', '.join(AXIS_NAMES)}, each once, as in dp_shard=4,tp=2.",
+                code="E104",
+            )
+        degrees[name] = int(value)
+    return Axes(**degrees)
+
+
 def divisors(number: int) -> list[int]:
     """All positive divisors of `number`, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

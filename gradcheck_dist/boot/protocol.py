@@ -45,6 +45,7 @@ class Boot:
     verify: bool = False
     exact: bool = False
     every_step: bool = False
+    axes: dict[str, int] | None = None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -59,7 +60,7 @@ def decode(text: str) -> Boot:
     try:
         fields = json.loads(text)
         options = {name: bool(fields[name]) for name in ("verify", "exact", "every_step")}
-        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], **options)
+        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], **options, axes=fields["axes"])
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{VARIABLE} is {text!r}, which this version of gradcheck did not write ({error!r})"

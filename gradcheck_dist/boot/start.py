@@ -44,6 +44,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             restart=restart_count(),
             deferred=True,
             exact=options.exact,
+            axes=options.axes,
             verify=options.verify,
             every_step=options.every_step,
         )

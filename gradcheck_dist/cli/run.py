@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradcheck_dist.axes import parse_axes
 from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
 from gradcheck_dist.cli import child
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
@@ -34,6 +35,9 @@ def run(
         typer.Option("--every-step", help="Record all other steps too, without samples: tokens, weights, factors."),
     ] = False,
     objective: Objective = None,
+    axes: Annotated[
+        str | None, typer.Option(metavar="NAME=N,...", help="Mesh degrees, as dp_shard=4,tp=2. Default: inferred.")
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Weights to the last digit: replaces one step's gradients, then stops training."),
@@ -72,6 +76,7 @@ def run(
         from gradcheck_dist.ledger.expected import check_objective
 
         check_objective(objective)
+    degrees = parse_axes(axes).as_dict() if axes is not None else None
     check_report(report)
     if live:
         from gradcheck_dist.cli.live import check_terminal
@@ -80,9 +85,9 @@ def run(
     folder = _make_folder(out, command)
     _say(f"recording into {folder}")
     if exact:
-        chosen, every = range(chosen.start, chosen.start + 1), None
+        chosen, every, every_step = range(chosen.start, chosen.start + 1), None, False
         _say(f"--exact: training stops in step {chosen.start}, before the optimizer")
-    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step)
+    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step, degrees)
     environment = {**os.environ, VARIABLE: boot.encode()}
     if live:
         from gradcheck_dist.cli.live import run_beside

@@ -72,8 +72,8 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
                 axes["pp"] = max(axes["pp"], len(event.group))
                 seen.append("pipelines")
     if not seen:
-        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s)"
-    return axes, "inferred from " + " and ".join(sorted(set(seen)))
+        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); --axes of `gradcheck run` sets them"
+    return axes, "inferred from " + " and ".join(sorted(set(seen))) + "; --axes of `gradcheck run` sets them"
 
 
 def step_context(

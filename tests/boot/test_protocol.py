@@ -98,3 +98,8 @@ def test_without_the_variable_the_pth_file_costs_less_than_a_millisecond(monkeyp
         durations_s.append(time.perf_counter() - started)
     sys.path[:] = [path for path in sys.path if path != str(PTH.parent)]
     assert min(durations_s) < 1e-3
+
+
+def test_declared_axes_reach_the_ranks() -> None:
+    boot = Boot("/run", axes={"dp_shard": 2, "tp": 4})
+    assert decode(boot.encode()).axes == {"dp_shard": 2, "tp": 4}

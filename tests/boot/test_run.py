@@ -182,3 +182,22 @@ def test_a_wrong_option_is_told_before_the_command_starts(run: Run, options: tup
 
 def test_the_trainer_of_these_tests_is_no_client_of_ours() -> None:
     assert "gradcheck" not in TRAINER
+
+
+def test_what_is_declared_is_taken_and_what_is_inferred_says_from_what(run: Run, tmp_path: Path) -> None:
+    inferred = run("train()").stderr
+    assert "inferred: no reduction or pipeline was seen" in inferred and "--axes" in inferred
+    assert "--objective sets it" in inferred
+    (tmp_path / "run").rename(tmp_path / "earlier")
+    declared = run("train()", options=("--axes", "tp=1", "--objective", "microbatch-mean"))
+    assert "--axes" not in declared.stderr and "--objective" not in declared.stderr
+    assert read_run(declared.folder).ranks[0].header.axes == dict.fromkeys(
+        ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1
+    )
+
+
+@pytest.mark.parametrize("axes", ["dp=2", "tp=0", "tp", "tp=2,tp=2"])
+def test_axes_that_are_none_are_told(run: Run, axes: str) -> None:
+    done = run("print('ran')", options=("--axes", axes))
+    assert (done.code, done.stdout) == (2, "")
+    assert "error E10" in done.stderr
