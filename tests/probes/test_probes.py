@@ -202,6 +202,29 @@ def test_a_loss_that_no_wrapper_sees_is_completed_by_mark_loss(tmp_path: Path) -
         assert marked or "mark_loss" in " ".join(report.reasons)
 
 
+@pytest.mark.parametrize(("divisor", "factor"), [(1.0, None), (1 / 2, 2.0)])
+def test_a_cross_entropy_may_be_declared_an_auxiliary_term(
+    tmp_path: Path, divisor: float, factor: float | None
+) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = [batch(0, k) for k in range(2)]
+        counts = [int((labels >= 0).sum()) for _, labels in data]
+        for (tokens, labels), count in zip(data, counts, strict=True):
+            logits = model(tokens).flatten(0, 1)
+            further = F.cross_entropy(logits.flip(0), labels.flatten(), reduction="sum")
+            mark_loss(further, count, term="further", coefficient=0.1)
+            main = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+            ((main + 0.1 / divisor * further) / sum(counts)).backward()
+        optimizer.step()
+
+    record(step, tmp_path)
+    report = judged(tmp_path)
+    told = [(event.term, event.coefficient) for event in events_of(tmp_path, Loss)]
+    assert told == [("main", None), ("further", 0.1), ("main", None)] * 2
+    assert [finding.factor.observed for finding in report.findings] == ([pytest.approx(factor)] if factor else [])
+    assert all(weight.num_tokens is not None and weight.ratio == pytest.approx(1.0) for weight in report.weights)
+
+
 def test_gradients_from_autograd_grad_are_contributions_too(tmp_path: Path) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loss = token_sum(model, batch(0, 0)) / int((batch(0, 0)[1] >= 0).sum())
