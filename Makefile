@@ -100,7 +100,7 @@ screenshots: install
 
 # Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
 bench-quick: install
-	@for name in overhead trace kernels; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+	@for name in overhead trace kernels tui; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
 
 # Beside the environment and not in it: with triton installed torch imports slower and compiles differently.
 test-kernels: $(VENV)/.installed-dev

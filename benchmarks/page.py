@@ -83,7 +83,42 @@ def kernels_gpu(results: dict[str, Any]) -> Iterator[str]:
     yield from table(["gradients", "kernel ms", "of copy bandwidth", "torch._foreach", "torch.compile"], rows)
 
 
-SECTIONS = {"overhead": overhead, "trace": trace, "statistics_cpu": statistics_cpu, "kernels_gpu": kernels_gpu}
+def tui(results: dict[str, Any]) -> Iterator[str]:
+    """The screens."""
+    first, frames, live, opening = (results[name] for name in ("first_frame", "frames", "live", "opening"))
+    yield "\n## The screens\n"
+    rows = [
+        ["first frame, times an empty Textual app", ratio(first["times_empty"]), "2"],
+        [f"page down on a map of {frames['cells']:,} cells, ms", f"{frames['page_down_ms']}", "10"],
+        ["one column to the right, ms", f"{frames['column_ms']}", "10"],
+        ["another slice, ms", f"{frames['slice_ms']}", "10"],
+        ["a slice of merged cells, ms", f"{frames['slice_merged_ms']}", "10"],
+        [
+            f"event to paint at {live['events_per_s']:,} events/s, {live['ranks']} ranks, median ms",
+            live["p50_ms"],
+            "60",
+        ],
+        ["the same at the 99th percentile, ms", live["p99_ms"], "250"],
+        ["the screens' share of a core meanwhile", f"{live['cpu_share_of_a_core']:.2f}", "0.25"],
+        ["events written and shown", f"{live['written']:,} and {live['shown']:,}", "all"],
+        [
+            f"all {opening['ranks']} ranks of {opening['steps']} steps, {opening['gigabytes']} GB, on the screen: wall s",
+            f"{opening['wall_s']} (CPU {opening['cpu_s']})",
+            "3",
+        ],
+    ]
+    yield from table(["what", "measured", "goal"], [[str(cell) for cell in row] for row in rows])
+    yield f"\nA key costs {frames['harness_ms']} ms in the test harness alone, which the figures contain. The bytes for the"
+    yield f"terminal are made too. Load average {live['load_average']} during the live part: its latencies are wall clock."
+
+
+SECTIONS = {
+    "overhead": overhead,
+    "trace": trace,
+    "statistics_cpu": statistics_cpu,
+    "kernels_gpu": kernels_gpu,
+    "tui": tui,
+}
 
 
 def page() -> str:

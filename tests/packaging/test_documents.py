@@ -42,6 +42,10 @@ def test_the_picture_loads_nothing_and_shows_no_machine_s_paths() -> None:
     assert "url(http" not in picture
     assert "GS101" in picture
     assert str(ROOT) not in picture
+    screen = (ROOT / "docs" / "weights-ddp-accum.svg").read_text()
+    assert "url(http" not in screen
+    assert "sum-every-backward" in screen
+    assert str(ROOT) not in screen
 
 
 def test_names_of_the_package_in_the_readme_exist() -> None:
