@@ -192,10 +192,10 @@ def _put_first(leaf: Tensor, hook_id: int) -> None:
         hooks.update(others)
 
 
-def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor) -> Tensor | None:
+def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor | None) -> Tensor | None:
     """A contribution's own gradient arrived at a parameter. Runs once a parameter: guarded by hand and kept short."""
     current = recorder.current
-    if current is None:
+    if current is None or grad is None:  # None: a function of the user's returned no gradient for it
         return None
     start = time.perf_counter_ns()
     code: Tensor | None = None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.fused import buffer_of
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.regions import Region, in_memory, whole
@@ -97,9 +98,9 @@ def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
         if grad is not None:
             yield [whole(info)], getattr(grad, "_local_tensor", grad)
         else:
-            for name, kept in vars(info.param).items():
-                if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
-                    yield [whole(info)], kept
+            kept = buffer_of(info)
+            if kept is not None:
+                yield [whole(info)], kept
     for copy in recorder.registry.copies():
         if copy.param.grad is not None:
             yield copy.regions, copy.param.grad

@@ -39,6 +39,10 @@ COLUMNS_INTERVAL_NS = 1_000_000_000
 """And how long its steps without samples."""
 
 
+ADDED_FLAG = "grad_added_to_main_grad"
+"""Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
+
+
 class BackwardPass:
     """A backward pass that is under way: the leaves of one contribution are arriving."""
 
@@ -298,7 +302,7 @@ class Recorder(Sampler):
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
         current.touched[info.id] = info
-        if not (self.sampling and info.active):
+        if not (self.sampling and info.active) or getattr(info.param, ADDED_FLAG, False):
             return
         plan = info.plain
         if plan is not None and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:

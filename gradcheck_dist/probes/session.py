@@ -26,7 +26,19 @@ from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.trace.run import join_run_dir, note_restart, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
-PROBES = ("autograd", "loss", "log_probs", "unseen", "optimizer", "amp", "collectives", "ddp", "fsdp", "pipeline")
+PROBES = (
+    "autograd",
+    "loss",
+    "log_probs",
+    "unseen",
+    "fused",
+    "optimizer",
+    "amp",
+    "collectives",
+    "ddp",
+    "fsdp",
+    "pipeline",
+)
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 

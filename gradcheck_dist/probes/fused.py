@@ -1,0 +1,79 @@
+"""Gradients that a backward adds to a buffer by itself: Megatron's gradient_accumulation_fusion.
+
+The weight gradient is added to `weight.main_grad` by the matrix product that computes it, and autograd is handed
+nothing or a placeholder. A contribution is then what a pass added to the buffer. The flag that says so is set by
+megatron/core/tensor_parallel/layers.py and by Transformer Engine; without it, a buffer that changed on the CPU while no
+gradient arrived at its parameter is taken for one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradcheck_dist.probes import autograd
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
+
+
+class _Buffers:
+    """Samples of the buffers when a pass began. `ordinary`: parameters whose gradient arrives at the leaf."""
+
+    def __init__(self) -> None:
+        self.seq = -1
+        self.before: list[tuple[ParamInfo, LocalPlan, Tensor, Tensor]] = []
+        self.ordinary: set[int] = set()
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    state = _Buffers()
+
+    def begin(recorder: Recorder, current: BackwardPass, _roots: list[Tensor], _given: bool) -> None:
+        opened(recorder, state, current)
+
+    def end(recorder: Recorder, current: BackwardPass) -> None:
+        closed(recorder, state, current)
+
+    for listeners, listener in ((autograd.OPEN_LISTENERS, begin), (autograd.CLOSE_LISTENERS, end)):
+        listeners.append(listener)  # type: ignore[arg-type]
+        patches.on_restore(lambda owner=listeners, mine=listener: owner.remove(mine))  # type: ignore[misc]
+
+
+def buffer_of(info: ParamInfo) -> Tensor | None:
+    """The tensor of the parameter's size that hangs on it in place of `.grad`."""
+    for name, kept in vars(info.param).items():
+        if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
+            return kept
+    return None
+
+
+@guarded("fused")
+def opened(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
+    if state.seq == current.seq or not recorder.sampling:
+        return
+    state.seq, state.before = current.seq, []
+    for info in recorder.registry.infos():
+        if info.id in state.ordinary or not info.active:
+            continue
+        buffer = buffer_of(info)
+        found = recorder.registry.plan(info, buffer) if buffer is not None else None
+        if buffer is None:
+            state.ordinary.add(info.id)
+        elif found is not None:
+            state.before.append((info, found[0], buffer, buffer.detach().take(found[0].indices)))
+
+
+@guarded("fused")
+def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
+    if state.seq != current.seq:
+        return
+    before, state.before = state.before, []
+    for info, plan, buffer, values in before:
+        added = getattr(info.param, ADDED_FLAG, False)
+        if info.id in current.touched and not added:
+            state.ordinary.add(info.id)
+            continue
+        change = buffer.detach().take(plan.indices) - values
+        if added or (change.is_cpu and bool(change.any())):
+            current.touched[info.id] = info
+            current.leaves.append((plan, change))

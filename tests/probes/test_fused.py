@@ -1,0 +1,86 @@
+"""Gradients that a backward adds to main_grad by itself, as Megatron's fused weight-gradient products do."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+
+class AddedProduct(torch.autograd.Function):
+    """x @ weight.T; backward adds the weight's gradient to weight.main_grad and hands over `placeholder`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, placeholder: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.placeholder = weight, placeholder
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        weight.main_grad += grad.flatten(0, -2).T @ x.flatten(0, -2)
+        weight.grad_added_to_main_grad = ctx.placeholder != "nothing"
+        handed = {"nothing": None, "zeros": torch.zeros_like(weight), "noise": torch.rand_like(weight)}
+        return grad @ weight, handed[ctx.placeholder], None
+
+
+class FusedLinear(nn.Module):
+    def __init__(self, placeholder: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(16, 16))
+        self.placeholder = placeholder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return AddedProduct.apply(x, self.weight, self.placeholder)
+
+
+def train(run_dir: Path | None, placeholder: str, factor: float) -> nn.Module:
+    """Two steps of three batches; the optimizer reads main_grad, that of the fused weight times `factor`."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model.inner = FusedLinear(placeholder)
+    params: list[Any] = list(model.parameters())
+
+    def keep(param: Any) -> None:
+        if param.grad is not None and not getattr(param, "grad_added_to_main_grad", False):
+            param.main_grad += param.grad
+        param.grad = None
+
+    for param in params:
+        param.main_grad = torch.zeros_like(param)
+        param.register_post_accumulate_grad_hook(keep)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with attach(run_dir) if run_dir is not None else nullcontext():
+        for _ in range(2):
+            data = [batch(0, k) for k in range(3)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+            for part in data:
+                (token_sum(model, part) / num_tokens).backward()
+            for param in params:
+                param.grad = param.main_grad * (factor if param is model.inner.weight else 1.0)
+            optimizer.step()
+            for param in params:
+                param.grad = None
+                param.main_grad.zero_()
+    return model
+
+
+@pytest.mark.parametrize("placeholder", ["nothing", "zeros", "noise"])
+def test_what_a_pass_added_to_the_buffer_is_the_contribution(placeholder: str, tmp_path: Path) -> None:
+    recorded, alone = train(tmp_path / "right", placeholder, 1.0), train(None, placeholder, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(recorded.parameters(), alone.parameters(), strict=True))
+    report = diagnose(read_run(tmp_path / "right"))
+    assert (report.verdict, report.coverage.parameters_observed, report.coverage.problems) == ("clean", 4, [])
+    train(tmp_path / "wrong", placeholder, 0.5)
+    report = diagnose(read_run(tmp_path / "wrong"))
+    assert [(round(one.factor.observed, 4), one.units) for one in report.findings] == [(0.5, ["inner.weight"])]
