@@ -17,12 +17,21 @@ from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
 
 
 class _Buffers:
-    """Samples of the buffers when a pass began. `ordinary`: parameters whose gradient arrives at the leaf."""
+    """Samples of the buffers when a pass began. `candidates`: parameters with a buffer, as long as no gradient arrives
+    at their leaf; found anew when there are more parameters than the `num_seen` of last time."""
 
     def __init__(self) -> None:
         self.seq = -1
-        self.before: list[tuple[ParamInfo, LocalPlan, Tensor, Tensor]] = []
+        self.num_seen = 0
+        self.candidates: dict[int, ParamInfo] = {}
         self.ordinary: set[int] = set()
+        self.before: list[tuple[ParamInfo, LocalPlan, Tensor, Tensor]] = []
+
+    def look(self, infos: list[ParamInfo]) -> None:
+        if len(infos) != self.num_seen:
+            self.num_seen = len(infos)
+            fresh = (info for info in infos if info.id not in self.ordinary)
+            self.candidates = {info.id: info for info in fresh if buffer_of(info) is not None}
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -52,14 +61,11 @@ def opened(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
     if state.seq == current.seq or not recorder.sampling:
         return
     state.seq, state.before = current.seq, []
-    for info in recorder.registry.infos():
-        if info.id in state.ordinary or not info.active:
-            continue
+    state.look(recorder.registry.infos())
+    for info in state.candidates.values():
         buffer = buffer_of(info)
-        found = recorder.registry.plan(info, buffer) if buffer is not None else None
-        if buffer is None:
-            state.ordinary.add(info.id)
-        elif found is not None:
+        found = recorder.registry.plan(info, buffer) if buffer is not None and info.active else None
+        if buffer is not None and found is not None:
             state.before.append((info, found[0], buffer, buffer.detach().take(found[0].indices)))
 
 
@@ -72,6 +78,7 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
         added = getattr(info.param, ADDED_FLAG, False)
         if info.id in current.touched and not added:
             state.ordinary.add(info.id)
+            state.candidates.pop(info.id, None)
             continue
         change = buffer.detach().take(plan.indices) - values
         if added or (change.is_cpu and bool(change.any())):
