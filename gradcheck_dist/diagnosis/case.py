@@ -19,8 +19,8 @@ from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
     the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
-    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of the
-    step."""
+    loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of
+    the step."""
 
     context: StepContext
     culprit: Culprit
@@ -89,6 +89,12 @@ def name_case(case: Case) -> None:
     # A name made of the culprit's own numbers comes first: others only coincide in value.
     own = [name for name in case.names if near and all(part in near for part, _ in name.powers)]
     case.names = own + [name for name in case.names if name not in own]
+
+
+def is_common_factor(case: Case) -> bool:
+    """Whether all losses share one factor that is made of nothing known."""
+    at_loss = case.culprit.kind == "loss" and not case.culprit.unrecorded
+    return at_loss and case.pattern.kind == "uniform" and case.pattern.factor > 0
 
 
 def ambiguous(names: list[Name], near: bool) -> list[Name]:

@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
-from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, name_case
+from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, name_case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
@@ -21,7 +21,7 @@ from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle
 from gradcheck_dist.diagnosis.norms import step_norms
-from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
+from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, is_objective, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
@@ -180,19 +180,21 @@ def _all_cases(
         return []
     if own is None:
         return _cases(verdict, matrix)
+    judged = judge(measured, verdict.contributions, own)
+    rest = _cases(verdict, judged if held_alone else pool(judged))
+    if len(rest) == 1 and rest[0].everywhere and is_common_factor(rest[0]) and not is_objective(own, tokens):
+        # Nobody's objective has a total of its own: what all these losses share belongs to their weights.
+        own = {key: weight * Fraction(rest[0].pattern.factor) for key, weight in own.items()}
+        rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
-    judged = judge(measured, verdict.contributions, own)
     exact = max(EXACT, loss_rounding(verdict.contributions))
     cells = [
         (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
         for held in verdict.held
         for cell in held.cells
     ]
-    return [
-        _case(verdict, Blame(culprit, cells, [0] * len(cells))),
-        *_cases(verdict, judged if held_alone else pool(judged)),
-    ]
+    return [_case(verdict, Blame(culprit, cells, [0] * len(cells))), *rest]
 
 
 def _tokens_known(run: Run, data: StepData) -> bool:

@@ -53,8 +53,8 @@ class Pattern:
 
     `factor` is the ratio's common factor; `base` of a geometric or repeated pattern is what each repetition multiplies;
     `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
-    follow: of n_c tokens of the contribution, N_r tokens of its data rank, accumulation step k of K, microbatch m or
-    data rank r.
+    follow: of n_c tokens of the contribution, L_c labels of it (ignored ones too), N_r tokens of its data rank,
+    accumulation step k of K, microbatch m or data rank r.
     """
 
     kind: str
@@ -250,7 +250,9 @@ def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | No
     """ratio = factor * count^power: tokens, or the number of the step, microbatch or rank."""
     tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
     ratios, tolerances = _arrays(samples)
-    found = shapes.power_law(ratios, tolerances, shapes.counts([sample.key for sample in samples], tokens))
+    by_key = context.contributions.by_key
+    labels = {key: c.loss.num_labels or 0 for key, c in by_key.items() if c.loss is not None}
+    found = shapes.power_law(ratios, tolerances, shapes.counts([sample.key for sample in samples], tokens, labels))
     if found is None:
         return None
     factor, name, power = found
@@ -300,6 +302,11 @@ def own_objective(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
     return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+
+
+def is_objective(weights: Mapping[ContributionKey, Fraction], tokens: Mapping[ContributionKey, int]) -> bool:
+    """Whether these are the weights of an objective with a name."""
+    return any(expected_weights(name, tokens) == dict(weights) for name in OBJECTIVES)
 
 
 def loss_rounding(contributions: Contributions) -> float:

@@ -58,7 +58,9 @@ def _named(name: str, values: list[int], last: int) -> str:
     return f"{name}{'s' if len(values) > 1 else ''} {shown}"
 
 
-def counts(keys: Sequence[ContributionKey], tokens: Mapping[ContributionKey, int]) -> dict[str, list[float]]:
+def counts(
+    keys: Sequence[ContributionKey], tokens: Mapping[ContributionKey, int], labels: Mapping[ContributionKey, int]
+) -> dict[str, list[float]]:
     """What a loss could be multiplied or divided by in a loop, by name, for each key; only what differs."""
     last = max(key[1] for key in keys)
     of_rank: dict[int, int] = {}
@@ -66,6 +68,7 @@ def counts(keys: Sequence[ContributionKey], tokens: Mapping[ContributionKey, int
         of_rank[rank] = of_rank.get(rank, 0) + count
     found: dict[str, list[float]] = {
         "n_c": [float(tokens.get(key, 0)) for key in keys],
+        "L_c": [float(labels.get(key, 0)) for key in keys],
         "N_r": [float(of_rank.get(key[0], 0)) for key in keys],
         "(k+1)": [key[1] + 1.0 for key in keys],
         "(K-k)": [last - key[1] + 1.0 for key in keys],

@@ -37,7 +37,7 @@ TOKENS = dict(zip(KEYS, [5, 9, 14, 6, 8, 11, 3, 10], strict=True))
 @pytest.mark.parametrize("power", [-2, -1, -0.5, 1, 2])
 @pytest.mark.parametrize("name", ["n_c", "(k+1)", "(K-k)"])
 def test_a_power_of_a_count_is_found_with_its_factor(name: str, power: float) -> None:
-    quantities = counts(KEYS, TOKENS)
+    quantities = counts(KEYS, TOKENS, {})
     assert "(r+1)" not in quantities  # two ranks fit any power
     ratios = 0.7 * np.array(quantities[name]) ** power * (1 + 1e-6 * np.sin(range(8)))
 
@@ -49,5 +49,5 @@ def test_a_power_of_a_count_is_found_with_its_factor(name: str, power: float) ->
 
 def test_what_follows_no_power_gets_no_name() -> None:
     ratios = np.array([1.0, 1.3, 0.8, 1.0, 2.0, 1.0, 0.4, 1.0])
-    assert power_law(ratios, np.full(8, 1e-4), counts(KEYS, TOKENS)) is None
-    assert power_law(ratios, np.full(8, 0.5), counts(KEYS, TOKENS)) is None
+    assert power_law(ratios, np.full(8, 1e-4), counts(KEYS, TOKENS, {})) is None
+    assert power_law(ratios, np.full(8, 0.5), counts(KEYS, TOKENS, {})) is None

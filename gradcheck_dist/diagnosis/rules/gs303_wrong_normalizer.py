@@ -2,7 +2,8 @@
 
 ## What it does
 Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
-missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp).
+missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp). Also losses that are divided by the number
+of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does.
 
 ## Why it matters
 A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,
@@ -35,7 +36,15 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+    if case.terms or case.culprit.kind != "loss" or case.culprit.unrecorded:
+        return None
+    if case.pattern.count == "L_c^-1":
+        return Answer(
+            explanation="Each microbatch is divided by all of its labels, those that are ignored or masked too: "
+            "padding takes weight from the tokens beside it.",
+            fix="Divide by the tokens that count, of the whole step and of all ranks: (labels != ignore_index).sum().",
+        )
+    if case.pattern.kind != "uniform":
         return None
     factor = case.pattern.factor
     name = f" = {case.names[0].expression}" if case.names else ""
