@@ -21,6 +21,8 @@ SMALL = {"n_layers": 2, "dim": 32, "ffn_dim": 64, "seq_len": 32}
 
 
 def run(config: TrainConfig, log_dir: Path | None = None) -> list[TrainResult]:
+    if config.axes.world_size == 1 and log_dir is None:
+        return [train(config)]
     return launch("gradcheck_dist.trainer.loop:train", (config,), config.axes.world_size, timeout_s=60, log_dir=log_dir)
 
 
