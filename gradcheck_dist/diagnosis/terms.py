@@ -77,7 +77,9 @@ def judge_terms(
     for term in auxiliary_terms(events, contributions):
         fits = list(_fits(term, context, contributions, convention))
         if not fits:
-            verdict.reasons.append(
+            # Of a term without a declared coefficient nothing is asked, so nothing hangs on it.
+            told = verdict.remarks if term.coefficient is None else verdict.reasons
+            told.append(
                 f"the weights of loss term {term.name} follow no mean over its positions, over microbatches or over "
                 "ranks: whether they are meant so is not known"
             )

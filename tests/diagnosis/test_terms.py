@@ -59,6 +59,10 @@ def test_weights_that_follow_no_mean_are_not_called_right_and_not_accused() -> N
     report = judged(replace(TRAINER, auxiliary=lambda key, tokens: COEFFICIENT * (1 + key[1]) / sum(tokens.values())))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "balance" in report.reasons[0]
+    undeclared = replace(TRAINER, coefficient=None, auxiliary=lambda key, tokens: (1 + key[1]) / sum(tokens.values()))
+    report = judged(undeclared)
+    assert report.verdict == "clean"
+    assert any("balance follow no mean" in problem for problem in report.coverage.problems)
 
 
 def test_a_reduction_that_is_wrong_for_all_terms_accuses_no_term() -> None:
