@@ -37,7 +37,7 @@ TRAINERS: dict[str, tuple[TrainConfig, int, int]] = {
     "4 layers d=256": (
         TrainConfig(dim=256, ffn_dim=688, n_heads=8, n_kv_heads=8, vocab_size=2048, seq_len=128, batch_size=8), 1, 9,
     ),
-    "tiny d=64": (TrainConfig(dim=64, seq_len=32, batch_size=2), 12, 15),
+    "tiny d=64": (TrainConfig(dim=64, seq_len=32, batch_size=2), 12, 9),
     "FSDP2 2 ranks": (TrainConfig(axes=Axes(dp_shard=2), dim=128, ffn_dim=256, batch_size=4), 4, 9),
     "pipeline 2 ranks": (TrainConfig(axes=Axes(pp=2), dim=128, ffn_dim=256, batch_size=2, microbatches=4), 3, 9),
 }  # fmt: skip
@@ -68,10 +68,28 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-@contextlib.contextmanager
-def recorded(_: nn.Module) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder, gradcheck_dist.attach(Path(folder) / "run"):
-        yield
+def recorded(**options: Any) -> Callable[[nn.Module], contextlib.AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def tool(_: nn.Module) -> Iterator[None]:
+        with tempfile.TemporaryDirectory() as folder, gradcheck_dist.attach(Path(folder) / "run", **options):
+            yield
+
+    return tool
+
+
+class Never:
+    """Steps of which none is recorded, and after which another might be."""
+
+    def __contains__(self, _step: object) -> bool:
+        return False
+
+
+OURS: dict[str, Any] = {
+    RECORDING: recorded(),
+    "gradcheck, every step without samples": recorded(steps=range(0), every_step=True),
+    "gradcheck, between recorded steps": recorded(steps=Never()),
+    "gradcheck, after the last recorded step": recorded(steps=range(1)),
+}
 
 
 @contextlib.contextmanager
@@ -88,6 +106,38 @@ def hooked_norms(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def histograms(model: nn.Module) -> Iterator[Callable[[], Any]]:
+    """TensorBoard's histogram of every gradient, every step, where the gradient has just been accumulated."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(SummaryWriter(folder)) as writer:
+
+        def write(name: str) -> Callable[[Tensor], None]:
+            def on_gradient(param: Tensor) -> None:
+                grad = getattr(param.grad, "_local_tensor", param.grad)
+                if grad is not None and grad.numel():
+                    writer.add_histogram(name, grad)
+
+            return on_gradient
+
+        hooks = [param.register_post_accumulate_grad_hook(write(name)) for name, param in model.named_parameters()]
+        try:
+            yield contextlib.nullcontext
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+@contextlib.contextmanager
+def hashed() -> Iterator[None]:
+    """DebugMode with a hash of every operation's result."""
+    from torch.utils._debug_mode import DebugMode
+
+    with DebugMode(), DebugMode.log_tensor_hashes():
+        yield
 
 
 def each_step(make: Callable[[], Any]) -> Callable[[nn.Module], contextlib.AbstractContextManager[Any]]:
@@ -113,6 +163,8 @@ def peers() -> dict[str, Callable[[nn.Module], contextlib.AbstractContextManager
         from torch.utils._debug_mode import DebugMode
 
         found["DebugMode"] = each_step(DebugMode)
+        found["DebugMode with hashes"] = each_step(hashed)
+    found["TensorBoard histograms"] = histograms
     return found
 
 
@@ -122,6 +174,7 @@ def turns(model: nn.Module, step: Step, tools: dict[str, Any], num_steps: int) -
     def turn(tool: Any) -> float:
         with tool(model) as around:
             run = step if around is None else lambda: _inside(around, step)
+            run()
             run()
             return cpu_s(run, num_steps)
 
@@ -144,13 +197,15 @@ def measure(name: str, quick: bool) -> dict[str, list[float]]:
     if quick:
         num_steps, rounds = 1, 2
     torch.set_num_threads(1)
-    tools: dict[str, Any] = {"plain": nothing, RECORDING: recorded}
+    tools: dict[str, Any] = {"plain": nothing, **OURS}
     if config.axes.world_size == 1:
         model, step = plain_step(config)
         tools |= peers()
     else:
         trainer = Trainer(config)
         model, step = trainer.model, lambda: trainer.train_step(0)
+        if config.axes.dp_shard > 1:  # a pipeline's stage has no one module to hook
+            tools |= {"torch.profiler": peers()["torch.profiler"], "TensorBoard histograms": histograms}
     for _ in range(3):
         step()
     found = alternate(turns(model, step, tools, num_steps), rounds)
@@ -207,7 +262,7 @@ def main() -> None:
         if options.only in name:
             run = on_ranks if config.axes.world_size > 1 else measure
             results[name] = report(name, run(name, options.quick))
-    keep("overhead", results, quick=options.quick or bool(options.only))
+            keep(f"overhead_{name.split()[0]}", {name: results[name]}, quick=options.quick)
 
 
 if __name__ == "__main__":

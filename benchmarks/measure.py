@@ -94,9 +94,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The command line that every benchmark has."""
+def arguments(description: str, **counts: int) -> argparse.Namespace:
+    """The command line that every benchmark has; `counts` are further options with their default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a short form that only shows that it runs; keeps nothing")
     parser.add_argument("--only", default="", help="run only what has this in its name")
+    for name, default in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()

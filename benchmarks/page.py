@@ -34,11 +34,10 @@ def table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 def overhead(results: dict[str, Any]) -> Iterator[str]:
     """Recording every step, beside other tools."""
-    yield "\n## Recording every step\n"
-    yield "CPU time of a step as a multiple of the same step without any tool.\n"
     for name, found in results.items():
         goal = f" (goal {found['goal']:.2f})" if found["goal"] else ""
-        yield f"\n**{name}**: {found['plain_ms']:.1f} ms a step{goal}\n"
+        yield f"\n## Recording every step: {name}\n"
+        yield f"CPU time of a step as a multiple of the same step without any tool, {found['plain_ms']:.1f} ms{goal}.\n"
         rows = [[tool, ratio(of["ratio"]), f"{of['added_ms']:+.2f}"] for tool, of in found["tools"].items()]
         yield from table(["tool", "times the plain step", "added ms"], rows)
 
@@ -83,41 +82,97 @@ def kernels_gpu(results: dict[str, Any]) -> Iterator[str]:
     yield from table(["gradients", "kernel ms", "of copy bandwidth", "torch._foreach", "torch.compile"], rows)
 
 
+def scale(results: dict[str, Any]) -> Iterator[str]:
+    """A long run, judged."""
+    size = f"{results['ranks']} ranks x {results['steps']} steps x {results['microbatches']} microbatches"
+    yield f"\n## Judging {results['contributions']:,} contributions\n"
+    yield f"{size}, steps in columns, {results['trace_bytes'] / 1e9:.2f} GB. Interpreter start and imports not counted;"
+    yield f"goals: {results['goals']['times_read']:g} times the read, {results['goals']['mib']:g} MiB.\n"
+    rows = [
+        [name, f"{of['cpu_s']:.2f}", ratio(of["times_read"]), f"{of['ns_per_contribution']}", str(of["peak_mib"])]
+        for name, of in results["engines"].items()
+    ]
+    yield from table(["engine", "CPU s", "times the bare read", "ns a contribution", "peak MiB"], rows)
+
+
+def start(results: dict[str, Any]) -> Iterator[str]:
+    """Commands, and the .pth file."""
+    yield "\n## Starting\n"
+    rows = [
+        [name, f"{of['ms']:.1f}", ratio(of["ratio"]), f"{of['goal']:g}" if of["goal"] else ""]
+        for name, of in results["commands"].items()
+    ]
+    yield from table(["process", "CPU ms", "times a bare Python", "goal"], rows)
+    yield f"\nThe `.pth` file costs every Python without the variable {results['pth_us']} us (goal: below 1000)."
+
+
+def reports(results: dict[str, Any]) -> Iterator[str]:
+    """Sizes and times of reports."""
+    yield "\n## Reports\n"
+    rows = [
+        [f"{of['weights']:,}", name, f"{of['kb']:,.1f}", f"{of['ms']:.1f}"]
+        for formats in results.values()
+        for name, of in formats.items()
+    ]
+    yield from table(["weights in it", "format", "kB", "CPU ms"], rows)
+
+
+def detection(results: dict[str, Any]) -> Iterator[str]:
+    """Random trainers of which the truth is known."""
+    yield "\n## Detection on simulated trainers\n"
+    yield "`accused`: a finding where nothing is wrong, or one too many; `missed`: none where something is;"
+    yield "`undetermined`: no verdict; `culprit` and `name`: share of the faulty ones with the right event,"
+    yield "and with the right rule too.\n"
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.1%}"
+
+    rows = [
+        [name, *(str(of[key]) for key in ("runs", "accused", "missed", "undetermined")), share(of["culprit"]),
+         share(of["name"])]
+        for name, of in results["families"].items()
+    ]  # fmt: skip
+    yield from table(["family", "trainers", "accused", "missed", "undetermined", "culprit", "name"], rows)
+
+
 def tui(results: dict[str, Any]) -> Iterator[str]:
     """The screens."""
     first, frames, live, opening = (results[name] for name in ("first_frame", "frames", "live", "opening"))
+    stream = f"{live['events_per_s']:,} events/s of {live['ranks']} ranks"
+    large = f"{opening['ranks']} ranks x {opening['steps']} steps, {opening['gigabytes']} GB"
     yield "\n## The screens\n"
     rows = [
         ["first frame, times an empty Textual app", ratio(first["times_empty"]), "2"],
-        [f"page down on a map of {frames['cells']:,} cells, ms", f"{frames['page_down_ms']}", "10"],
-        ["one column to the right, ms", f"{frames['column_ms']}", "10"],
-        ["another slice, ms", f"{frames['slice_ms']}", "10"],
-        ["a slice of merged cells, ms", f"{frames['slice_merged_ms']}", "10"],
-        [
-            f"event to paint at {live['events_per_s']:,} events/s, {live['ranks']} ranks, median ms",
-            live["p50_ms"],
-            "60",
-        ],
+        [f"page down on a map of {frames['cells']:,} cells, ms", frames["page_down_ms"], "10"],
+        ["one column to the right, ms", frames["column_ms"], "10"],
+        ["another slice, ms", frames["slice_ms"], "10"],
+        ["a slice of merged cells, ms", frames["slice_merged_ms"], "10"],
+        [f"event to paint at {stream}, median ms", live["p50_ms"], "60"],
         ["the same at the 99th percentile, ms", live["p99_ms"], "250"],
         ["the screens' share of a core meanwhile", f"{live['cpu_share_of_a_core']:.2f}", "0.25"],
-        ["events written and shown", f"{live['written']:,} and {live['shown']:,}", "all"],
-        [
-            f"all {opening['ranks']} ranks of {opening['steps']} steps, {opening['gigabytes']} GB, on the screen: wall s",
-            f"{opening['wall_s']} (CPU {opening['cpu_s']})",
-            "3",
-        ],
+        ["events shown of those written", f"{live['shown']:,} of {live['written']:,}", "all"],
+        [f"all ranks of {large} on the screen, wall s", f"{opening['wall_s']} (CPU {opening['cpu_s']})", "3"],
     ]
     yield from table(["what", "measured", "goal"], [[str(cell) for cell in row] for row in rows])
-    yield f"\nA key costs {frames['harness_ms']} ms in the test harness alone, which the figures contain. The bytes for the"
-    yield f"terminal are made too. Load average {live['load_average']} during the live part: its latencies are wall clock."
+    yield f"\nA key costs {frames['harness_ms']} ms in the test harness alone, contained above, as are the"
+    yield f"terminal's bytes. Load average {live['load_average']} during the live part: its latencies are wall clock."
 
 
 SECTIONS = {
-    "overhead": overhead,
+    "overhead_4": overhead,
+    "overhead_tiny": overhead,
+    "overhead_FSDP2": overhead,
+    "overhead_pipeline": overhead,
     "trace": trace,
     "statistics_cpu": statistics_cpu,
     "kernels_gpu": kernels_gpu,
+    "scale_1e6": scale,
+    "scale_1e7": scale,
+    "scale_65.5e6": scale,
+    "start": start,
     "tui": tui,
+    "reports": reports,
+    "detection": detection,
 }
 
 

@@ -67,13 +67,9 @@ def write(folder: Path, ranks: int, steps: int, microbatches: int) -> Truth:
     total = np.zeros(steps, dtype=np.int64)
     for rank in range(ranks):
         total += tokens_of(rank, steps, microbatches).sum(axis=0)
-    right = ranks / total
     for rank in range(ranks):
         tokens = tokens_of(rank, steps, microbatches)
-        weight = np.broadcast_to(right, tokens.shape).copy()
-        weight[:, truth.every_rank_from :] /= ranks
-        if rank == truth.rank:
-            weight[truth.microbatch, truth.first_step] *= FACTOR
+        weight = weights_of(rank, total, ranks, microbatches, truth)
         header = Header(schema_version=SCHEMA_VERSION, tool_version="bench", rank=rank, world_size=ranks, pid=1,
                         started_unix_s=0.0, objective="global-token-mean", axes={"dp_shard": ranks},
                         columns=True)  # fmt: skip
@@ -109,6 +105,15 @@ def write(folder: Path, ranks: int, steps: int, microbatches: int) -> Truth:
 def tokens_of(rank: int, steps: int, microbatches: int) -> np.ndarray:
     """Valid tokens, shape (microbatches, steps)."""
     return np.random.default_rng(10_000 + rank).integers(500, 4096, (microbatches, steps))
+
+
+def weights_of(rank: int, total: np.ndarray, ranks: int, microbatches: int, truth: Truth) -> np.ndarray:
+    """Weight of a token at the loss, shape (microbatches, steps); `total` tokens of each step."""
+    weight = np.broadcast_to(ranks / total, (microbatches, len(total))).copy()
+    weight[:, truth.every_rank_from :] /= ranks
+    if rank == truth.rank:
+        weight[truth.microbatch, truth.first_step] *= FACTOR
+    return weight
 
 
 def one_step(ranks: int, microbatches: int) -> list[AnyEvent]:

@@ -17,7 +17,7 @@ from gradcheck_dist.stream.watch import Deviation
 from gradcheck_dist.trace.run import Run
 
 MAX_GROUPS = 200
-MAX_RANKS = 16
+MAX_RANKS = 4
 """Ranks of a deviation that are looked at contribution by contribution."""
 ALIKE = 1e-4
 
