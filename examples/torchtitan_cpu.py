@@ -126,6 +126,7 @@ def main():
             "training.local_batch_size": BATCH,
             "training.global_batch_size": batch,
             "training.steps": STEPS,
+            "debug.seed": 0,
             "training.mixed_precision_param": "float32",
             "optimizer.implementation": "foreach",
             "activation_checkpoint.mode": "none",

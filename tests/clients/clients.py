@@ -17,7 +17,7 @@ _EXIT_ABORT = "terminate called without an active exception"
 """torch 2.13 with gloo now and then aborts while the interpreter shuts down, after everything is done."""
 
 
-TIMEOUT_S = 240
+TIMEOUT_S, GRACE_S = 240, 40
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,29 @@ def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
     if folder is not None:
         own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
     environment = client.environment | ({"FAULT": client.fault} if fault and client.fault else {})
-    done = subprocess.run(
-        [*own, *client.command], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
-    )
-    printed = re.findall(r"^parameters .*$", done.stdout, re.MULTILINE)
-    assert printed, f"exit code {done.returncode}\n{done.stderr[-3000:]}"
-    assert done.returncode == 0 or _EXIT_ABORT in done.stderr, done.stderr[-3000:]
+    code, stdout, stderr = _run([*own, *client.command], environment)
+    printed = re.findall(r"^parameters .*$", stdout, re.MULTILINE)
+    assert printed, f"exit code {code}\n{stderr[-3000:]}"
+    assert code == 0 or _EXIT_ABORT in stderr, stderr[-3000:]
     return Trained(printed[0], json.loads(report.read_text()) if folder is not None else {})
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr). A command that is given up is asked to end first: torchrun then ends its ranks,
+    which are sessions of their own."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        except BaseException:
+            process.terminate()
+            try:
+                process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    return process.returncode, stdout, stderr
 
 
 def source_line(finding: dict[str, Any]) -> str:
