@@ -6,12 +6,14 @@ gradients: clipping groups of parameters apart is a choice, clipping what happen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite, sqrt
 
 from gradcheck_dist.diagnosis.norms import ClipCall, Interval, Part, StepNorms, local_norm, norm_of
-from gradcheck_dist.events import Clip
+from gradcheck_dist.ledger.tracks import ParamKey
 
 CLIP_EPSILON = 1e-6
 """torch/nn/utils/clip_grad.py: coefficient = max_norm / (total_norm + 1e-6), clamped to 1."""
@@ -54,44 +56,73 @@ class JudgedClip:
 
 
 def judge_clips(norms: StepNorms) -> list[JudgedClip]:
-    """Every clip whose norm can be compared: 2-norms of gradients that were wholly seen."""
-    judged = (_judge(norms, call) for call in norms.clips if _comparable(call.event) and call.parts)
-    return [one for one in judged if one is not None]
+    """Every clip whose norm can be compared: 2-norms of gradients that were wholly seen. Worked out once a step."""
+    if norms.judged is None:
+        norms.judged = [one for ranks in norms.linked for one in _judge_model(norms, ranks)]
+    return norms.judged
 
 
-def _comparable(event: Clip) -> bool:
-    return event.norm_type == 2.0 and not event.partial and isfinite(event.total_norm) and event.total_norm > 0
+def _comparable(call: ClipCall) -> bool:
+    event = call.event
+    finite = isfinite(event.total_norm) and event.total_norm > 0
+    return event.norm_type == 2.0 and not event.partial and finite and bool(call.parts)
 
 
-def _judge(norms: StepNorms, call: ClipCall) -> JudgedClip | None:
-    ranks = norms.together(call.rank)
-    calls = [one for one in norms.clips if one.rank in ranks]
-    peers = [one for one in calls if one.place == call.place]
-    same = {(part.rank, part.key): part for one in peers for part in one.parts}
-    clipped = {(part.rank, part.key): part for one in calls for part in one.parts} | same
-    everything = {place: part for place, part in norms.parts.items() if place[0] in ranks} | clipped
-    truths = [norm_of(parts.values()) for parts in (same, clipped, everything)]
+def _judge_model(norms: StepNorms, ranks: frozenset[int]) -> Iterator[JudgedClip]:
+    """The clips of all ranks that train one model."""
+    calls = [call for call in norms.clips if call.rank in ranks]
+    places: dict[tuple[object, ...], list[ClipCall]] = defaultdict(list)
+    for call in calls:
+        places[call.place].append(call)
+    clipped = {(part.rank, part.key): part for call in calls for part in call.parts}
+    everything = {place: part for place, part in norms.parts.items() if place[0] in ranks}
+    for peers in places.values():
+        same = {(part.rank, part.key): part for call in peers for part in call.parts}
+        truths = [norm_of(same.values())]
+        for wider in (clipped | same, everything | clipped | same):
+            truths.append(norm_of(wider.values()) if len(wider) > len(same) else truths[0])
+        meanings = _Meanings(peers, same.values())
+        for call in peers:
+            if _comparable(call) and (judged := _judge(call, truths, meanings)) is not None:
+                yield judged
+
+
+def _judge(call: ClipCall, truths: Sequence[Interval], meanings: _Meanings) -> JudgedClip | None:
     value, tolerance = call.event.total_norm, call.tolerance
     for truth in truths:
         if truth.holds(value, tolerance):
             return JudgedClip(call, truth, RIGHT)
     if not all(truth.known for truth in truths) or not truths[1].exact:
         return None  # what was not seen, or not as one number, convicts nobody
-    return JudgedClip(call, truths[1], _meaning(norms, call, same.values(), peers))
+    return JudgedClip(call, truths[1], meanings.of(call))
 
 
-def _meaning(norms: StepNorms, call: ClipCall, same: Iterable[Part], peers: Sequence[ClipCall]) -> str:
-    value, tolerance = call.event.total_norm, call.tolerance
-    own = {part.key for part in call.parts}
-    mine = norm_of(part for part in same if part.key in own)
-    local = local_norm(call.parts)
-    if mine.exact and mine.holds(value, tolerance):
-        return STAGE
-    if abs(value / local - 1) <= tolerance:
-        return SHARDS
-    if abs(value / sqrt(sum(local_norm(one.parts) ** 2 for one in peers)) - 1) <= tolerance:
-        return COPIES
-    return UNNAMED
+class _Meanings:
+    """What wrong norms of one call are the norms of."""
+
+    def __init__(self, peers: Sequence[ClipCall], same: Iterable[Part]) -> None:
+        self._same = list(same)
+        self._peers = peers
+        self._of_keys: dict[frozenset[ParamKey], Interval] = {}
+
+    def of(self, call: ClipCall) -> str:
+        """One of the meanings, UNNAMED when none fits."""
+        value, tolerance = call.event.total_norm, call.tolerance
+        own = frozenset(part.key for part in call.parts)
+        if own not in self._of_keys:
+            self._of_keys[own] = norm_of(part for part in self._same if part.key in own)
+        mine = self._of_keys[own]
+        if mine.exact and mine.holds(value, tolerance):
+            return STAGE
+        if abs(value / local_norm(call.parts) - 1) <= tolerance:
+            return SHARDS
+        if abs(value / self._with_copies - 1) <= tolerance:
+            return COPIES
+        return UNNAMED
+
+    @cached_property
+    def _with_copies(self) -> float:
+        return sqrt(sum(local_norm(call.parts) ** 2 for call in self._peers))
 
 
 def is_round(value: float, tolerance: float = 1e-4) -> bool:

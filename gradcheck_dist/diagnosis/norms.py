@@ -8,10 +8,11 @@ added up) the norm is an interval, and nothing inside it is accused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite, prod, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -95,14 +96,16 @@ class StepNorms:
     clips: list[ClipCall] = field(default_factory=list)
     parts: dict[tuple[int, ParamKey], Part] = field(default_factory=dict)
     linked: list[frozenset[int]] = field(default_factory=list)
+    judged: list[Any] | None = None  # kept by clips.judge_clips
 
     def together(self, rank: int) -> frozenset[int]:
         """The ranks that train one model with this one."""
         return next((group for group in self.linked if rank in group), frozenset({rank}))
 
 
-def step_norms(run: Run, data: StepData) -> StepNorms:
-    """Join the norms of a step with its clips."""
+def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = None) -> StepNorms:
+    """Join the norms of a step with its clips. `coordinate`: the data coordinate of each rank; ranks that share one
+    train one model."""
     keys = {(rank, track.param.id): key for key, of_key in data.tracks.items() for rank, track in of_key.items()}
     at: dict[tuple[int, int], list[Part]] = defaultdict(list)
     result = StepNorms()
@@ -138,13 +141,13 @@ def step_norms(run: Run, data: StepData) -> StepNorms:
                 place = (*line, ran[line])
                 ran[line] += 1
                 result.clips.append(ClipCall(rank, event, tuple(at[rank, event.seq]), place))
-    result.linked = _linked(run, data, result.parts.values())
+    result.linked = _linked(run, data, result.parts.values(), coordinate or {})
     return result
 
 
-def _linked(run: Run, data: StepData, parts: Iterable[Part]) -> list[frozenset[int]]:
-    """Ranks of one mesh, of one pipeline, of one reduction, or with parts of one parameter."""
-    groups: list[set[int]] = []
+def _linked(run: Run, data: StepData, parts: Iterable[Part], coordinate: Mapping[int, int]) -> list[frozenset[int]]:
+    """Ranks of one mesh, of one pipeline, of one reduction, with the same tokens, or with parts of one parameter."""
+    groups = [{rank for rank, own in coordinate.items() if own == one} for one in set(coordinate.values())]
     axes = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
     if axes and prod(degree for name, degree in axes.items() if name != "ep") == run.world_size:
         return [frozenset(run.ranks)]
