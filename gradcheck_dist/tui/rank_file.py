@@ -21,6 +21,7 @@ from gradcheck_dist.events import (
     Backward,
     Clip,
     Event,
+    GradientCheck,
     Loss,
     Norms,
     ProbeError,
@@ -64,8 +65,8 @@ def _light(kind: type[Record]) -> type[Record]:
     return made  # type: ignore[no-any-return]
 
 
-_KEPT = (ProbeStatus, ProbeError, RunEnd)
-"""Few and of no step: kept whole."""
+_KEPT = (ProbeStatus, ProbeError, GradientCheck, RunEnd)
+"""Few, and said of the whole run: kept whole."""
 LIGHT: dict[type[Record], type[Record]] = {
     kind: kind if kind in _KEPT or not issubclass(kind, Event | Samples | Norms) else _light(kind)
     for kind in get_args(AnyRecord)

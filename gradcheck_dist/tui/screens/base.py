@@ -21,9 +21,16 @@ if TYPE_CHECKING:
     from gradcheck_dist.tui.app import WatchApp
 
 
+class Body(Vertical):
+    """What lies between status and footer. Like the screen it is never seen itself: drawn blank, without decoration."""
+
+    BLANK = True
+
+
 class RunScreen(Screen[None]):
     """A screen shows a snapshot and a selection; it keeps nothing of its own that a new snapshot could not replace."""
 
+    BLANK = True
     MODE: ClassVar[str] = ""
     NEEDS_STEP: ClassVar[bool] = True
     AUTO_FOCUS = ".main"
@@ -37,7 +44,7 @@ class RunScreen(Screen[None]):
         yield TopBar(self.MODE)
         yield StatusBar()
         yield Notice()
-        with Vertical(id="body"):
+        with Body(id="body"):
             yield from self.body()
         yield Input(placeholder="search", id="search", compact=True)
         yield Footer(compact=True, show_command_palette=False)
