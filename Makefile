@@ -13,7 +13,7 @@ help:
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, DeepSpeed, torchtitan; fetches 2 GB into $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
-	@echo "make bench    probe overhead, trace cost, statistics, wall time of a scenario; kept in benchmarks/results"
+	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; kept in benchmarks/results"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
@@ -100,7 +100,7 @@ screenshots: install
 
 # Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
 bench-quick: install
-	@for name in overhead trace kernels tui; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+	@for name in overhead trace kernels tui scale start reports; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
 
 # Beside the environment and not in it: with triton installed torch imports slower and compiles differently.
 test-kernels: $(VENV)/.installed-dev

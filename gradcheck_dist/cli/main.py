@@ -25,6 +25,7 @@ COMMANDS = {
     "predict": "Say which hand scales a weight by what in a configuration, without starting a process.",
     "explain": "Show the page of a rule.",
     "doctor": "Tell what works on this machine.",
+    "bench": "Measure what recording and judging cost on this machine.",
 }
 """Each is a function of the same name in a module of the same name beside this one, with the first sentence of its
 docstring: `gradcheck --help` must not load them all."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.stream.summaries import READ_BYTES, Round, rounds
 
-WORTH_BYTES = 64 << 20
+WORTH_BYTES = 1 << 30
 """A run smaller than this is read before another process has started."""
 
 

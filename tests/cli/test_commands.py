@@ -33,6 +33,7 @@ FLAGS = {
     "predict": "--ddp --fsdp --hsdp --pp --accum --loss --loss-scale --reduction --scale-grads --what-if --format",
     "explain": "--all",
     "doctor": "--format",
+    "bench": "--rounds --format",
 }
 
 
