@@ -81,7 +81,7 @@ def _judge_model(norms: StepNorms, ranks: frozenset[int]) -> Iterator[JudgedClip
         truths = [norm_of(same.values())]
         for wider in (clipped | same, everything | clipped | same):
             truths.append(norm_of(wider.values()) if len(wider) > len(same) else truths[0])
-        meanings = _Meanings(peers, same.values())
+        meanings = _Meanings(peers, same.values(), bool(norms.blind))
         for call in peers:
             if _comparable(call) and (judged := _judge(call, truths, meanings)) is not None:
                 yield judged
@@ -92,7 +92,7 @@ def _judge(call: ClipCall, truths: Sequence[Interval], meanings: _Meanings) -> J
     for truth in truths:
         if truth.holds(value, tolerance):
             return JudgedClip(call, truth, RIGHT)
-    if not all(truth.known for truth in truths) or not truths[1].exact:
+    if not all(truth.known for truth in truths) or not truths[1].exact or meanings.incomplete:
         return None  # what was not seen, or not as one number, convicts nobody
     return JudgedClip(call, truths[1], meanings.of(call))
 
@@ -100,7 +100,8 @@ def _judge(call: ClipCall, truths: Sequence[Interval], meanings: _Meanings) -> J
 class _Meanings:
     """What wrong norms of one call are the norms of."""
 
-    def __init__(self, peers: Sequence[ClipCall], same: Iterable[Part]) -> None:
+    def __init__(self, peers: Sequence[ClipCall], same: Iterable[Part], incomplete: bool) -> None:
+        self.incomplete = incomplete  # some rank, which may hold a part of the model, recorded no norm
         self._same = list(same)
         self._peers = peers
         self._of_keys: dict[frozenset[ParamKey], Interval] = {}

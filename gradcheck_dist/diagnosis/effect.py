@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import acos, degrees, prod, sqrt
+from math import acos, degrees, isfinite, prod, sqrt
 from statistics import fmean, median
 
 import numpy as np
@@ -155,7 +155,7 @@ def _clipped(effect: Effect, scales: Mapping[ParamKey, float], data: StepData, n
     sizes = []
     for part in {part.key: part for part in norms.parts.values()}.values():
         scale = scales.get(part.key, effect.scale or 1.0)
-        if scale:
+        if scale and isfinite(part.norm):
             sizes.append((_size(part) * now, _size(part) * right / scale))
     return replace(
         effect,
@@ -206,7 +206,7 @@ def effect_of_clip(
         return None
     rank = min(used)
     factors = [coefficient / right for coefficient in used.values()]
-    parts = [part for part in norms.parts.values() if part.rank in used]
+    parts = [part for part in norms.parts.values() if part.rank in used and isfinite(part.norm)]
     sizes = [(_size(part) / loss_scale * used[part.rank], _size(part) / loss_scale * right) for part in parts]
     step = next((event for event in data.events.get(rank, []) if isinstance(event, OptimizerStep)), None)
     return Effect(

@@ -90,12 +90,13 @@ class ClipCall:
 class StepNorms:
     """All norms of one step. `parts` holds one part for each rank and parameter: at its first clip, else at the step.
 
-    `linked` are sets of ranks that train one model together.
+    `linked` are sets of ranks that train one model together; of `blind` ranks no norm was recorded.
     """
 
     clips: list[ClipCall] = field(default_factory=list)
     parts: dict[tuple[int, ParamKey], Part] = field(default_factory=dict)
     linked: list[frozenset[int]] = field(default_factory=list)
+    blind: frozenset[int] = frozenset()
     judged: list[Any] | None = None  # kept by clips.judge_clips
 
     def together(self, rank: int) -> frozenset[int]:
@@ -142,6 +143,8 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
                 ran[line] += 1
                 result.clips.append(ClipCall(rank, event, tuple(at[rank, event.seq]), place))
     result.linked = _linked(run, data, result.parts.values(), coordinate or {})
+    seen = {rank for rank, _ in result.parts}
+    result.blind = frozenset(rank for rank in range(run.world_size) if rank not in seen)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import defaultdict
+from math import nan
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from gradcheck_dist.stats.norms import PendingNorms, easy_norms, is_easy, start
 def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
-    Sparse gradients, layouts that torch's statistics do not read and an optimizer's own copies are left out.
+    Of sparse gradients and layouts that torch's statistics do not read the norm is NaN; an optimizer's own copies are
+    left out.
     """
     if not recorder.sampling or not infos or _record_small(recorder, seq, infos):
         return
     grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
+    unread: list[ParamInfo] = []
     for info in infos:
         grad = info.param.grad
         if grad is None or info.regions:
@@ -33,6 +36,12 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
         local: Tensor = getattr(grad, "_local_tensor", grad)
         if local.layout is torch.strided and local.dtype in DTYPES:
             grads[local.device].append((info, grad))
+        else:
+            unread.append(info)
+    if unread:  # there is a gradient, and its norm is not known
+        strange = array("i", [number for info in unread for number in (info.id, -1, 0)])
+        values = array("d", [nan] * len(unread))
+        recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=strange.tobytes(), values=values.tobytes()))
     for of_device in grads.values():
         rows = array("i")
         for info, grad in of_device:

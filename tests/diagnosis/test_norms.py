@@ -147,3 +147,11 @@ def test_where_rounding_is_coarse_only_one_digit_counts() -> None:
 
 def test_an_interval_holds_what_lies_inside() -> None:
     assert Interval(1.0, 2.0).holds(1.5, 0.0) and not Interval(1.0, 2.0).holds(2.1, 1e-3)
+
+
+def test_a_rank_without_norms_may_hold_what_is_missing() -> None:
+    norms = clipped({0: STAGES[0]}, {0: 5.0})
+    assert meanings(norms) == [UNNAMED]
+    norms = clipped({0: STAGES[0]}, {0: 5.0})
+    norms.blind = frozenset({1})
+    assert meanings(norms) == []

@@ -294,3 +294,18 @@ def test_hyperparameters_that_are_no_numbers_do_not_lose_the_step(tmp_path: Path
     (step,) = (event for event in read_run(tmp_path).ranks[0].events if isinstance(event, OptimizerStep))
     assert step.lr == 0.1 and "eps" not in step.hyperparameters
     assert [group.lr for group in step.groups] == [0.1, 0.2]
+
+
+def test_a_gradient_whose_norm_cannot_be_read_leaves_the_clip_unjudged(tmp_path: Path) -> None:
+    model = Net()
+    model.embedding = nn.Embedding(20, 16, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        accumulate(model)
+        grads = [param.grad.to_dense() for param in model.parameters() if param.grad is not None]
+        dense = [*model.inner.parameters(), *model.head.parameters()]
+        utils.clip_grads_with_norm_(dense, 0.1, torch.stack([grad.norm() for grad in grads]).norm())
+        optimizer.step()
+    run = read_run(tmp_path)
+    assert sum(int(np.isnan(np.frombuffer(norms.values)).sum()) for norms in run.ranks[0].norms) == 1
+    assert not [code for code in codes(diagnose(run)) if code.startswith("GS60")]
