@@ -79,7 +79,7 @@ INSTALLED = [
     *(replace(DEEPSPEED, env={"STAGE": stage}) for stage in ("0", "1", "2")),
     *(replace(DEEPSPEED, env={"STAGE": stage, "BF16": "1"}) for stage in ("0", "2")),
     TITAN,
-    replace(TITAN, nproc=4, args=degrees(replicate=2, shard=2), expression="1/(dp_replicate*dp_shard)"),
+    replace(TITAN, nproc=4, args=degrees(replicate=2, shard=2), expression="1/(dp_replicate * dp_shard)"),
     replace(TITAN, nproc=4, args=degrees(tp=2, shard=2)),
     PIPELINE,
     replace(PIPELINE, nproc=4, args=degrees(pp=2, shard=2)),
