@@ -9,6 +9,8 @@ from gradcheck_dist.events import Backward, Event, Loss, PipelineStep, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
+SETTING = "--axes of `gradcheck run` sets them"
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -21,7 +23,7 @@ class Quantity:
 @dataclass
 class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
-    auxiliary loss terms."""
+    auxiliary loss terms. `relative`: weights are only compared with one another."""
 
     step: int
     world_size: int
@@ -34,6 +36,7 @@ class StepContext:
     contributions: Contributions
     num_stages: int = 1
     terms: tuple[str, ...] = ()
+    relative: bool = False
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
@@ -72,8 +75,8 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
                 axes["pp"] = max(axes["pp"], len(event.group))
                 seen.append("pipelines")
     if not seen:
-        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); --axes of `gradcheck run` sets them"
-    return axes, "inferred from " + " and ".join(sorted(set(seen))) + "; --axes of `gradcheck run` sets them"
+        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); {SETTING}"
+    return axes, f"inferred from {' and '.join(sorted(set(seen)))}; {SETTING}"
 
 
 def step_context(

@@ -157,7 +157,11 @@ def _caption(group: _Group, step: int, sizes: dict[str, int], alone: bool) -> st
     ranks = spans(rank for _, rank in group.members)
     which = f"all {parameters}" if alone else f"{parameters} of {some(units)}"
     holders = "rank" if ranks.isdigit() else "ranks"
-    return f"Weight of one token's loss in the gradient of step {step}: {which}, held by {holders} {ranks}"
+    relative = all(weight.expected is None for weights in group.weights.values() for weight in weights)
+    what = (
+        "Weight of each contribution's own gradient in" if relative else "Weight of one token's loss in the gradient of"
+    )
+    return f"{what} step {step}: {which}, held by {holders} {ranks}"
 
 
 def _note(group: _Group, num_contributions: int, report: Report) -> str:

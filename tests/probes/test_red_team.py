@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.reports import plain
+from gradcheck_dist.reports.document import build
 from gradcheck_dist.trace.run import read_run
 
 STEPS, ACCUMULATION = 3, 2
@@ -252,3 +254,5 @@ def test_what_happens_behind_a_loss_that_counts_nothing_is_found_all_the_same(tm
     ratios = sorted({round(weight.ratio or 0, 4) for weight in report.weights})
     assert ratios[0] == pytest.approx(ratios[-1] / 2)
     assert {weight.expected for weight in report.weights} == {None}
+    assert not {"GS301", "GS302", "GS303"} & set(report.rules.passed)
+    assert "Weight of each contribution's own gradient in step" in plain.render(build(report))

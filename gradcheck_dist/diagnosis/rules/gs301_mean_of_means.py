@@ -44,7 +44,7 @@ OBJECTIVE = "microbatch-mean"
 
 
 def triggered(context: StepContext) -> bool:
-    return len(context.contributions.by_key) > 1
+    return len(context.contributions.by_key) > 1 and not context.relative
 
 
 def judge(case: Case) -> Answer | None:

@@ -36,7 +36,7 @@ OBJECTIVE = "rank-token-mean"
 
 
 def triggered(context: StepContext) -> bool:
-    return context.contributions.num_coordinates > 1
+    return context.contributions.num_coordinates > 1 and not context.relative
 
 
 def judge(case: Case) -> Answer | None:

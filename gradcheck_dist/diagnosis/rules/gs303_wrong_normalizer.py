@@ -32,7 +32,7 @@ NAME = "wrong-normalizer"
 
 
 def triggered(context: StepContext) -> bool:
-    return bool(context.contributions.by_key)
+    return bool(context.contributions.by_key) and not context.relative
 
 
 def judge(case: Case) -> Answer | None:
