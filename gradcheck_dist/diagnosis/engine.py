@@ -120,6 +120,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     target = aim(objective, data, contributions, measured, drop_lost=drop_lost)
     expected = target.expected
     verdict.contributions = context.contributions = target.contributions
+    context.relative = target.relative
     verdict.reasons += target.reasons
     verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected)
