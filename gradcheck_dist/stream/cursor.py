@@ -182,6 +182,8 @@ class RunCursor:
     def skipped_steps(self) -> list[int]:
         """Steps read so far in which a GradScaler found an overflow and left the optimizer out."""
         overflowed = {step for cursor in self._cursors.values() for step in cursor.overflowed}
+        if not overflowed:  # asked for every step
+            return []
         return sorted(overflowed - {step for cursor in self._cursors.values() for step in cursor.stepped})
 
     def steps(self) -> Iterator[tuple[int, Run]]:
