@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -77,13 +78,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """The commit that was measured, None outside of a checkout."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return done.stdout.strip() or None
+
+
 def keep(name: str, results: Any, *, quick: bool, folder: Path = RESULTS) -> Path | None:
     """Write benchmarks/results/NAME.json; the short form keeps nothing."""
     if quick:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    document = {"benchmark": name, "machine": machine(), "results": results}
+    document = {"benchmark": name, "commit": commit(), "machine": machine(), "results": results}
     path.write_text(json.dumps(document, indent=1, default=_plain) + "\n", encoding="utf-8")
     return path
 

@@ -87,7 +87,9 @@ def scale(results: dict[str, Any]) -> Iterator[str]:
     size = f"{results['ranks']} ranks x {results['steps']} steps x {results['microbatches']} microbatches"
     yield f"\n## Judging {results['contributions']:,} contributions\n"
     yield f"{size}, steps in columns, {results['trace_bytes'] / 1e9:.2f} GB. Interpreter start and imports not counted;"
-    yield f"goals: {results['goals']['times_read']:g} times the read, {results['goals']['mib']:g} MiB.\n"
+    rounds = next(iter(results["engines"].values()))["times_read"]["num_rounds"]
+    goals = results["goals"]
+    yield f"goals: {goals['times_read']:g} times the read, {goals['mib']:g} MiB. {rounds} round(s).\n"
     rows = [
         [name, f"{of['cpu_s']:.2f}", ratio(of["times_read"]), f"{of['ns_per_contribution']}", str(of["peak_mib"])]
         for name, of in results["engines"].items()
@@ -187,7 +189,8 @@ def page() -> str:
             lines += section(document["results"])
             lines.append(
                 f"\n{machine['cpu']}, {machine['num_cores']} cores, load {machine['load_average_1_min']} at the end; "
-                f"Python {machine['python']}, torch {machine['torch']}."
+                f"Python {machine['python']}, torch {machine['torch']}"
+                + (f"; measured at commit {document['commit']}." if document.get("commit") else ".")
             )
     return "\n".join(lines) + "\n"
 
