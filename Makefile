@@ -10,7 +10,7 @@ CHECKED := gradcheck_dist tests benchmarks examples docs
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
 	@echo "make test     everything that must hold: lint, types, layers, tests"
-	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, DeepSpeed, torchtitan; fetches 2 GB into $(VENV)/clients"
+	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, DeepSpeed, torchtitan; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; kept in benchmarks/results"
@@ -61,17 +61,17 @@ layers: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Other people's trainers, in an environment of their own. Older releases of one lie beside it, each in its folder.
+# Other people's trainers, in an environment of their own. Older releases of one have each theirs inside of it.
 CLIENTS := $(VENV)/clients
-CLIENTS_PIP := DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+CLIENTS_PIP := -m pip --disable-pip-version-check --quiet install --constraint constraints.txt --editable
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing clients into $(CLIENTS)" >&2
 	@test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS_PIP) --editable '.[clients]'
-	@for release in 4.45.2 4.46.2 4.46.3; do test -d $(CLIENTS)/transformers-$$release || \
-	  $(CLIENTS_PIP) --no-deps --target $(CLIENTS)/transformers-$$release "transformers==$$release" \
-	    'tokenizers>=0.20,<0.21' 'huggingface-hub>=0.23.2,<1' 'accelerate>=1.1,<1.2' || exit 1; done
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(CLIENTS)/bin/python $(CLIENTS_PIP) '.[clients]'
+	@for release in 4.45.2 4.46.2 4.46.3; do \
+	  $(BIN)/python -m venv $(CLIENTS)/transformers-$$release && \
+	  $(CLIENTS)/transformers-$$release/bin/python $(CLIENTS_PIP) . "transformers==$$release" 'accelerate<1.2' || exit 1; done
 	@touch $@
 
 clients: $(CLIENTS)/.installed

@@ -24,8 +24,8 @@ TIMEOUT_S, GRACE_S = 240, 40
 class Client:
     """A script of examples/, how it is started, the fault it can be given, and what must then be found.
 
-    `fault` None: what must be found is in the client as it was released. `beside`: a folder of the environment, made by
-    `make clients`, that holds another release than the one installed. `judged` is what a correct run is called.
+    `fault` None: what must be found is in the client as it was released. `beside`: an environment inside this one,
+    made by `make clients`, that holds another release than the one installed. `judged` is what a correct run is called.
     """
 
     script: str
@@ -51,9 +51,13 @@ class Client:
         )
 
     @property
+    def python(self) -> str:
+        return sys.executable if self.beside is None else str(Path(sys.prefix) / self.beside / "bin" / "python")
+
+    @property
     def command(self) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc)] if self.nproc else []
-        return [sys.executable, *launcher, str(EXAMPLES / self.script), *self.args]
+        return [self.python, *launcher, str(EXAMPLES / self.script), *self.args]
 
     @property
     def missing(self) -> str | None:
@@ -66,9 +70,6 @@ class Client:
     def environment(self) -> dict[str, str]:
         """Without what the tests' own process was told; one thread a process."""
         found = {name: value for name, value in os.environ.items() if name not in ("FAULT", "GRADCHECK_BOOT")}
-        if self.beside is not None:
-            path = [str(Path(sys.prefix) / self.beside), found.get("PYTHONPATH")]
-            found["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
         return found | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.env}
 
 
@@ -85,7 +86,7 @@ def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
     own: list[str] = []
     report = Path(f"{folder}.json")
     if folder is not None:
-        own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
+        own = [client.python, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
     environment = client.environment | ({"FAULT": client.fault} if fault and client.fault else {})
     code, stdout, stderr = _run([*own, *client.command], environment)
     printed = re.findall(r"^parameters .*$", stdout, re.MULTILINE)
