@@ -231,8 +231,8 @@ class _Machine:
         direct = self._solve(point, everything, buffer.nominal[arrived])
         if direct is not None and direct[2].fits and (chain is None or direct[2].sigma < 0.5 * chain[2].sigma):
             return direct
-        if chain is not None and chain[2].fits:
-            return chain
+        if chain is not None and chain[2].fits and direct is not None:
+            return chain  # nor do all contributions explain what is left of it: it is noise
         solution = chain[2] if chain is not None else direct[2] if direct is not None else None
         return None, None, solution
 
@@ -264,7 +264,7 @@ class _Machine:
         solution = solve(matrix, point.values.data[rows], self.result.epsilon, nominal, documented)
         if solution is None:
             return None
-        weights, variance = np.zeros(len(self.basis)), np.zeros(len(self.basis))
+        weights, variance, inherited = (np.zeros(len(self.basis)) for _ in range(3))
         for index, column in enumerate(usable):
             coefficient, error = solution.coefficients[index], solution.stderr[index]
             assert column.weights is not None
@@ -273,11 +273,12 @@ class _Machine:
                 weights[holds] = np.nan
                 continue
             weights = weights + coefficient * column.weights
-            variance = variance + (coefficient * column.stderr) ** 2
+            # Columns that share a contribution have it from one earlier state: their errors are the same and add up.
+            inherited = inherited + np.abs(coefficient) * column.stderr
             if solution.covariance is None:
                 variance = variance + (error * column.weights) ** 2
         if solution.covariance is not None and usable:
             # What several columns have in common is known better than the share of each.
             stacked = np.stack([np.nan_to_num(column.weights) for column in usable if column.weights is not None])
             variance = variance + np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
-        return weights, np.sqrt(variance), solution
+        return weights, np.sqrt(variance + inherited**2), solution
