@@ -68,11 +68,15 @@ class Gap:
 
 @dataclass
 class Account:
+    """`leaf` is the backward in which the contribution arrived, `arrived` tells whether it came to the rank that holds
+    the gradient at all, `by_hand` whether it came there from another rank although no reduction was recorded."""
+
     root: float
     steps: list[Step] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     arrived: bool = True
     leaf: Event | None = None
+    by_hand: bool = False
 
     @cached_property
     def documented(self) -> float:
@@ -104,6 +108,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     result = Account(cell.root_ratio)
     result.leaf = _leaf_event(data, held, replay.basis.origin[column], replay.basis.keys[column][1:])
     entries, leaf, result.arrived = path(data, held, column)
+    result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
     _walk(data, result, entries, column, leaf)
     last = replay.final(holder)
     if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:

@@ -14,7 +14,16 @@ from math import log, prod
 from gradcheck_dist.diagnosis.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, order
-from gradcheck_dist.diagnosis.hands import Judged, Surroundings, blame_losses, excuse, recorded, still_wrong
+from gradcheck_dist.diagnosis.hands import (
+    NOISY,
+    Judged,
+    Surroundings,
+    blame_losses,
+    excuse,
+    recorded,
+    settle,
+    still_wrong,
+)
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
@@ -47,19 +56,32 @@ def blame(
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
     wrong = [one for one in every if not one.cell.right]
-    wrong = _never_arrived(data, contributions, wrong)
+    place = contributions.coordinate
+    unseen = {
+        one.held.rank: one
+        for one in every
+        if one.account.by_hand and not one.gone and place.get(one.held.rank) != one.cell.key[0]
+    }
+    wrong = _never_arrived(data, contributions, wrong, unseen)
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
     quiet = [one for one in changed if not _give_loud(one)]
     known = {culprit.identity for one in changed for culprit, _ in one.shares}
     for one in quiet:
         _give_likely(one, known)
+    undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
     _merge_gaps(wrong)
     # What came out right in spite of its records speaks for no record.
     right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
-    excuse(wrong, right, {one.cell.key for one in every if one.cell.right}, quantities)
-    around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank))
-    recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
-    blame_losses(contributions, [one for one in wrong if not one.shares])
+    by_hand = next((gap.end for one in unseen.values() for gap in one.account.gaps), None) if unseen else None
+    noisy = by_hand if any(one.cell.margin > NOISY * max(abs(one.cell.ratio), 1.0) for one in wrong) else None
+    around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank), by_hand, noisy)
+    unclear = undone or (changed and any(still_wrong(one) for one in wrong))
+    if not (unclear and settle(contributions, wrong, [(one, _loud(one)) for one in every if one.cell.right], around)):
+        for one in undone:
+            one.shares = []
+        excuse(wrong, right, {one.cell.key for one in every if one.cell.right}, quantities)
+        recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
+    blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
     return _collect(every)
 
@@ -80,8 +102,11 @@ def _join_noisy(every: list[Judged]) -> None:
             one.shares = list(other.shares)
 
 
-def _never_arrived(data: StepData, contributions: Contributions, wrong: list[Judged]) -> list[Judged]:
-    """Contributions of other ranks that no reduction brought here, and the holder's own beside them."""
+def _never_arrived(
+    data: StepData, contributions: Contributions, wrong: list[Judged], unseen: Mapping[int, Judged]
+) -> list[Judged]:
+    """Contributions of other ranks that no reduction brought here, and the holder's own beside them. Where a reduction
+    that nobody recorded brought others (`unseen`), it is this one that left them out, whatever it is."""
     missing: set[tuple[int, tuple[int, int]]] = set()
     for one in wrong:
         if not one.account.arrived and one.gone:
@@ -91,21 +116,31 @@ def _never_arrived(data: StepData, contributions: Contributions, wrong: list[Jud
         own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
         if (id(one.held), one.cell.key[1:]) in missing and (own or not one.account.arrived):
             event = last_backward(data, one.held, one.held.rank)
-            one.shares.append(
-                (Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True), one.cell.ratio)
-            )
+            culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
+            if one.held.rank in unseen:
+                ends = unseen[one.held.rank].account.gaps[:1]
+                culprit = replace(culprit, absent=False, unrecorded=True, before=ends[0].end if ends else None)
+            one.shares.append((culprit, one.cell.ratio))
         else:
             rest.append(one)
     return rest
 
 
+def _loud_gaps(one: Judged) -> list[Gap]:
+    """The gaps in which a change was measured beyond doubt."""
+    if one.gone:
+        return [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
+    limit = max(SAME, 2 * one.cell.tolerance)
+    return [gap for gap in one.account.gaps if abs(gap.factor - 1) > max(limit, SIGMAS * gap.noise)]
+
+
+def _loud(one: Judged) -> list[tuple[Culprit, float]]:
+    return [(_culprit_of_gap(gap, one.account), gap.factor) for gap in _loud_gaps(one)]
+
+
 def _give_loud(one: Judged) -> bool:
     """Give what the documented factors do not explain to the gaps in which it was measured beyond doubt."""
-    loud = [
-        gap for gap in one.account.gaps if abs(gap.factor - 1) > max(SAME, SIGMAS * gap.noise, 2 * one.cell.tolerance)
-    ]
-    if one.gone:
-        loud = [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
+    loud = _loud_gaps(one)
     factor = one.cell.ratio / one.documented
     for gap in loud:
         one.shares.append((_culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.events import Backward, Event, Loss, PipelineStep, Reduce
@@ -10,6 +11,8 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
 SETTING = "--axes of `gradcheck run` sets them"
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+"""Axes along which ranks hold other tokens."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ def step_context(
     quantities["microbatches"] = float(num_microbatches)
     if contributions.num_tokens:
         quantities["num_tokens"] = float(contributions.num_tokens)
+    data_ranks = contributions.num_coordinates
+    if data_ranks > 1 and data_ranks != run.world_size and prod(axes[name] for name in DATA_AXES) == 1:
+        quantities["data_ranks"] = float(data_ranks)  # no reduction was seen that would tell their axes
     if run.world_size not in {int(value) for name, value in quantities.items() if name in AXIS_NAMES}:
         quantities["world_size"] = float(run.world_size)
     context.quantities = quantities

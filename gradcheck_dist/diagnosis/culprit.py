@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradcheck_dist.diagnosis.causes import Rival
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.explanations import Rival
 from gradcheck_dist.events import Backward, Event, LossGradient
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData

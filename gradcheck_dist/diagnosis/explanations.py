@@ -2,9 +2,10 @@
 
 Recorded hands do what they document, so a weight is off by loss * product of hands. A cause corrects one factor of it:
 a hand that should not have acted ("never"), that should have acted once ("once"), that should have multiplied by
-another constant ("other"), one that others went through and this weight did not ("missing"), or the loss, which
-should carry another constant. Costs are description lengths: a cause, and the name of each number that it needs. A
-right weight is a row like any other, so a cause that would make it wrong costs a second one that mends it.
+another constant ("other"), one that others went through and this weight did not ("missing"), an unrecorded one that
+differs from what it is for right weights ("elsewhere"), or the loss, which should carry another constant. Costs are
+description lengths: a cause, and the name of each number that it needs. A right weight is a row like any other, so a
+cause that would make it wrong costs a second one that mends it.
 """
 
 from __future__ import annotations
@@ -12,88 +13,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from math import prod
+from math import log2, prod
+from statistics import median
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.account import Account, Hand
+from gradcheck_dist.diagnosis.account import Hand
+from gradcheck_dist.diagnosis.causes import (
+    ALIKE,
+    CAUSE,
+    COARSE,
+    GAP,
+    LOSS,
+    LOSS_SCALE,
+    MISSING,
+    MOST_EDITS,
+    MOST_RIVALS,
+    NAMELESS,
+    OTHER,
+    RANKS,
+    SCHEDULE,
+    Edit,
+    Explanation,
+    Powers,
+    Rival,
+    Row,
+    add,
+    effect,
+    same,
+)
 from gradcheck_dist.diagnosis.factors import name_number
-
-CAUSE = 1.0
-LOSS = 1.0
-OTHER = 1.5
-MISSING = 1.25
-NAMELESS = 4.0
-"""The cost of a number that no product of degrees and counts equals."""
-ALIKE = 1.1
-"""Explanations whose costs differ by less are both told, where another size would tell them apart: one cause more, or
-one more name."""
-MOST_RIVALS = 2
-MOST_EDITS = 3
-RANKS = frozenset({"dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"})
-SCHEDULE = frozenset({"microbatches", "accumulation_steps"})
-
-Edit = tuple[Hand, str]
-"""(hand, "never" | "once" | "missing")"""
-
-
-Powers = Mapping[str, int]
-"""Which degrees and counts a factor is made of, and to which power."""
-
-
-def _add(total: dict[str, int], powers: Powers, times: int) -> None:
-    for name, power in powers.items():
-        total[name] = total.get(name, 0) + times * power
-
-
-def same(first: list[Powers], second: list[Powers]) -> bool:
-    """Whether two explanations give the same formula for every weight: then no other size tells them apart."""
-    return all(dict(one) == dict(other) for one, other in zip(first, second, strict=True))
-
-
-@dataclass(frozen=True)
-class Row:
-    """Weights to which the same was done: the account of one of them, its documented ratio and how far that may be
-    off, relative; `exact` is what rounding alone allows."""
-
-    account: Account
-    documented: float
-    allowed: float
-    exact: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """`edits` with their hands; `loss` is the factor by which all losses are off, None when they are right; `others`
-    are hands that multiply by this factor too much each time a weight meets them."""
-
-    edits: tuple[Edit, ...] = ()
-    loss: float | None = None
-    others: tuple[tuple[Hand, float], ...] = ()
-    cost: float = 0.0
-
-    @property
-    def hands(self) -> frozenset[Hand]:
-        return frozenset([hand for hand, _ in self.edits] + [hand for hand, _ in self.others])
-
-
-@dataclass(frozen=True)
-class Rival:
-    """Another explanation that fits, in words, and what the factors of both are made of where they differ."""
-
-    words: str
-    powers: tuple[tuple[str, int], ...]
-    against: tuple[tuple[str, int], ...]
-
-
-def effect(account: Account, edit: Edit, factor: float = 1.0) -> float:
-    """By what the edited hand put a weight off; `factor` is what a missing hand does to others."""
-    hand, mode = edit
-    factors = account.factors.get(hand, [])
-    if mode == "missing":
-        # Who went through another event of this kind does not miss this one.
-        return 1.0 if any(other[0] == hand[0] for other in account.factors) else 1.0 / factor
-    return prod(factors if mode == "never" else factors[1:])
 
 
 @dataclass
@@ -107,25 +56,31 @@ class Search:
 
     def __post_init__(self) -> None:
         self.rows = [*self.wrong, *self.right]
-        self.hands: list[Hand] = list(dict.fromkeys(hand for row in self.rows for hand in row.account.factors))
+        self.hands: list[Hand] = list(dict.fromkeys(hand for row in self.rows for hand in row.factors))
         # A hand does one thing; what it does to most weights that it met stands for it where it is missing.
         self.factor_of = {
-            hand: next(prod(row.account.factors[hand]) for row in reversed(self.rows) if hand in row.account.factors)
+            hand: median([prod(row.factors[hand]) for row in rows])
             for hand in self.hands
-        }
-        self.edits = [edit for mode in ("never", "once", "missing") for edit in self._edits(mode)]
+            for rows in [[row for row in self.right or self.rows if hand in row.factors]
+                         or [row for row in self.rows if hand in row.factors]]
+        }  # fmt: skip
+        self.edits = [edit for mode in ("never", "once", "missing", "elsewhere") for edit in self._edits(mode)]
 
     def _edits(self, mode: str) -> Iterator[Edit]:
         """Edits that change something that is wrong."""
         for hand in self.hands:
             edit = (hand, mode)
+            if (hand[0] == GAP and mode == "missing") or (hand[0] != GAP and mode == "elsewhere"):
+                continue
+            if mode == "elsewhere" and not any(hand in row.factors for row in self.right):
+                continue
             if mode == "missing" and not (0 < abs(self.factor_of[hand]) != 1):
                 continue
             if any(self.effect(row, edit) != 1 for row in self.wrong):
                 yield edit
 
     def effect(self, row: Row, edit: Edit) -> float:
-        return effect(row.account, edit, self.factor_of.get(edit[0], 1.0))
+        return effect(row.factors, edit, self.factor_of.get(edit[0], 1.0))
 
     def best(self) -> list[Explanation]:
         """The cheapest explanation, and rivals that cost little more and fit only because sizes happen to be equal; []
@@ -133,7 +88,7 @@ class Search:
         found: list[Explanation] = []
         limit = float("inf")
         for chosen in self._choices():
-            base = sum(MISSING if mode == "missing" else CAUSE for _, mode in chosen)
+            base = sum(MISSING if mode in ("missing", "elsewhere") else CAUSE for _, mode in chosen)
             if base > limit + ALIKE:
                 continue
             for explanation in self._completed(chosen, base, limit + ALIKE):
@@ -161,7 +116,8 @@ class Search:
         return tuple(rivals)
 
     def _words(self, explanation: Explanation) -> str:
-        modes = {"never": "should not act", "once": "should act once only", "missing": "should act here as well"}
+        modes = {"never": "should not act", "once": "should act once only", "missing": "should act here as well",
+                 "elsewhere": "should be what it is elsewhere"}  # fmt: skip
         parts = [f"{_name(hand)} {modes[mode]}" for hand, mode in explanation.edits]
         if explanation.loss is not None:
             names = name_number(abs(explanation.loss), self.quantities, 1e-3, max_factors=2)
@@ -177,27 +133,27 @@ class Search:
         for row in self.wrong:
             total: dict[str, int] = {}
             for hand, mode in explanation.edits:
-                factors = row.account.factors.get(hand, [])
+                factors = row.factors.get(hand, [])
                 if mode == "missing":
-                    _add(total, self._powers_of(hand), -int(self.effect(row, (hand, mode)) != 1))
+                    add(total, self._powers_of(hand), -int(self.effect(row, (hand, mode)) != 1))
                 else:
                     acting = factors if mode == "never" else factors[1:]
-                    _add(total, self._powers_of(hand), sum(factor != 1 for factor in acting))
+                    add(total, self._powers_of(hand), sum(factor != 1 for factor in acting))
             if explanation.loss is not None:
-                _add(total, self._powers_named(explanation.loss), 1)
+                add(total, self._powers_named(explanation.loss), 1)
             for hand, value in explanation.others:
-                if hand in row.account.factors:
-                    _add(total, self._powers_named(value), 1)
+                if hand in row.factors:
+                    add(total, self._powers_named(value), 1)
             found.append({name: power for name, power in total.items() if power})
         return found
 
     def _powers_of(self, hand: Hand) -> Powers:
         """What a recorded hand multiplies by: an average by its group's size, a schedule by its microbatches."""
-        kind, op, size, _, constant = hand
+        kind, op, size, site, constant = hand
         if kind == "ScaleGrads":
             return {"microbatches" if constant == self.quantities.get("microbatches") else str(constant): -1}
         if kind != "Reduce":
-            return {str(kind): 1}
+            return {f"{kind} {site}": 1}
         named = [name for name in sorted(RANKS - {"world_size"}) if self.quantities.get(name) == size]
         name = named[0] if named else f"group of {size}"
         return {name: 1 if op == "sum" else -1}
@@ -211,11 +167,11 @@ class Search:
         """The single cause, or pair of edits, that explains most of what is wrong and harms nothing that is right."""
         harmless = [edit for edit in self.edits if all(self.effect(row, edit) == 1 for row in self.right)]
         found = [Explanation(chosen) for count in (1, 2) for chosen in combinations(harmless, count)]
-        known = {hand for row in self.right for hand in row.account.factors}
+        known = {hand for row in self.right for hand in row.factors}
         found += [
             Explanation(others=((hand, row.documented),))
             for row in self.wrong
-            for hand in row.account.factors
+            for hand in row.factors
             if hand not in known and _is_scaling(hand) and row.documented
         ]
         if not self.right:
@@ -226,7 +182,7 @@ class Search:
 
     def explains(self, row: Row, explanation: Explanation) -> bool:
         value = prod((self.effect(row, edit) for edit in explanation.edits), start=explanation.loss or 1.0)
-        value *= prod(factor for hand, factor in explanation.others if hand in row.account.factors)
+        value *= prod(factor for hand, factor in explanation.others if hand in row.factors)
         if value == 0 or row.documented == 0:
             return value == row.documented
         return abs(row.documented / value - 1) <= 2 * row.allowed
@@ -252,7 +208,7 @@ class Search:
             yield Explanation(edits, cost=base)
             return
         edited = {hand for hand, _ in edits}
-        free = [hand for hand in self.hands if hand not in edited and _is_scaling(hand)]
+        free = [hand for hand in self.hands if hand not in edited and _is_scaling(hand) and self.factor_of[hand]]
         sets: list[tuple[bool, tuple[Hand, ...]]] = [(True, ())]
         sets += [(with_loss, (hand,)) for with_loss in (False, True) for hand in free]
         sets += [(False, pair) for pair in combinations(free, 2)]
@@ -266,7 +222,7 @@ class Search:
                 cost += LOSS + self._name_cost(loss)
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
-                cost += OTHER + self._divisor_cost(hand, value / self.factor_of[hand])
+                cost += OTHER + self.divisor_cost(hand, value / self.factor_of[hand])
             yield Explanation(edits, loss, others, cost)
 
     def _rest(self, edits: Iterable[Edit]) -> np.ndarray | None:
@@ -291,7 +247,7 @@ class Search:
         if np.any(rest <= 0):
             return None
         columns = [np.ones(len(rest))] if with_loss else []
-        columns += [np.array([float(hand in row.account.factors) for row in self.rows]) for hand in hands]
+        columns += [np.array([float(hand in row.factors) for row in self.rows]) for hand in hands]
         design = np.stack(columns, axis=1)
         weights = 1.0 / np.maximum(allowed, 1e-9)[:, None]
         solution, _, rank, _ = np.linalg.lstsq(design * weights, np.log(rest) * weights[:, 0], rcond=None)
@@ -302,19 +258,23 @@ class Search:
             constants[0] *= sign
         return None if np.any(np.abs(constants - 1) <= allowed.min()) else [float(value) for value in constants]
 
-    def _divisor_cost(self, hand: Hand, divisor: float) -> float:
+    def divisor_cost(self, hand: Hand, divisor: float) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by
         microbatches."""
         if abs(divisor - 1) <= 1e-6:
             return 0.0
+        exponent = log2(divisor) if divisor > 0 else 0.0
+        if hand[0] == GAP and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2:
+            return 1.0  # unscaling that no probe saw
         meant = SCHEDULE if hand[0] == "ScaleGrads" else RANKS
         quantities = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
-        names = name_number(divisor, quantities, 1e-3, max_factors=3)
+        tolerance = max(1e-3, *(2 * row.exact for row in self.wrong))
+        names = name_number(divisor, quantities, min(tolerance, COARSE), max_factors=3)
         fitting = [name for name in names if all(power == 1 for _, power in name.powers)]
         return min((0.5 + 0.5 * len(name.powers) for name in fitting), default=NAMELESS)
 
     def _name_cost(self, value: float) -> float:
-        tolerance = max(2 * min(row.exact for row in self.rows), 1e-6)
+        tolerance = min(max(2 * min(row.exact for row in self.rows), 1e-6), COARSE)
         key = (value, tolerance)
         if key not in self._names:
             names = name_number(abs(value), self.quantities, tolerance, max_factors=2)
@@ -326,10 +286,12 @@ class Search:
 
 def _name(hand: Hand) -> str:
     kind, op, size, site, _ = hand
+    if kind == GAP:
+        return f"the unrecorded change behind the {op} event"
     what = f"the {op} over {size} ranks" if kind == "Reduce" else f"the {kind} event"
     return f"{what} at {site[0].rpartition('/')[2]}:{site[1]}" if isinstance(site, tuple) else what
 
 
 def _is_scaling(hand: Hand) -> bool:
     """Whether a hand multiplies by a constant of its own that could be another one."""
-    return hand[0] in ("Reduce", "ScaleGrads", "AmpUnscale")
+    return hand[0] in ("Reduce", "ScaleGrads", "AmpUnscale", GAP)

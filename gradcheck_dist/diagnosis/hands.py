@@ -12,9 +12,10 @@ from math import log2, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
+from gradcheck_dist.diagnosis.causes import GAP, NAMELESS, Explanation, Row
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of
-from gradcheck_dist.diagnosis.explanations import Explanation, Row, Search
+from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.factors import name_number
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -23,12 +24,23 @@ SIMPLE = 1.9
 """Cost below which a name is one degree or count, once."""
 
 
+NOISY = 0.02
+"""Where weights are known worse than this, an unrecorded combination of ranks cannot be told from the losses."""
+FAINT = 0.2
+"""What is known worse than this share of what it should be is not called gone."""
+Shares = list[tuple[Culprit, float]]
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What an explanation may be made of: degrees and counts; and the last backward that a parameter took part in."""
+    """What an explanation may be made of: degrees and counts; the last backward that a parameter took part in; the
+    first measurement behind a combination of ranks that nobody recorded, None when all were recorded; the same where
+    the weights are so noisy that it cannot be told from the losses."""
 
     quantities: Mapping[str, float]
     last_backward: Callable[[Held], Event | None]
+    by_hand: Event | None = None
+    noisy: Event | None = None
 
 
 @dataclass(eq=False)
@@ -60,7 +72,7 @@ class Judged:
     @property
     def gone(self) -> bool:
         """The contribution weighs nothing, and not only because everything here weighs little."""
-        return abs(self.cell.ratio) <= max(SAME * self.largest, self.cell.margin)
+        return abs(self.cell.ratio) <= max(SAME * self.largest, min(self.cell.margin, FAINT))
 
     @property
     def documented(self) -> float:
@@ -118,6 +130,64 @@ def excuse(
             one.meant = 1 / one.account.documented
 
 
+def settle(
+    contributions: Contributions, wrong: list[Judged], right: list[tuple[Judged, Shares]], around: Surroundings
+) -> bool:
+    """Explain recorded hands together with those that nobody recorded: which unseen factors are meant (a reduction that
+    no probe follows) and which are to blame. False, and nothing done, when nothing fits."""
+    mine = [one for one in wrong if not any(culprit.absent for culprit, _ in one.shares)]
+    known = [row for one, gaps in right if (row := _with_gaps(one, gaps)) is not None]
+    rows = {id(one): _with_gaps(one, one.shares) for one in mine}
+    search = Search(_few([row for row in rows.values() if row is not None]), _few(known), around.quantities)
+    fits = search.best()
+    if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
+        return False
+    for one in mine:
+        gaps: dict[Hand, tuple[Culprit, float]] = {}
+        for culprit, share in one.shares:
+            first, before = gaps.get(_gap_hand(culprit), (culprit, 1.0))
+            gaps[_gap_hand(culprit)] = (first, before * share)
+        row = rows[id(one)]
+        assert row is not None
+        blamed = {hand: search.effect(row, (hand, mode)) for hand, mode in fits[0].edits if hand in gaps}
+        blamed |= {hand: value for hand, value in fits[0].others if hand in gaps}
+        one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
+        one.shares = [(gaps[hand][0], value) for hand, value in blamed.items() if value != 1]
+        _share(contributions, one, fits, search, around)
+        if len(one.shares) == 1:
+            one.shares = [(one.shares[0][0], one.cell.ratio)]
+    return True
+
+
+def _gap_hand(culprit: Culprit) -> Hand:
+    return (GAP, culprit.kind, 0, culprit.identity, None)
+
+
+def _with_gaps(one: Judged, gaps: Shares) -> Row | None:
+    """The row of a weight with the factors that nobody recorded; None for a right one that they do not make right."""
+    total = 0.0 if one.gone else one.account.documented * prod(share for _, share in gaps)
+    factors = tuple((_gap_hand(culprit), 0.0 if one.gone else share) for culprit, share in gaps)
+    allowed = max(one.tolerance, one.cell.tolerance) if gaps else one.allowed
+    if one.cell.right and abs(total - 1) > allowed:
+        return None
+    return Row(one.account, total, allowed, allowed if gaps else one.exact, factors)
+
+
+def _few(rows: list[Row]) -> list[Row]:
+    """Of rows to which the same hands did something the best measured one, and those that came out otherwise."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.account.doings, tuple(hand for hand, _ in row.gaps)), []).append(row)
+    few = []
+    for members in found.values():
+        ordered = sorted(members, key=lambda row: row.documented)
+        best = min(members, key=lambda row: row.allowed)
+        apart = [row for row in (ordered[0], ordered[-1]) if abs(row.documented - best.documented)
+                 > (row.allowed + best.allowed) * max(abs(row.documented), abs(best.documented))]  # fmt: skip
+        few += [best, *apart]
+    return few
+
+
 def _explained(wrong: list[Judged], right: list[Judged], quantities: Mapping[str, float]) -> bool:
     """Whether recorded hands alone explain all of these."""
     return Search(_rows(wrong), _rows(right), quantities).explained_by_hands(most=2)
@@ -165,24 +235,33 @@ def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judg
             _unexplained(contributions, wrong, {one.cell.key for one in right}, around)
             return
         for one in explained:
-            _share(contributions, one, fits, search)
+            _share(contributions, one, fits, search, around)
         done = set(map(id, explained))
         wrong = [one for one in wrong if id(one) not in done]
 
 
-def _share(contributions: Contributions, one: Judged, fits: list[Explanation], search: Search) -> None:
+def _share(
+    contributions: Contributions, one: Judged, fits: list[Explanation], search: Search, around: Surroundings
+) -> None:
     """Give a weight's factors to the causes of the cheapest explanation; the others that fit are kept as rivals."""
     chosen, rivals = fits[0], search.rivals(fits)
     alone = not one.shares and len(chosen.edits) + len(chosen.others) + (chosen.loss is not None) == 1
     row, given = _row(one), []
     if chosen.loss is not None:
-        given.append((blame_loss(contributions.by_key[one.cell.key], one.account.root), chosen.loss))
+        culprit = blame_loss(contributions.by_key[one.cell.key], one.account.root)
+        divides = search.divisor_cost((GAP,), chosen.loss / one.meant)
+        if around.by_hand is not None and not chosen.edits and abs(one.meant) >= 1 - SAME and divides < NAMELESS:
+            # Ranks were combined by something that nobody recorded: it may as well be that which should have divided.
+            culprit = replace(culprit, unrecorded=True, before=around.by_hand)
+        given.append((_loss_or_hand(culprit, around.noisy), chosen.loss))
     for hand, mode in chosen.edits:
+        if hand[0] == GAP:
+            continue
         value = search.effect(row, (hand, mode))
         if value != 1:
             given.append((_culprit_of_hand(one, hand, mode, search), value))
     for hand, value in chosen.others:
-        if hand in one.account.factors:
+        if hand[0] != GAP and hand in one.account.factors:
             given.append((_culprit_of_hand(one, hand, "other", search), value))
     for culprit, value in given:
         one.shares.append((replace(culprit, rivals=rivals), one.cell.ratio if alone else value))
@@ -194,17 +273,23 @@ def _unexplained(
     """Nothing that was recorded explains these. A loss of which other weights came out right is not to blame."""
     for one in wrong:
         if one.cell.key not in right_keys:
-            blame_losses(contributions, [one])
+            blame_losses(contributions, [one], around.noisy)
             continue
         event = around.last_backward(one.held)
         share = one.documented if one.shares else one.cell.ratio
         one.shares.append((Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True), share))
 
 
-def blame_losses(contributions: Contributions, wrong: list[Judged]) -> None:
+def blame_losses(contributions: Contributions, wrong: list[Judged], by_hand: Event | None = None) -> None:
     for one in wrong:
-        culprit = blame_loss(contributions.by_key[one.cell.key], one.account.root)
+        culprit = _loss_or_hand(blame_loss(contributions.by_key[one.cell.key], one.account.root), by_hand)
         one.shares.append((culprit, one.documented if one.shares else one.cell.ratio))
+
+
+def _loss_or_hand(culprit: Culprit, by_hand: Event | None) -> Culprit:
+    """A loss is to blame; but where something that nobody recorded combined ranks and noise is high, that may as well
+    have done it: the bracket reaches from the loss to the first measurement behind it."""
+    return culprit if by_hand is None else replace(culprit, unrecorded=True, before=by_hand)
 
 
 def _culprit_of_hand(one: Judged, hand: Hand, mode: str, search: Search) -> Culprit:

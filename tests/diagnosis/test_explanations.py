@@ -9,8 +9,9 @@ from random_trainers import global_mean
 from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.account import Account, Step
+from gradcheck_dist.diagnosis.causes import Row
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.explanations import Row, Search
+from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Event, Reduce, ScaleGrads, Site
 

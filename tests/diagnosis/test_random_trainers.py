@@ -90,6 +90,39 @@ def test_a_zero_grad_that_was_not_recorded_leaves_a_bracket(seed: int) -> None:
         assert culprit_of(finding) in {Culprit("backward", True, "backward"), Culprit("backward", True, "reduce")}
 
 
+def wrong_names(name: str, seed: int, kind: type[Event]) -> list[str]:
+    """Findings of a trainer without one probe that name a rule or a recorded event that is not the fault's."""
+    case = make_case(name, seed)
+    world = World(case.trainer, seed)
+    run = world.run()
+    faults = [] if world.is_right() else case.faults
+    kinds = {culprit.kind for fault in faults for culprit in fault.culprits if not culprit.unrecorded}
+    codes = {"GS000", "GS501", *(code for fault in faults for code in fault.codes)}
+    findings = diagnose(hold_back(run, kind)).findings
+    return [
+        f"{name} {seed}: {finding.code} {culprit_of(finding)} {finding.pattern}"
+        for finding in findings
+        if finding.code not in codes or (culprit_of(finding).kind not in kinds and not culprit_of(finding).unrecorded)
+    ]
+
+
+HAND_FAMILIES = ("hand-behind-backward", "one-rank-scaled", "reduced-again-by-hand", "reduction-with-another-factor")
+
+
+@pytest.mark.parametrize("name", HAND_FAMILIES)
+def test_without_the_probe_of_reductions_no_wrong_name_is_given(name: str) -> None:
+    assert [wrong for seed in range(4) for wrong in wrong_names(name, seed, Reduce)] == []
+
+
+@pytest.mark.simulation
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", [Clip, PipelineStep, Reduce, ZeroGrad])
+def test_holding_back_a_probe_gives_a_bracket_and_no_wrong_name(name: str, kind: type[Event]) -> None:
+    wrong = [wrong for seed in range(10) for wrong in wrong_names(name, seed, kind)]
+    assert len(wrong) <= 1, wrong
+
+
 @pytest.mark.parametrize("kind", [Backward, LossGradient])
 def test_without_losses_or_passes_nothing_is_judged(kind: type[Event]) -> None:
     case = make_case("double-averaging", 0)

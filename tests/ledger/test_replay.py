@@ -125,3 +125,16 @@ def test_shards_with_few_elements_are_solved_with_their_own_replica_and_not_with
         assert held.observed is not None
         root = roots(contributions, held)
         np.testing.assert_allclose(held.observed * root, truth(world, held), rtol=1e-3, atol=1e-6 * root.max())
+
+
+@pytest.mark.parametrize("seed", [7, 31])
+def test_errors_that_several_ranks_have_from_one_earlier_state_add_up(seed: int) -> None:
+    """Averaged at every backward, the same early contributions come back from every rank, with the same error."""
+    trainer = replace(PLAIN, op="avg", sync="every", data_ranks=4, accumulation=4, dtype="bfloat16",
+                      params=(("layers.0.weight", 512),))  # fmt: skip
+    world, contributions, measured = ledgers(trainer)
+    for held in measured:
+        assert held.observed is not None and held.stderr is not None
+        root = roots(contributions, held)
+        off = np.abs(held.observed * root - truth(world, held)) / (held.stderr * root)
+        assert float(np.sqrt(np.mean(off**2))) < 2.5
