@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +25,9 @@ from gradcheck_dist.events import (
     Site,
     StepEnd,
 )
-from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
+from gradcheck_dist.probes.backward_pass import BackwardPass
+from gradcheck_dist.probes.deferred import Deferred, numbers_of, read
+from gradcheck_dist.probes.registry import ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
 from gradcheck_dist.probes.sites import caller_site
 from gradcheck_dist.trace.columns import ColumnWriter
@@ -41,43 +43,6 @@ COLUMNS_INTERVAL_NS = 1_000_000_000
 
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
-
-
-class BackwardPass:
-    """A backward pass that is under way: the leaves of one contribution are arriving."""
-
-    __slots__ = (
-        "accumulated",
-        "armed",
-        "label_hash",
-        "leaves",
-        "microbatch",
-        "other_losses",
-        "reduce_ops",
-        "root_loss",
-        "seq",
-        "site",
-        "stage",
-        "start_ns",
-        "sync",
-        "touched",
-    )
-
-    def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
-        self.seq = seq
-        self.microbatch = microbatch
-        self.stage = stage
-        self.site = site
-        self.start_ns = time.perf_counter_ns()
-        self.sync: bool | None = None
-        self.touched: dict[int, ParamInfo] = {}
-        self.leaves: list[tuple[LocalPlan, Tensor]] = []  # sampled; their rows are made when the pass is over
-        self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
-        self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
-        self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
-        self.other_losses = 0  # losses in the graph besides the recorded ones
-        self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
-        self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
 
 class Recorder(Sampler):
@@ -128,7 +93,7 @@ class Recorder(Sampler):
         self._seq = 0
         self._flushed_ns = 0
         self.copies = HostCopies()
-        self._deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]] = []
+        self._deferred: Deferred = []
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
 
@@ -230,7 +195,7 @@ class Recorder(Sampler):
             self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows))
         if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []
-            numbers = [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+            numbers = numbers_of(deferred)
             self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
         self.copies.poll()
 
@@ -248,17 +213,17 @@ class Recorder(Sampler):
             return
         events, self._unsampled = self._unsampled, []
         deferred, self._deferred = self._deferred, []
-        numbers = [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+        numbers = numbers_of(deferred)
         on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
         self.copies.bring(on_the_way, functools.partial(self._write_columns, self.step, events, deferred))
         self.copies.poll()
 
     def _write_columns(
-        self, step: int, events: list[Event], deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]],
+        self, step: int, events: list[Event], deferred: Deferred,
         host: Tensor,
     ) -> None:  # fmt: skip
         assert self.columns is not None
-        whole = sorted([*events, *_read(deferred, host)], key=lambda event: event.seq)
+        whole = sorted([*events, *read(deferred, host)], key=lambda event: event.seq)
         self.columns.add(step, cast(list[AnyEvent], whole))
         if time.perf_counter_ns() - self._columns_ns > COLUMNS_INTERVAL_NS:
             self._columns_ns = time.perf_counter_ns()
@@ -267,8 +232,8 @@ class Recorder(Sampler):
     def _write_samples(self, step: int, dtype: str, rows: bytes, values: Tensor) -> None:
         self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values.numpy().tobytes()))
 
-    def _write_deferred(self, deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]], host: Tensor) -> None:
-        for event in _read(deferred, host):
+    def _write_deferred(self, deferred: Deferred, host: Tensor) -> None:
+        for event in read(deferred, host):
             self.writer.append(cast(AnyRecord, event))
 
     # ---- backward
@@ -349,25 +314,6 @@ class Recorder(Sampler):
             microbatch=current.microbatch if current else 0,
             **{"site": current.site if current else caller_site(), **fields},
         )
-
-
-def _read(deferred: list[tuple[Callable[..., Event], dict[str, Tensor]]], host: Tensor) -> Iterator[Event]:
-    """Events whose numbers have come to the host."""
-    numbers = iter(host)
-    for make, tensors in deferred:
-        yield make(**{name: _from_int64(next(numbers), tensor.dtype) for name, tensor in tensors.items()})
-
-
-def _as_int64(value: Tensor) -> Tensor:
-    """A number as 64 bits, so that numbers of all types travel in one copy."""
-    value = value.reshape(())
-    return value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)
-
-
-def _from_int64(bits: Tensor, dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point:
-        return bits.view(torch.float64).item()
-    return bool(bits) if dtype is torch.bool else int(bits)
 
 
 def guarded(probe: str) -> Callable[[F], F]:

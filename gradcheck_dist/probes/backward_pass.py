@@ -1,0 +1,47 @@
+"""A backward pass that is under way."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from gradcheck_dist.events import Site
+from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
+
+
+class BackwardPass:
+    """A backward pass that is under way: the leaves of one contribution are arriving."""
+
+    __slots__ = (
+        "accumulated",
+        "armed",
+        "label_hash",
+        "leaves",
+        "microbatch",
+        "other_losses",
+        "reduce_ops",
+        "root_loss",
+        "seq",
+        "site",
+        "stage",
+        "start_ns",
+        "sync",
+        "touched",
+    )
+
+    def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
+        self.seq = seq
+        self.microbatch = microbatch
+        self.stage = stage
+        self.site = site
+        self.start_ns = time.perf_counter_ns()
+        self.sync: bool | None = None
+        self.touched: dict[int, ParamInfo] = {}
+        self.leaves: list[tuple[LocalPlan, Tensor]] = []  # sampled; their rows are made when the pass is over
+        self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
+        self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
+        self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
+        self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
