@@ -106,7 +106,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
     replay, column, holder = held.replay, cell.column, held.rank
     result = Account(cell.root_ratio)
-    result.leaf = _leaf_event(data, held, replay.basis.origin[column], replay.basis.keys[column][1:])
+    result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])
     entries, leaf, result.arrived = path(data, held, column)
     result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
     _walk(data, result, entries, column, leaf)
@@ -122,7 +122,7 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     """The entries of the replayed ledger that a contribution passes on its way to the optimizer's rank, in order; the
     event from which it starts; and whether it ever arrives there."""
     replay, holder = held.replay, held.rank
-    origin = replay.basis.origin[column]
+    origin = _origin(replay, column, holder)
     leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
     entries, carried_over = _route(replay, column, origin, holder)
     if carried_over or holder == origin:
@@ -185,6 +185,17 @@ def _same_doing(start: Event, end: Event) -> bool:
         and (start.accumulation_step, start.microbatch) == (end.accumulation_step, end.microbatch)
         and end.impl != "all_reduce"
     )
+
+
+def _origin(replay: Replay, column: int, holder: int) -> int:
+    """The rank on which a contribution's gradient arrived: of several with the same one (tensor parallel), the holder
+    itself, else one from which a reduction brought it to the holder."""
+    basis = replay.basis
+    ranks = [rank for (rank, *_), index in basis.of.items() if index == column]
+    if holder in ranks:
+        return holder
+    sources = {s for entry in replay.history(holder) if isinstance(entry.event, Reduce) for s in entry.sources}
+    return next((rank for rank in ranks if rank in sources), basis.origin[column])
 
 
 def _leaf_event(data: StepData, held: Held, rank: int, slot: tuple[int, int]) -> Event | None:

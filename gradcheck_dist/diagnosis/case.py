@@ -14,6 +14,9 @@ from gradcheck_dist.diagnosis.norms import StepNorms
 from gradcheck_dist.diagnosis.patterns import Pattern
 from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
 
+SAME_FACTOR = 1e-4
+"""Two cases whose factors are nearer to one another than this, relative, may be one."""
+
 
 @dataclass
 class Case:
@@ -200,3 +203,17 @@ def _operation(event: Event) -> str | None:
     if isinstance(event, ScaleGrads):
         return f"div {event.divisor:g}"
     return None
+
+
+def join_alike(cases: list[Case], num_held: int) -> None:
+    """One thing done to all that was judged stands in several cases where stages of a pipeline run different lines."""
+    alike = [case for case in cases if case.pattern.kind == cases[0].pattern.kind == "uniform"]
+    alike = [
+        case
+        for case in alike
+        if abs(case.pattern.factor - alike[0].pattern.factor) <= SAME_FACTOR * abs(alike[0].pattern.factor)
+    ]
+    held = {id(held) for case in alike for held in case.held}
+    if len(held) == sum(len(case.held) for case in alike) == num_held:
+        for case in alike:
+            case.everywhere = True

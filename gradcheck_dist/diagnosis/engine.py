@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
-from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, name_case
+from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
@@ -31,6 +31,7 @@ from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import PipelineStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
+from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.trace.run import Run
 
@@ -109,11 +110,11 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
 def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False) -> StepVerdict:
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so."""
     data = step_data(run, step)
-    contributions = collect(data.events)
+    contributions = same_tokens(data, collect(data.events))
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
     verdict.reasons += [*_why_not(run, data, contributions), *nothing_verified(data.events)]
-    verdict.remarks += not_verified(data.events)
+    verdict.remarks += [*not_verified(data.events), *contributions.problems]
     if not _tokens_known(run, data):
         return verdict
     measured = measure(data, contributions)
@@ -126,7 +127,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     verdict.reasons += summary.unseen(verdict.held, expected)
     verdict.units = summary.unit_of(verdict.held)
     cases = _all_cases(verdict, measured, expected, target.tokens)
-    norms = step_norms(run, data)
+    norms = step_norms(run, data, contributions.coordinate)
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
         verdict.remarks.append(by_hand.text)
@@ -243,7 +244,9 @@ def _why_not(run: Run, data: StepData, contributions: Contributions) -> list[str
 def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
-    return [_case(verdict, blamed) for blamed in blame(verdict.data, verdict.contributions, judged, quantities)]
+    cases = [_case(verdict, blamed) for blamed in blame(verdict.data, verdict.contributions, judged, quantities)]
+    join_alike(cases, sum(bool(held.cells) for held in verdict.held))
+    return cases
 
 
 def _case(verdict: StepVerdict, blamed: Blame) -> Case:

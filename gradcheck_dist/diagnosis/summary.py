@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.finding import (
 )
 from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, distinct_names
 from gradcheck_dist.trace.run import Run
 
 MAX_WRITTEN = 10**4
@@ -186,12 +186,9 @@ def _users_line(site: Site) -> str:
 
 def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     """What was seen of which parameter in the steps judged, and which probes could not hook."""
-    all_params = {
-        (-1 if param.stage is None else param.stage, param.name)
-        for trace in run.ranks.values()
-        for param in trace.params.values()
-        if param.requires_grad
-    }
+    names = distinct_names(run)
+    params = {names[rank, p.id]: p for rank, t in run.ranks.items() for p in t.params.values() if p.requires_grad}
+    all_params = set(params)
     observed: set[ParamKey] = set()
     reasons: dict[ParamKey, str] = {}
     for held in (one for step in steps for one in step):
@@ -199,7 +196,7 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
             observed.add(held.param)
         elif held.reason:
             reasons.setdefault(held.param, held.reason)
-    turns = {param_key(param): param.sampled_every for trace in run.ranks.values() for param in trace.params.values()}
+    turns = {key: param.sampled_every for key, param in params.items()}
     for param in all_params - observed:
         rests = turns.get(param, 1) > 1
         why = f"left out by the sampling plan: its turn is in one of {turns[param]} recorded steps" if rests else ""

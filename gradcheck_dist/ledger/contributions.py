@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from gradcheck_dist.events import Event, Loss, LossGradient, PipelineStep, Reduce
+from gradcheck_dist.events import Backward, Event, Loss, LossGradient, PipelineStep, Reduce
 
 ContributionKey = tuple[int, int, int]
 """(data coordinate, accumulation step, microbatch)"""
@@ -89,9 +89,17 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
     one data-parallel reduction: then they were fed the same batch, which is a fault and kept in `duplicates`.
     """
     losses = {rank: losses_of_rank(of_rank) for rank, of_rank in events.items()}
-    owner = _loss_owners(events, losses)
-    peers = _data_parallel_groups(events)
+    by_hand = _stages_by_hand(events, losses)
+    owner = _loss_owners(events, losses) | by_hand
+    peers = data_parallel_groups(events)
     result = Contributions()
+    if by_hand:
+        earlier, last = (", ".join(map(str, sorted(set(ranks)))) for ranks in (by_hand, by_hand.values()))
+        result.problems.append(
+            f"rank(s) {earlier} differentiate what other ranks sent and have no loss: taken for earlier stages of "
+            f"pipelines by hand that end on rank(s) {last}. What is done to gradients on their way between ranks is "
+            "not seen"
+        )
     signatures: dict[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]] = {
         rank: tuple(
             (slot, tuple(loss.label_hash if loss else None for _, loss in pairs))
@@ -164,7 +172,35 @@ def _loss_owners(events: dict[int, list[Event]], losses: dict[int, LossesOfRank]
     return owner
 
 
-def _data_parallel_groups(events: dict[int, list[Event]]) -> set[frozenset[int]]:
+def slots_of_rank(events: list[Event]) -> set[tuple[int, int]]:
+    """(accumulation step, microbatch) of a rank's backward passes."""
+    return {(event.accumulation_step, event.microbatch) for event in events if isinstance(event, Backward)}
+
+
+def _stages_by_hand(events: dict[int, list[Event]], losses: dict[int, LossesOfRank]) -> dict[int, int]:
+    """Whose loss the ranks differentiate that have none: earlier stages of a pipeline by hand run one backward pass
+    for each of their last stage's. Meshes are laid out with the pipeline innermost or outermost; ranks that fit neither
+    are given no loss."""
+    if any(isinstance(event, PipelineStep) for of_rank in events.values() for event in of_rank):
+        return {}
+    last = sorted(rank for rank in events if losses.get(rank))
+    alone = [rank for rank, of_rank in events.items() if rank not in last and slots_of_rank(of_rank)]
+    if not alone or not last or len(alone) % len(last):
+        return {}
+    ranks = sorted([*alone, *last])
+    num_stages = len(ranks) // len(last)
+    inner = {rank: ranks[i - i % num_stages + num_stages - 1] for i, rank in enumerate(ranks)}
+    outer = {rank: ranks[i % len(last) - len(last)] for i, rank in enumerate(ranks)}
+    fitting = [
+        layout
+        for layout in (inner, outer)
+        if sorted(set(layout.values())) == last
+        and all(slots_of_rank(events[rank]) == set(losses[layout[rank]]) for rank in alone)
+    ]
+    return {rank: fitting[0][rank] for rank in alone} if fitting else {}
+
+
+def data_parallel_groups(events: dict[int, list[Event]]) -> set[frozenset[int]]:
     groups: set[frozenset[int]] = set()
     for of_rank in events.values():
         for event in of_rank:

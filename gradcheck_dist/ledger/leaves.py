@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import Track
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, data_parallel_groups
+from gradcheck_dist.ledger.tracks import StepData, Track
 
 SAME = 1e-4
 """Two ranks' leaves are copies of one another when they differ by less than this, relative to their norm."""
@@ -55,6 +57,48 @@ def build_basis(tracks: dict[int, Track], contributions: Contributions) -> Basis
             of[(rank, *slot)] = index
     summands = {key: len(columns) for key, columns in columns_of.items()}
     return Basis(keys, origin, of, np.array(values) if values else np.empty((0, 0)), summands)
+
+
+def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
+    """Where no label tells which ranks evaluate the same tokens (a cross entropy by hand under tensor parallelism),
+    their gradients do: ranks on which at least half of the parameters got the same ones share a data coordinate.
+    Peers of a data-parallel reduction do not: they were fed one batch."""
+    if not contributions.by_key or any(one.label_hash is not None for one in contributions.by_key.values()):
+        return contributions
+    peers = data_parallel_groups(data.events)
+    votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    for of_param in data.tracks.values():
+        for one, other in combinations(sorted(of_param), 2):
+            if any({one, other} <= group for group in peers):
+                continue
+            votes[one, other].append(_same_leaves(of_param[one], of_param[other]))
+    representative = dict(contributions.coordinate)
+    for (one, other), found in sorted(votes.items()):
+        if 2 * sum(found) >= len(found) and one in representative and other in representative:
+            old, new = representative[other], representative[one]
+            representative = {rank: new if of == old else of for rank, of in representative.items()}
+    kept = sorted(set(representative.values()))
+    number = {of: index for index, of in enumerate(kept)}
+    coordinate = {rank: number[of] for rank, of in representative.items()}
+    by_key = {}
+    for (of, *slot), one_of in contributions.by_key.items():
+        if of in number:
+            key = (number[of], slot[0], slot[1])
+            ranks = tuple(rank for rank, index in coordinate.items() if index == number[of])
+            by_key[key] = replace(one_of, key=key, ranks=ranks)
+    return replace(contributions, by_key=by_key, coordinate=coordinate)
+
+
+def _same_leaves(one: Track, other: Track) -> bool:
+    if not one.leaves or set(one.leaves) != set(other.leaves):
+        return False
+    for slot, (_, leaf) in one.leaves.items():
+        values = other.leaves[slot][1].data
+        both = ~np.isnan(leaf.data) & ~np.isnan(values)
+        scale = np.linalg.norm(leaf.data[both])
+        if scale == 0 or np.linalg.norm(leaf.data[both] - values[both]) > SAME * scale:
+            return False
+    return True
 
 
 def _matching(candidates: list[int], values: list[np.ndarray], leaf: np.ndarray) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from gradcheck_dist.events import (
     Backward,
     ClipValue,
     Event,
+    LossGradient,
     OptimizerStep,
     Param,
     Reduce,
@@ -105,7 +107,7 @@ def step_data(run: Run, step: int) -> StepData:
         for rank, trace in run.ranks.items()
     }
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
-    names = _distinct_names(run)
+    names = distinct_names(run)
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
@@ -115,29 +117,74 @@ def step_data(run: Run, step: int) -> StepData:
     return StepData(step, events, sets, dict(tracks), complete, wrappers)
 
 
-def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
+def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
-    parameters, unless a reduction combines them: each group of equal ones gets a key, named after its first rank."""
-    begun: dict[ParamKey, dict[int | None, int]] = defaultdict(dict)
+    parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
+    named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
+    that never has a loss is another stage of a pipeline by hand: its names are its own."""
+    found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
     for rank, trace in sorted(run.ranks.items()):
         for param in trace.params.values():
-            begun[param_key(param)].setdefault(param.fingerprint, rank)
-    reduced = {
-        (rank, param)
-        for rank, trace in run.ranks.items()
-        for event in trace.events
-        if isinstance(event, Reduce) and len(event.group) > 1
-        for param in trace.param_sets.get(event.params, ())
-    }
+            found[param_key(param)][rank] = param
+    reduced, without_loss = _reduced_together(run), _without_loss(run)
+    parts = {key: _parts(params, reduced[key], without_loss) for key, params in found.items()}
     names: dict[tuple[int, int], ParamKey] = {}
-    for rank, trace in run.ranks.items():
-        for param in trace.params.values():
-            stage, name = param_key(param)
-            groups = begun[stage, name]
-            if len(groups) > 1 and param.fingerprint is not None and (rank, param.id) not in reduced:
-                name = f"{name} (as on rank {groups[param.fingerprint]})"
-            names[rank, param.id] = (stage, name)
+    for (stage, name), params in found.items():
+        apart = parts[stage, name]
+        weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
+        if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
+            apart = _merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
+        for part in apart:
+            own = name if len(apart) == 1 else f"{name} (as on rank {min(part)})"
+            names |= {(rank, params[rank].id): (stage, own) for rank in part}
     return names
+
+
+def _reduced_together(run: Run) -> dict[ParamKey, set[tuple[int, ...]]]:
+    """Sets of ranks over which each parameter's gradient was reduced."""
+    groups: dict[ParamKey, set[tuple[int, ...]]] = defaultdict(set)
+    for trace in run.ranks.values():
+        done = {
+            (event.params, (*event.group, *event.replicate_group))
+            for event in trace.events
+            if isinstance(event, Reduce) and len(event.group) > 1
+        }
+        for params, group in done:
+            for param in trace.param_sets.get(params, ()):
+                if param in trace.params:
+                    groups[param_key(trace.params[param])].add(group)
+    return groups
+
+
+def _without_loss(run: Run) -> set[int]:
+    """Ranks that ran backward passes and never had a loss, where others had."""
+    ranks = {rank for rank, trace in run.ranks.items() if any(isinstance(e, Backward) for e in trace.events)}
+    having = {rank for rank, trace in run.ranks.items() if any(isinstance(e, LossGradient) for e in trace.events)}
+    return ranks - having if having else set()
+
+
+def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:
+    """Sets of ranks on which tensors of one name are one parameter."""
+    plain = all(param.fingerprint is not None for param in params.values())
+    alike: dict[object, set[int]] = defaultdict(set)
+    for rank, param in params.items():
+        alike[param.fingerprint if plain else None, param.stage is None and rank in without_loss].add(rank)
+    return _merge(list(alike.values()), reduced)
+
+
+def _merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:
+    """The parts, those that have ranks in one group joined."""
+    if len(parts) > 1:
+        for group in groups:
+            met = [part for part in parts if not part.isdisjoint(group)]
+            if len(met) > 1:
+                parts = [part for part in parts if part.isdisjoint(group)] + [set[int]().union(*met)]
+    return parts
+
+
+def _is_zero(param: Param) -> bool:
+    size = {"float64": 8, "float32": 4}.get(param.dtype, 2)
+    return param.fingerprint == zlib.crc32(bytes(param.num_positions * size))
 
 
 def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:

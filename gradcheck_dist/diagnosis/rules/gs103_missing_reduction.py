@@ -27,6 +27,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import Reduce
 
 CODE = "GS103"
 NAME = "missing-reduction"
@@ -48,9 +49,18 @@ def judge(case: Case) -> Answer | None:
     )
     sync = getattr(case.event, "sync", None)
     why = " (the wrapper was told not to synchronise in this pass)" if sync is False else ""
+    others = [cell for held in case.held for cell in held.cells if _is_foreign(case, held.rank, cell.key[0])]
+    reduced = any(isinstance(entry.event, Reduce) for held in case.held for entry in held.replay.history(held.rank))
+    what = "no reduction over these ranks" if reduced else "no reduction"
+    apart = (
+        " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
+        "steps (local SGD, DiLoCo), that is right."
+        if case.everywhere and not reduced and all(abs(cell.ratio) <= max(1e-3, cell.margin) for cell in others)
+        else ""
+    )
     return Answer(
-        explanation=f"Other ranks' contributions {which}never reach this gradient: no reduction followed the last "
-        f"backward{why}. {case.pattern.text[0].upper()}{case.pattern.text[1:]}.",
+        explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
+        f"backward{why}. {case.pattern.text[0].upper()}{case.pattern.text[1:]}.{apart}",
         fix="Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )
