@@ -155,7 +155,7 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
 
 
 def may_be_meant(case: Case) -> bool:
-    """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or its targets are soft."""
+    """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or targets are soft."""
     if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
         return False
     counted = case.context.contributions.by_key.values()
@@ -166,7 +166,7 @@ def may_be_meant(case: Case) -> bool:
 
 def coefficient_unknown(case: Case) -> str:
     return (
-        f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant (beside "
-        "other losses, or for a temperature) or a wrong normaliser is not known. gradcheck_dist.mark_loss(loss_sum, "
+        f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
+        "(beside other losses, or for a temperature) or a wrong normaliser is not known. gradcheck_dist.mark_loss(loss_sum, "
         "num_tokens) on the loss before its coefficient tells"
     )

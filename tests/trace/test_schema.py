@@ -7,9 +7,13 @@ import typing
 from gradcheck_dist import events
 
 FROZEN = {
-    "loss": "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype num_weighted_tokens seq t_ns step site",
+    "loss": (
+        "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype "
+        "num_weighted_tokens seq t_ns step site"
+    ),
     "loss_gradient": (
-        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses seq t_ns step site"
+        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses seq t_ns "
+        "step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "reduce": (
