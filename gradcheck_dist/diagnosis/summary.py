@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.finding import (
 )
 from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, distinct_names
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
 from gradcheck_dist.trace.run import Run
 
 MAX_WRITTEN = 10**4
@@ -186,9 +186,10 @@ def _users_line(site: Site) -> str:
 
 def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     """What was seen of which parameter in the steps judged, and which probes could not hook."""
-    names = distinct_names(run)
-    params = {names[rank, p.id]: p for rank, t in run.ranks.items() for p in t.params.values() if p.requires_grad}
-    all_params = set(params)
+    params = {param_key(p): p for trace in run.ranks.values() for p in trace.params.values() if p.requires_grad}
+    judged = {held.param for step in steps for held in step}
+    apart = {(stage, name.partition(" (as on rank ")[0]) for stage, name in judged} - judged
+    all_params = (set(params) - apart) | judged
     observed: set[ParamKey] = set()
     reasons: dict[ParamKey, str] = {}
     for held in (one for step in steps for one in step):

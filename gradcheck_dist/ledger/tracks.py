@@ -107,7 +107,7 @@ def step_data(run: Run, step: int) -> StepData:
         for rank, trace in run.ranks.items()
     }
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
-    names = distinct_names(run)
+    names = _distinct_names(run)
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
@@ -117,7 +117,7 @@ def step_data(run: Run, step: int) -> StepData:
     return StepData(step, events, sets, dict(tracks), complete, wrappers)
 
 
-def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
+def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
     parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
     named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
