@@ -300,8 +300,9 @@ class GradientCheck(Event, tag="gradient_check"):
 
     `target` is "parameter", "input", "parameters" (of the child `name`), "leaf" (what training delivered at the
     parameter), "boundary" (from the output to the next rank's module `name`) or "module" (the whole of it). `outcome`
-    is "right", "wrong", "undetermined" or "zero" (nothing depends on it); `shape` says how: "scaled" by `factor`, "cut" (no gradient), "constant" (whatever arrives), "flat" (a gradient
-    where there is no dependence), "other", "partial" (a summand over the ranks of `group`). `group` are the ranks that
+    is "right", "wrong", "undetermined" or "zero" (nothing depends on it); `shape` says how: "scaled" by `factor`, "cut"
+    (no gradient), "constant" (whatever arrives), "flat" (a gradient where there is no
+    dependence), "other", "partial" (a summand over the ranks of `group`). `group` are the ranks that
     were checked together. `site` is the module's forward.
     """
 

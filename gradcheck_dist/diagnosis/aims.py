@@ -167,6 +167,6 @@ def may_be_meant(case: Case) -> bool:
 def coefficient_unknown(case: Case) -> str:
     return (
         f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
-        "(beside other losses, or for a temperature) or a wrong normaliser is not known. gradcheck_dist.mark_loss(loss_sum, "
-        "num_tokens) on the loss before its coefficient tells"
+        "(beside other losses, or for a temperature) or a wrong normaliser is not known. "
+        "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its coefficient tells"
     )
