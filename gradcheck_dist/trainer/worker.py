@@ -26,6 +26,7 @@ from gradcheck_dist.errors import GradcheckError
 
 _FAREWELL_S = 0.5
 _TIMEOUT_MARK = "Timeout ("  # how faulthandler begins its dump, innermost frame first
+_left: list[Any] = []
 _LAUNCHER_FRAMES = re.compile(r"( line \d+ in run_rank\n)(?:  File .*\n)+")
 
 
@@ -95,6 +96,7 @@ def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
         import torch
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        _keep_process_groups()
         module, function = target.split(":")
         result = pickle.dumps(getattr(importlib.import_module(module), function)(*args))
     except BaseException as error:
@@ -104,6 +106,24 @@ def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
         os._exit(1)
     faulthandler.cancel_dump_traceback_later()
     return result
+
+
+def _keep_process_groups() -> None:
+    """Process groups that are left live on until this process ends.
+
+    The last reference to one is often a wrapped model, freed by Python. Its destructor then waits for gloo's threads
+    while holding the interpreter lock, and a thread that is just freeing its last work needs that lock (torch 2.13:
+    c10d::ProcessGroupGloo::AsyncWork, at::ThreadLocalState). On a loaded machine this hung one launch in twenty.
+    """
+    import torch.distributed as dist
+
+    leave = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        _left.extend(getattr(dist.distributed_c10d._world, "pg_map", ()))
+        leave(group)
+
+    dist.destroy_process_group = destroy_process_group
 
 
 def _leave_note(error: BaseException, folder: Path) -> None:
