@@ -12,6 +12,9 @@ from gradcheck_dist.diagnosis.account import Account, Hand
 CAUSE = 1.0
 LOSS = 1.0
 OTHER = 1.5
+OTHER_GAP = 0.9
+"""A number that somebody divides by on a line of their own is wrong sooner than one inside of a recorded hand, and than
+the loss's."""
 MISSING = 1.25
 NAMELESS = 4.0
 """The cost of a number that no product of degrees and counts equals."""

@@ -31,6 +31,7 @@ from gradcheck_dist.diagnosis.causes import (
     MOST_RIVALS,
     NAMELESS,
     OTHER,
+    OTHER_GAP,
     RANKS,
     SCHEDULE,
     Edit,
@@ -213,7 +214,7 @@ class Search:
         sets += [(with_loss, (hand,)) for with_loss in (False, True) for hand in free]
         sets += [(False, pair) for pair in combinations(free, 2)]
         for with_loss, hands in sets:
-            least = base + (LOSS + 1 if with_loss else 0) + (OTHER + 1) * len(hands)
+            least = base + (LOSS + 1 if with_loss else 0) + OTHER_GAP * len(hands)
             constants = self._fit(rest, with_loss, hands) if least <= limit else None
             if constants is None:
                 continue
@@ -222,7 +223,7 @@ class Search:
                 cost += LOSS + self._name_cost(loss)
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
-                cost += OTHER + self.divisor_cost(hand, value / self.factor_of[hand])
+                cost += (OTHER_GAP if hand[0] == GAP else OTHER) + self.divisor_cost(hand, value / self.factor_of[hand])
             yield Explanation(edits, loss, others, cost)
 
     def _rest(self, edits: Iterable[Edit]) -> np.ndarray | None:
