@@ -140,8 +140,8 @@ def test_all_runs_every_scenario_and_goes_on_after_a_failure(
     assert asked["overrides"] == Overrides(seed=7)
     assert asked["scenario"].name == "third"
     lines = outcome.out.splitlines()
-    assert lines[0].startswith("ok         -  ddp-accum averaging: GS101 double-averaging (1/dp_replicate; reduce")
-    assert lines[1].startswith("NOT        -  second: could not run")
+    assert lines[0].startswith("ok                   -  ddp-accum averaging: GS101 double-averaging (1/dp_replicate; reduce")
+    assert lines[1].startswith("NOT                  -  second: could not run")
     assert "second.yaml: " in lines[2]
     assert lines[-1].startswith("2 of 3 variants of 2 scenarios as the files say")
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
