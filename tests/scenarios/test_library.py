@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gradcheck_dist.scenarios import runner
 from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.runner import run_scenario
 from gradcheck_dist.scenarios.schema import library, load
@@ -16,6 +17,12 @@ MISJUDGED_IN_BFLOAT16 = {
     "clip-norm-pp-local": "GS000 (x 0.987) beside GS601 on one stage",
 }
 """A test that passes has to leave this list."""
+
+
+@pytest.fixture(autouse=True)
+def _hanging_ranks_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the test's own time is up, which would end all other tests with it."""
+    monkeypatch.setattr(runner, "TIMEOUT_S", 120.0)
 
 
 def check(name: str, overrides: Overrides, folder: Path) -> None:
