@@ -77,6 +77,10 @@ def test_no_rank_pays_for_the_import_of_torch() -> None:
     assert max(launch("trainer_workers:cpu_time_s", (), 2, timeout_s=60)) < 0.3
 
 
+def test_a_group_that_was_left_is_not_freed_before_its_rank_ends() -> None:
+    assert launch("trainer_workers:leave_group", (), 2, timeout_s=60) == [True, True]
+
+
 def test_the_caller_may_have_no_main_guard_and_stays_without_torch(tmp_path: Path) -> None:
     source = """
 import sys

@@ -135,3 +135,16 @@ def echo(value: object) -> tuple[object, int, int, str | None]:
     import torch
 
     return value, int(os.environ["RANK"]), torch.get_num_threads(), os.environ.get("GRADCHECK_TEST")
+
+
+def leave_group() -> bool:
+    """Whether the group that this rank has left is still there."""
+    import weakref
+
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    group = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    return group() is not None and not dist.is_initialized()
