@@ -1,4 +1,4 @@
-"""Draws docs/ddp-accum.svg, the picture of the README, from a real run:
+"""Draws docs/ddp-accum.svg, the terminal on the first page of the site, from a real run:
 
 gradcheck scenario ddp-accum --report report.json && python docs/picture.py report.json docs/ddp-accum.svg
 """
