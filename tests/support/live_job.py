@@ -42,6 +42,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("the training is through", flush=True)
     dist.destroy_process_group()
+    # torch 2.13 with gloo aborts when the interpreter shuts down while a gloo thread still frees its last work.
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_run_live_shows_the_fault_beside_torchrun_and_closing_the_screens_leaves
         shown.expect("double-averaging")
         shown.expect(pexpect.EOF)
         shown.close()
-        assert shown.exitstatus == 0
+        assert shown.exitstatus == 0, (tmp_path / "runs" / "output.log").read_text()[-3000:]
     finally:
         stop.touch()
         shown.close(force=True)
