@@ -2,12 +2,24 @@
 
 One Struct a kind, encoded as msgpack maps whose `kind` names the Struct; fields with their default value are left
 out, unknown fields are ignored, so a newer minor writer stays readable. Units stand in the field names (`_ns`, `_s`,
-`_bytes`); counts begin with `num_`; indices are 0-based; ranks are global ranks.
+`_bytes`); counts begin with `num_`; indices are 0-based; ranks are global ranks. What has no place in time (parameters,
+samples, the header) is defined in `records.py` and named here too.
 """
 
 from __future__ import annotations
 
-import msgspec
+from gradcheck_dist.records import Header as Header
+from gradcheck_dist.records import Norms as Norms
+from gradcheck_dist.records import Param as Param
+from gradcheck_dist.records import ParamGroup as ParamGroup
+from gradcheck_dist.records import ParamSet as ParamSet
+from gradcheck_dist.records import Plan as Plan
+from gradcheck_dist.records import Record as Record
+from gradcheck_dist.records import Samples as Samples
+from gradcheck_dist.records import Site as Site
+from gradcheck_dist.records import StepColumns as StepColumns
+from gradcheck_dist.records import StepShape as StepShape
+from gradcheck_dist.records import Wrapper as Wrapper
 
 SCHEMA_VERSION = 1
 """Raised when an old reader would misread a new trace. Frozen by tests/trace/test_schema.py."""
@@ -17,117 +29,6 @@ LEAF = 0  # a contribution's own gradient, as it arrived at the autograd leaf
 BEFORE = 1  # the gradient buffer before the event
 AFTER = 2  # the gradient buffer after the event
 ROLE_NAMES = ("leaf", "before", "after")
-
-
-class Site(msgspec.Struct, array_like=True, frozen=True):
-    """A place in the source: the innermost frame that is neither torch nor a probe.
-
-    `called_from` is "file:line" of the innermost frame outside of installed packages, where that is another one: the
-    user's own line that led into a library (accelerate, Lightning, transformers).
-    """
-
-    file: str
-    line: int
-    function: str
-    called_from: str | None = None
-
-
-class Record(msgspec.Struct, tag_field="kind", omit_defaults=True, kw_only=True):
-    """Base of all records. Records that are no events (tables, samples) have no place in time."""
-
-
-class Param(Record, tag="param"):
-    """A parameter, once per rank. `name` is the fully qualified name without wrapper prefixes.
-
-    `shape` is the global shape (of the whole parameter, whatever part of it this rank holds). `stage` is the
-    pipeline stage that owns it. Samples are taken at `num_positions` fixed positions of the flattened global
-    parameter; `positions` of a Plan index into them. `fingerprint` is a checksum of the values at these positions when
-    the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
-    parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
-    """
-
-    id: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_positions: int
-    stage: int | None = None
-    placements: str = ""
-    wrapper: int | None = None
-    requires_grad: bool = True
-    fingerprint: int | None = None
-    sampled_every: int = 1
-
-
-class ParamSet(Record, tag="param_set"):
-    """A set of parameter ids that events refer to."""
-
-    id: int
-    params: tuple[int, ...]
-
-
-class Plan(Record, tag="plan"):
-    """Which of a parameter's sampled positions a row of samples holds.
-
-    `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
-    of the gradient, the sum over the ranks of a tensor-parallel mesh is the gradient (DTensor Partial). `offset` and
-    `extent` are the box of the global parameter that this rank holds in such a layout; None where it is not known.
-    """
-
-    id: int
-    param: int
-    num_values: int
-    positions: bytes | None = None
-    partial: bool = False
-    offset: tuple[int, ...] | None = None
-    extent: tuple[int, ...] | None = None
-
-
-class Wrapper(Record, tag="wrapper"):
-    """A data-parallel wrapper around a module, once: which group it reduces over and where the user made it."""
-
-    id: int
-    impl: str  # "ddp" | "fsdp" | "hsdp" | "replicate"
-    name: str
-    group: tuple[int, ...]
-    shard_group: tuple[int, ...] = ()
-    replicate_group: tuple[int, ...] = ()
-    site: Site | None = None
-
-
-class Samples(Record, tag="samples"):
-    """Rows of sampled gradient values.
-
-    `rows` is int32 bytes of shape (n, 4): event seq, role, parameter id, plan id. `values` holds the rows one after
-    the other in `dtype` ("float32", "float64", "float16" or "bfloat16"), each as long as its plan says.
-    """
-
-    step: int
-    rows: bytes
-    dtype: str
-    values: bytes
-
-
-class Norms(Record, tag="norms"):
-    """Euclidean norms of whole gradients as they were just before the event `seq`, a row a parameter.
-
-    `rows` is int32 bytes of shape (n, 3): parameter id, plan id (-1: a layout that is not known), number of elements
-    that are NaN or infinite (these are left out of the norm). `values` holds the norm of what this rank holds of each
-    gradient as float64.
-    """
-
-    step: int
-    seq: int
-    rows: bytes
-    values: bytes
-
-
-class ParamGroup(msgspec.Struct, array_like=True, frozen=True):
-    """One of an optimizer's parameter groups, with its own hyperparameters."""
-
-    params: int
-    lr: float | None
-    hyperparameters: dict[str, float]
 
 
 class Event(Record, kw_only=True):
@@ -357,24 +258,6 @@ class RunEnd(Event, tag="run_end"):
     reason: str = ""
 
 
-class Header(Record, tag="header"):
-    """First record of every trace file. `columns`: steps without samples stand in StepColumns."""
-
-    schema_version: int
-    tool_version: str
-    rank: int
-    world_size: int
-    pid: int
-    started_unix_s: float
-    torch_version: str = ""
-    device_type: str = "cpu"
-    command: tuple[str, ...] = ()
-    objective: str | None = None
-    axes: dict[str, int] | None = None
-    sample_size: int = 0
-    columns: bool = False
-
-
 AnyEvent = (
     Loss
     | LossGradient
@@ -394,31 +277,6 @@ AnyEvent = (
     | ProbeError
     | RunEnd
 )
-
-
-class StepShape(Record, tag="step_shape"):
-    """What the steps of a StepColumns have in common: the events of the first of them, as msgpack of a list of them.
-
-    `seq` and `loss_id` count from the step's first event, `step` is 0. Encoded, since most ranks write the same.
-    """
-
-    id: int
-    events: bytes
-
-
-class StepColumns(Record, tag="step_columns"):
-    """Consecutive steps of one shape, recorded without samples: of each event only the numbers that change from step to
-    step (trace/columns.py says which). Read back, `numbers` is a view into what was read, without a copy.
-
-    `first_seqs` is int64 bytes of shape (num_steps,); `numbers` of shape (num_numbers, num_steps), int64 or float64 as
-    the field is, all little endian.
-    """
-
-    shape: int
-    first_step: int
-    num_steps: int
-    first_seqs: bytes
-    numbers: memoryview
 
 
 AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns

@@ -1,0 +1,162 @@
+"""The tables of a trace: what events refer to, and the records that have no place in time. Imports no torch.
+
+`events.py` beside this says how records are encoded, and gives these names too.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Site(msgspec.Struct, array_like=True, frozen=True):
+    """A place in the source: the innermost frame that is neither torch nor a probe.
+
+    `called_from` is "file:line" of the innermost frame outside of installed packages, where that is another one: the
+    user's own line that led into a library (accelerate, Lightning, transformers).
+    """
+
+    file: str
+    line: int
+    function: str
+    called_from: str | None = None
+
+
+class Record(msgspec.Struct, tag_field="kind", omit_defaults=True, kw_only=True):
+    """Base of all records. Records that are no events (tables, samples) have no place in time."""
+
+
+class Param(Record, tag="param"):
+    """A parameter, once per rank. `name` is the fully qualified name without wrapper prefixes.
+
+    `shape` is the global shape (of the whole parameter, whatever part of it this rank holds). `stage` is the
+    pipeline stage that owns it. Samples are taken at `num_positions` fixed positions of the flattened global
+    parameter; `positions` of a Plan index into them. `fingerprint` is a checksum of the values at these positions when
+    the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
+    parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_positions: int
+    stage: int | None = None
+    placements: str = ""
+    wrapper: int | None = None
+    requires_grad: bool = True
+    fingerprint: int | None = None
+    sampled_every: int = 1
+
+
+class ParamSet(Record, tag="param_set"):
+    """A set of parameter ids that events refer to."""
+
+    id: int
+    params: tuple[int, ...]
+
+
+class Plan(Record, tag="plan"):
+    """Which of a parameter's sampled positions a row of samples holds.
+
+    `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
+    of the gradient, the sum over the ranks of a tensor-parallel mesh is the gradient (DTensor Partial). `offset` and
+    `extent` are the box of the global parameter that this rank holds in such a layout; None where it is not known.
+    """
+
+    id: int
+    param: int
+    num_values: int
+    positions: bytes | None = None
+    partial: bool = False
+    offset: tuple[int, ...] | None = None
+    extent: tuple[int, ...] | None = None
+
+
+class Wrapper(Record, tag="wrapper"):
+    """A data-parallel wrapper around a module, once: which group it reduces over and where the user made it."""
+
+    id: int
+    impl: str  # "ddp" | "fsdp" | "hsdp" | "replicate"
+    name: str
+    group: tuple[int, ...]
+    shard_group: tuple[int, ...] = ()
+    replicate_group: tuple[int, ...] = ()
+    site: Site | None = None
+
+
+class Samples(Record, tag="samples"):
+    """Rows of sampled gradient values.
+
+    `rows` is int32 bytes of shape (n, 4): event seq, role, parameter id, plan id. `values` holds the rows one after
+    the other in `dtype` ("float32", "float64", "float16" or "bfloat16"), each as long as its plan says.
+    """
+
+    step: int
+    rows: bytes
+    dtype: str
+    values: bytes
+
+
+class Norms(Record, tag="norms"):
+    """Euclidean norms of whole gradients as they were just before the event `seq`, a row a parameter.
+
+    `rows` is int32 bytes of shape (n, 3): parameter id, plan id (-1: a layout that is not known), number of elements
+    that are NaN or infinite (these are left out of the norm). `values` holds the norm of what this rank holds of each
+    gradient as float64.
+    """
+
+    step: int
+    seq: int
+    rows: bytes
+    values: bytes
+
+
+class ParamGroup(msgspec.Struct, array_like=True, frozen=True):
+    """One of an optimizer's parameter groups, with its own hyperparameters."""
+
+    params: int
+    lr: float | None
+    hyperparameters: dict[str, float]
+
+
+class Header(Record, tag="header"):
+    """First record of every trace file. `columns`: steps without samples stand in StepColumns."""
+
+    schema_version: int
+    tool_version: str
+    rank: int
+    world_size: int
+    pid: int
+    started_unix_s: float
+    torch_version: str = ""
+    device_type: str = "cpu"
+    command: tuple[str, ...] = ()
+    objective: str | None = None
+    axes: dict[str, int] | None = None
+    sample_size: int = 0
+    columns: bool = False
+
+
+class StepShape(Record, tag="step_shape"):
+    """What the steps of a StepColumns have in common: the events of the first of them, as msgpack of a list of them.
+
+    `seq` and `loss_id` count from the step's first event, `step` is 0. Encoded, since most ranks write the same.
+    """
+
+    id: int
+    events: bytes
+
+
+class StepColumns(Record, tag="step_columns"):
+    """Consecutive steps of one shape, recorded without samples: of each event only the numbers that change from step to
+    step (trace/columns.py says which). Read back, `numbers` is a view into what was read, without a copy.
+
+    `first_seqs` is int64 bytes of shape (num_steps,); `numbers` of shape (num_numbers, num_steps), int64 or float64 as
+    the field is, all little endian.
+    """
+
+    shape: int
+    first_step: int
+    num_steps: int
+    first_seqs: bytes
+    numbers: memoryview
