@@ -137,10 +137,13 @@ def _walk(data: StepData, result: Account, entries: list[Entry], column: int, le
     start, start_rank = leaf, entries[0].rank if entries else 0
     measured, nominal, since = result.root, 1.0, 1.0
     opaque: Step | None = None
+    kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
     for entry in entries:
         value = float(entry.nominal[column]) / entry.clip
         if entry.event is not None:
             factor = _documented(entry.event, value / nominal if nominal else 1.0)
+            if isinstance(entry.event, ZeroGrad) and kept is None:
+                kept = len(result.steps), len(result.gaps), measured * since
             if np.isnan(factor):
                 opaque = Step(entry.event, entry.rank, 1.0, opaque=True)
             elif isinstance(entry.event, SCALING):
@@ -155,6 +158,10 @@ def _walk(data: StepData, result: Account, entries: list[Entry], column: int, le
             continue
         ratio = seen * result.root
         end = event_at(data, entry.rank, entry.seq)
+        if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, column):
+            # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.
+            del result.steps[kept[0] :], result.gaps[kept[1] :]
+            measured, since, kept = kept[2], 1.0, None
         factor = ratio / (measured * since) if measured * since else float(ratio != 0)
         if opaque is not None:
             result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))

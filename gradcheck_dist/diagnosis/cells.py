@@ -64,7 +64,8 @@ class Held:
     `observed`, `stderr` and `nominal` are transfers from the columns of the basis to the gradient that the optimizer
     read, freed of clipping; None where they could not be measured. `visible` tells of each column whether it reaches
     into the part of the parameter that this rank holds: an expert's leaf on its own rank holds the tokens of the whole
-    expert-parallel group, and the other ranks' leaves are of other experts.
+    expert-parallel group, and the other ranks' leaves are of other experts. `changed_in`: which lines made it something
+    else than a combination of contributions, in words.
     """
 
     param: ParamKey
@@ -78,6 +79,7 @@ class Held:
     cells: list[Cell] = field(default_factory=list)
     num_unknown: int = 0
     reason: str = ""
+    changed_in: str = ""
 
     @property
     def digits(self) -> tuple[object, ...]:

@@ -20,6 +20,8 @@ from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle
+from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
+from gradcheck_dist.diagnosis.next_step import next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, is_objective, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
@@ -82,6 +84,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         verdicts = whole
     verdicts, more = without_warm_up(settle(verdicts))
     notes += more
+    weigh(verdicts)
     report = _report(run, verdicts, objective, objective_from)
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
@@ -122,6 +125,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     expected = target.expected
     verdict.contributions = context.contributions = target.contributions
     context.relative = target.relative
+    name_places(measured, data, target.contributions, expected)
     verdict.reasons += target.reasons
     verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected)
@@ -146,7 +150,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
         finding = _finding(case, verdict.units)
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND
-        verdict.found(finding, effect_of_case(case, *norms_of) if known else None)
+        note(verdict, case, finding, effect_of_case(case, *norms_of) if known else None)
     verdict.weights = summary.weights(
         step, verdict.held, verdict.units, contributions, None if target.relative else expected
     )
@@ -339,7 +343,7 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
             (cell.tolerance for verdict in verdicts for held in verdict.held for cell in held.cells), default=None
         ),
     )
-    report.next_step = summary.next_step(report)
+    report.next_step = next_step(report)
     return report
 
 

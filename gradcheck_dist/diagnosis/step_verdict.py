@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.consequence import consequence
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.finding import Finding, Weight
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 Cause = tuple[object, ...]
@@ -33,6 +33,29 @@ class Scaling:
     tolerance: float
 
 
+Key = tuple[ParamKey, int, ContributionKey]
+"""(parameter, rank that holds it, contribution)"""
+
+
+@dataclass
+class Change:
+    """What lines of the user's did to gradients in one step: diagnosis/handmade.py.
+
+    `place` is equal for the same lines in other steps; `factors` are (factor, relative tolerance) of some of the
+    weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
+    stands among the findings.
+    """
+
+    place: tuple[object, ...]
+    words: str
+    finding: Finding
+    effect: Effect | None
+    factors: dict[Key, tuple[float, float]]
+    num_parameters: int
+    name: str | None
+    firm: bool
+
+
 @dataclass
 class StepVerdict:
     """What one step showed."""
@@ -49,6 +72,7 @@ class StepVerdict:
     audited: set[str] = field(default_factory=set)
     without_lost: StepVerdict | None = None
     scaling: Scaling | None = None
+    changes: list[Change] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)
 
     def found(self, finding: Finding, effect: Effect | None) -> None:

@@ -17,7 +17,6 @@ from gradcheck_dist.diagnosis.finding import (
     Coverage,
     MissingProbe,
     Overhead,
-    Report,
     RunInfo,
     Unidentifiable,
     UnitInfo,
@@ -234,16 +233,17 @@ def _exact(weight: Fraction) -> str | None:
 
 def gaps(steps: list[tuple[int, list[Held]]]) -> list[str]:
     """Why a clean-looking matrix is not enough: parameters whose gradient nothing explains."""
-    found: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    found: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for step, held in steps:
-        unexplained = sorted({_full_name(one.param) for one in held if "no combination" in one.reason})
-        if unexplained:
-            found[tuple(unexplained)].append(step)
+        lost = [one for one in held if "no combination" in one.reason]
+        for place in dict.fromkeys(one.changed_in for one in lost):
+            found[tuple(sorted({_full_name(one.param) for one in lost if one.changed_in == place})), place].append(step)
     reasons = []
-    for names, of_steps in found.items():
+    for (names, place), of_steps in found.items():
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         when = "" if len(of_steps) == len(steps) else f" in step {', '.join(map(str, of_steps[:5]))}"
-        reasons.append(f"the gradient of {shown} is no combination of the recorded contributions{when}")
+        where = f": {place}" if place else ""
+        reasons.append(f"the gradient of {shown} is no combination of the recorded contributions{when}{where}")
     return reasons
 
 
@@ -335,21 +335,3 @@ def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[
             if isinstance(event, Metric):
                 series[event.name].append(event.value)
     return dict(series)
-
-
-def next_step(report: Report) -> str:
-    """What to do now, in one sentence."""
-    if report.findings and report.verdict == "findings":
-        first = report.findings[0]
-        return first.fix
-    if report.verdict == "clean":
-        return "Nothing to mend."
-    if any("missing" in reason for reason in report.reasons):
-        return "Bring the missing trace files into the run folder, or record again."
-    if any("what it reads is not known" in reason for reason in report.reasons):
-        return (
-            "Make the optimizer's tensors from the model's parameters after their values are final, and record again."
-        )
-    if any("mark_loss" in reason for reason in report.reasons):
-        return "Add mark_loss where the loss is computed and record again."
-    return "Record a whole optimizer step and judge again."

@@ -7,7 +7,8 @@ product of degrees and counts that equals the factor.
 
 ## Why it matters
 The three ledgers do not depend on a list of known bugs. A weight that is not what the objective asks for is a finding
-whatever made it, and an unknown pattern is never renamed into a known one.
+whatever made it, and an unknown pattern is never renamed into a known one. What a line computes from gradients (a clip
+by parameter, a projection) is no finding; the factor must be a number of the program, or the same in another step.
 
 ## Example
     for microbatch in batch:

@@ -1,0 +1,26 @@
+"""What to do now, in one sentence."""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.handmade import LINES
+
+SAYS = {
+    "missing": "Bring the missing trace files into the run folder, or record again.",
+    "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
+    "final, and record again.",
+    LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    "mark_loss": "Add mark_loss where the loss is computed and record again.",
+}
+"""By what stands in a reason, the first that does."""
+
+
+def next_step(report: Report) -> str:
+    if report.findings and report.verdict == "findings":
+        return report.findings[0].fix
+    if report.verdict == "clean":
+        return "Nothing to mend."
+    for words, step in SAYS.items():
+        if any(words in reason for reason in report.reasons):
+            return step
+    return "Record a whole optimizer step and judge again."
