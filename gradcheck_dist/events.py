@@ -96,6 +96,23 @@ class Backward(Event, tag="backward"):
     duration_ns: int = 0
 
 
+class StageGradient(Event, tag="stage_gradient"):
+    """A gradient at a pipeline stage's edge, in one backward pass.
+
+    `side` is "input" (as autograd delivered it at what the stage was given, before it is sent on) or "output" (as it
+    entered the stage's graph, after hooks on the output). `values` are float32 bytes of shape (n,): elements at fixed
+    positions of the flattened tensor, equal for equal `shape`.
+    """
+
+    accumulation_step: int
+    microbatch: int
+    side: str
+    shape: tuple[int, ...]
+    dtype: str
+    values: bytes
+    stage: int | None = None
+
+
 class Reduce(Event, tag="reduce"):
     """Gradients were combined over ranks.
 
@@ -262,6 +279,7 @@ AnyEvent = (
     Loss
     | LossGradient
     | Backward
+    | StageGradient
     | Reduce
     | ScaleGrads
     | ZeroGrad

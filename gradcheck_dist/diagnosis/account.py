@@ -21,6 +21,7 @@ from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Re
 from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.transit import gain
 
 SAME = 1e-3
 """Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
@@ -55,7 +56,8 @@ class Step:
 class Gap:
     """A measured factor that no record accounts for. `start` None: the loss. `noise` is its relative standard error.
 
-    `inside`: both measurements belong to one event, or to one backward pass: it is this event that did it.
+    `inside`: both measurements belong to one event, or to one backward pass: it is this event that did it. `in_flight`:
+    it lies between two pipeline stages, before the gradient came to the parameter.
     """
 
     start: Event | None
@@ -64,6 +66,7 @@ class Gap:
     factor: float
     noise: float
     inside: bool
+    in_flight: bool = False
 
 
 @dataclass
@@ -109,7 +112,9 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])
     entries, leaf, result.arrived = path(data, held, column)
     result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
-    _walk(data, result, entries, column, leaf)
+    hops = held.hops.get(column, ())
+    result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
+    _walk(data, result, entries, column, leaf, result.root * gain(hops))
     last = replay.final(holder)
     if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
         step = next((e for e in reversed(data.events[holder]) if isinstance(e, OptimizerStep)), None)
@@ -132,10 +137,15 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     return entries, leaf, bool(entries)
 
 
-def _walk(data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None) -> None:
-    """Collect steps and gaps. Only measured states bound a gap: what is carried on by documentation proves nothing."""
+def _walk(
+    data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None, arrived: float
+) -> None:
+    """Collect steps and gaps of a contribution that `arrived` at its leaf with a weight.
+
+    Only measured states bound a gap: what is carried on by documentation proves nothing.
+    """
     start, start_rank = leaf, entries[0].rank if entries else 0
-    measured, nominal, since = result.root, 1.0, 1.0
+    measured, nominal, since = arrived, 1.0, 1.0
     opaque: Step | None = None
     kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
     for entry in entries:
@@ -156,7 +166,7 @@ def _walk(data: StepData, result: Account, entries: list[Entry], column: int, le
         seen = float(entry.observed[column]) / entry.clip
         if np.isnan(seen):
             continue
-        ratio = seen * result.root
+        ratio = seen * arrived
         end = event_at(data, entry.rank, entry.seq)
         if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, column):
             # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.

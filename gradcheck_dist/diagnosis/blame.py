@@ -166,7 +166,16 @@ def _culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
         documented = next((step.factor for step in accounted.steps if step.event is event), 1.0)
         return Culprit(kind_of(event), gap.rank, event, nominal=documented, factor=gap.factor * documented)
     kind = kind_of(gap.start) if gap.start is not None else "loss"
-    return Culprit(kind, gap.rank, gap.start, nominal=1.0, factor=gap.factor, unrecorded=True, before=gap.end)
+    return Culprit(
+        kind,
+        gap.rank,
+        gap.start,
+        nominal=1.0,
+        factor=gap.factor,
+        unrecorded=True,
+        before=gap.end,
+        in_flight=gap.in_flight,
+    )
 
 
 def _merge_gaps(wrong: list[Judged]) -> None:

@@ -80,6 +80,8 @@ def name_case(case: Case) -> None:
         near.add(name)
     elif isinstance(event, Clip):
         quantities["clip_coefficient"] = event.coefficient
+    if case.culprit.in_flight:
+        quantities.pop("num_tokens", None)  # stages know of degrees and microbatches; tokens are counted at the loss
     pattern = case.pattern
     tolerance = max(2 * pattern.tolerance, 1e-6)
     case.names = name_number(abs(pattern.factor), quantities, tolerance, near=frozenset(near))

@@ -14,6 +14,7 @@ from gradcheck_dist.ledger.leaves import build_basis
 from gradcheck_dist.ledger.replay import replay
 from gradcheck_dist.ledger.solve import EPSILON, solve
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.ledger.transit import Hop, Transits, gain
 
 MAX_STDERR = 0.1
 """Relative standard error above which one parameter's weight is not known well enough to be judged alone."""
@@ -65,7 +66,8 @@ class Held:
     read, freed of clipping; None where they could not be measured. `visible` tells of each column whether it reaches
     into the part of the parameter that this rank holds: an expert's leaf on its own rank holds the tokens of the whole
     expert-parallel group, and the other ranks' leaves are of other experts. `changed_in`: which lines made it something
-    else than a combination of contributions, in words.
+    else than a combination of contributions, in words. `hops` changed a column's gradient on its way between pipeline
+    stages, before it came to the parameter; `observed` contains them.
     """
 
     param: ParamKey
@@ -76,6 +78,7 @@ class Held:
     nominal: np.ndarray | None = None
     partial: bool = False
     visible: list[bool] = field(default_factory=list)
+    hops: dict[int, tuple[Hop, ...]] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
     num_unknown: int = 0
     reason: str = ""
@@ -103,7 +106,7 @@ class Held:
         return (self.param[0], self.rank, self.events, self.digits)
 
 
-def measure(data: StepData, contributions: Contributions) -> list[Held]:
+def measure(data: StepData, contributions: Contributions, on_the_way: Transits | None = None) -> list[Held]:
     """Replay every parameter that an optimizer owns, on every rank that holds it."""
     held: list[Held] = []
     for key, tracks in sorted(data.tracks.items()):
@@ -113,8 +116,25 @@ def measure(data: StepData, contributions: Contributions) -> list[Held]:
         played = replay(data, tracks, basis)
         of_param = [_transfer(key, track, played) for _, track in sorted(tracks.items()) if _optimized(data, track)]
         _pool_shards(of_param, tracks, played)
+        if on_the_way is not None and on_the_way.hops:
+            for one in of_param:
+                _carry(one, key[0], on_the_way)
         held += of_param
     return held
+
+
+def _carry(held: Held, stage: int, on_the_way: Transits) -> None:
+    """A leaf that differentiates what came scaled from another stage weighs more or less than it shows."""
+    basis = held.replay.basis
+    for column, (key, origin) in enumerate(zip(basis.keys, basis.origin, strict=True)):
+        hops = on_the_way.on_the_way(origin, stage, key[1:])
+        if hops:
+            held.hops[column] = hops
+    if held.hops and held.observed is not None and held.stderr is not None:
+        gains = np.array([gain(held.hops.get(column, ())) for column in range(len(basis))])
+        noise = np.array([sum(hop.noise for hop in held.hops.get(column, ())) for column in range(len(basis))])
+        held.observed = held.observed * gains
+        held.stderr = np.abs(held.stderr * gains) + np.abs(held.observed) * noise
 
 
 def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay) -> None:

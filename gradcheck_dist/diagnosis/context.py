@@ -26,7 +26,8 @@ class Quantity:
 @dataclass
 class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
-    auxiliary loss terms. `relative`: weights are only compared with one another."""
+    auxiliary loss terms. `relative`: weights are only compared with one another. `num_handed_over`: ranks whose
+    gradients were seen to leave another pipeline stage."""
 
     step: int
     world_size: int
@@ -40,6 +41,7 @@ class StepContext:
     num_stages: int = 1
     terms: tuple[str, ...] = ()
     relative: bool = False
+    num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None

@@ -21,7 +21,8 @@ class Culprit:
     `factor` is the measured factor of the event or gap, `nominal` the documented one. A loss's `event` is its
     evaluation, `gradient` the backward in which its weight was seen. `wrong_constant`: the event did what it documents,
     but should have multiplied by another number. `missing` is the event that other weights went through and this one
-    did not. `rivals` are other explanations that cost about as much.
+    did not. `rivals` are other explanations that cost about as much. `in_flight`: unrecorded, between the
+    backward passes of two pipeline stages.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Culprit:
     wrong_constant: bool = False
     missing: Event | None = None
     rivals: tuple[Rival, ...] = ()
+    in_flight: bool = False
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""

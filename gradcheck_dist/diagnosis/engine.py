@@ -35,6 +35,7 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, 
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
+from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.trace.run import Run
 
 LOST = "GS401"
@@ -120,7 +121,10 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     if not _tokens_known(run, data):
         return verdict
-    measured = measure(data, contributions)
+    on_the_way = transits(data, contributions)
+    verdict.remarks += on_the_way.remarks
+    context.num_handed_over = len(on_the_way.matched)
+    measured = measure(data, contributions, on_the_way)
     target = aim(objective, data, contributions, measured, drop_lost=drop_lost)
     expected = target.expected
     verdict.contributions = context.contributions = target.contributions

@@ -97,8 +97,7 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
         earlier, last = (", ".join(map(str, sorted(set(ranks)))) for ranks in (by_hand, by_hand.values()))
         result.problems.append(
             f"rank(s) {earlier} differentiate what other ranks sent and have no loss: taken for earlier stages of "
-            f"pipelines by hand that end on rank(s) {last}. What is done to gradients on their way between ranks is "
-            "not seen"
+            f"pipelines by hand that end on rank(s) {last}"
         )
     signatures: dict[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]] = {
         rank: tuple(

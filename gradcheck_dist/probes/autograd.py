@@ -164,7 +164,7 @@ class Discovery:
             return
         self._hooked.update((id(leaf), id(info.param)))
         handle = leaf.register_hook(functools.partial(arrived, self._recorder, info))
-        _put_first(leaf, handle.id)
+        put_first(leaf, handle.id)
         self._hooks.append(handle)
 
     def hook_accumulated(self, info: ParamInfo) -> None:
@@ -179,7 +179,7 @@ class Discovery:
         self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
 
 
-def _put_first(leaf: Tensor, hook_id: int) -> None:
+def put_first(leaf: Tensor, hook_id: int) -> None:
     """Let one of a tensor's hooks run before those that the user registered earlier: hooks run in the dictionary's
     order, and what a user's hook does to a gradient (scale it, all-reduce it) is to be seen, not to be taken for the
     gradient's own value."""

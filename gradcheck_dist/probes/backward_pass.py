@@ -16,6 +16,7 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "given",
         "label_hash",
         "leaves",
         "microbatch",
@@ -39,6 +40,7 @@ class BackwardPass:
         self.sync: bool | None = None
         self.touched: dict[int, ParamInfo] = {}
         self.leaves: list[tuple[LocalPlan, Tensor]] = []  # sampled; their rows are made when the pass is over
+        self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcheck_dist.events import AFTER, BEFORE, PipelineStep, ScaleGrads, Site
@@ -94,6 +95,9 @@ def open_chunk(recorder: Recorder, stage: Any, chunk: int, last: bool) -> Any:
     current = recorder.begin_backward(microbatch=chunk, stage=stage.stage_index)
     if current is not None and recorder.pipeline_site is not None:
         current.site = recorder.pipeline_site
+    if current is not None:
+        _, inputs = getattr(stage, "fwd_cache", {}).get(chunk, (None, ()))
+        current.given = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf and one.requires_grad]
     return current
 
 

@@ -170,6 +170,15 @@ class Recorder(Sampler):
             else:
                 self._unsampled.append(event)
 
+    def emit_values(self, kind: Callable[..., Event], values: Tensor) -> None:
+        """Append an event of which `values`, all but those and the time known, lie on a device."""
+        event = functools.partial(kind, t_ns=time.time_ns())
+
+        def arrived(host: Tensor) -> None:
+            self.writer.append(cast(AnyRecord, event(values=host.numpy().tobytes())))
+
+        self.copies.bring(values, arrived)
+
     @staticmethod
     def is_host(value: Tensor) -> bool:
         """Whether a value can be read without waiting for an accelerator."""

@@ -38,6 +38,7 @@ PROBES = (
     "ddp",
     "fsdp",
     "pipeline",
+    "stage_edges",
 )
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"

@@ -36,6 +36,7 @@ CASES = {
 }
 
 ELSEWHERE = {
+    "GS202": "probes/test_stage_edges.py",
     "GS402": "ledger",
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",

@@ -1,0 +1,166 @@
+"""What happened to gradients on their way from one pipeline stage to the next.
+
+An earlier stage differentiates what a later one sent: a factor between them scales its whole gradient, and its own
+leaves show nothing of it. The probes sample both ends; the end that was sent is found by its values: it belongs to the
+same tokens and is, element by element, a multiple of what entered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from gradcheck_dist.events import Backward, Event, StageGradient
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.solve import EPSILON, ROUNDING
+from gradcheck_dist.ledger.tracks import Slot, StepData
+
+MIN_ELEMENTS = 8
+"""Elements other than zero that must be multiples of one another with one factor: fewer prove nothing."""
+RESIDUAL = 4 * EPSILON["bfloat16"]
+"""How far they may be from it, relative to their norm: what is sent may be rounded to any type on the way."""
+UNTOUCHED = 1e-5
+"""A factor nearer to 1 than this is 1."""
+SIGMAS = 6.0
+
+Place = tuple[int, int, Slot]
+"""(rank, stage, -1 without one; accumulation step and microbatch)"""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A factor between two stages. `left` is the backward pass that sent the gradient, on `rank`, `entered` the one
+    that it was handed to. `noise` is the factor's relative standard error."""
+
+    factor: float
+    noise: float
+    rank: int
+    left: Event | None
+    entered: Event | None
+
+
+@dataclass
+class Transits:
+    """By place, the hops between it and the loss that changed its gradient. `unmatched` are ranks of whose gradients
+    it was not seen from where they came, `matched` those of which it was."""
+
+    hops: dict[Place, tuple[Hop, ...]] = field(default_factory=dict)
+    matched: set[int] = field(default_factory=set)
+    unmatched: set[int] = field(default_factory=set)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What was not seen, in words."""
+        if not self.unmatched:
+            return []
+        ranks = ", ".join(map(str, sorted(self.unmatched)))
+        return [
+            f"rank(s) {ranks} differentiate gradients that match none that was seen to leave another stage: what was "
+            "done to them on the way between ranks is not known"
+        ]
+
+    def on_the_way(self, rank: int, stage: int, slot: Slot) -> tuple[Hop, ...]:
+        return self.hops.get((rank, stage, slot), ())
+
+
+def gain(hops: tuple[Hop, ...]) -> float:
+    """By how much a gradient was scaled before it came to a stage."""
+    return prod(hop.factor for hop in hops)
+
+
+def transits(data: StepData, contributions: Contributions) -> Transits:
+    """Match what entered each stage with what left another one."""
+    entered: dict[Place, list[StageGradient]] = defaultdict(list)
+    left: dict[Slot, list[tuple[Place, StageGradient]]] = defaultdict(list)
+    for rank, of_rank in data.events.items():
+        for event in of_rank:
+            if isinstance(event, StageGradient):
+                place = _place(rank, event)
+                if event.side == "output":
+                    entered[place].append(event)
+                else:
+                    left[place[2]].append((place, event))
+    result = Transits()
+    sources: dict[Place, tuple[Place, Hop]] = {}
+    for place, ends in entered.items():
+        found = _source(data, contributions, place, ends, left[place[2]])
+        if found is not None:
+            sources[place] = found
+        (result.unmatched if found is None else result.matched).add(place[0])
+    for place in sources:
+        chain, at = [], place
+        seen = {at}
+        while at in sources:
+            at, hop = sources[at]
+            if at in seen:
+                break
+            seen.add(at)
+            chain.append(hop)
+        # A stage behind which the way is lost is taken as it was seen up to there.
+        changed = tuple(hop for hop in reversed(chain) if abs(hop.factor - 1) > max(UNTOUCHED, SIGMAS * hop.noise))
+        if changed:
+            result.hops[place] = changed
+    return result
+
+
+def _place(rank: int, event: StageGradient | Backward) -> Place:
+    return (rank, -1 if event.stage is None else event.stage, (event.accumulation_step, event.microbatch))
+
+
+def _source(
+    data: StepData,
+    contributions: Contributions,
+    place: Place,
+    ends: list[StageGradient],
+    left: list[tuple[Place, StageGradient]],
+) -> tuple[Place, Hop] | None:
+    """The stage that sent all that entered here, and the one factor on the way; None where that is not clear."""
+    rank, stage, _ = place
+    own = contributions.coordinate.get(rank)
+    options: dict[Place, list[tuple[float, float]]] = {}
+    for other, sent in left:
+        if contributions.coordinate.get(other[0]) != own or (other[1] != stage + 1 if stage >= 0 else other[0] == rank):
+            continue
+        for end in ends:
+            found = multiple(end, sent)
+            if found is not None:
+                options.setdefault(other, []).append(found)
+    whole = {other: found for other, found in options.items() if len(found) >= len(ends)}
+    if not whole:
+        return None
+    # Copies of one gradient (tensor parallel) all fit; of different factors the one nearest to 1 is believed.
+    other = min(whole, key=lambda place: max(abs(factor - 1) for factor, _ in whole[place]))
+    factors, noises = zip(*whole[other], strict=True)
+    factor, noise = factors[0], sum(noises)
+    if max(factors) - min(factors) > max(UNTOUCHED, SIGMAS * noise) * abs(factor):
+        return None
+    hop = Hop(factor, noise, other[0], _backward(data, other), _backward(data, place))
+    return other, hop
+
+
+def multiple(entered: StageGradient, left: StageGradient) -> tuple[float, float] | None:
+    """(factor, its relative standard error) by which one gradient is the other; None where it is no multiple."""
+    if entered.shape != left.shape:
+        return None
+    arrived, sent = (np.frombuffer(end.values, dtype="<f4").astype(float) for end in (entered, left))
+    if len(arrived) != len(sent) or not (np.isfinite(arrived).all() and np.isfinite(sent).all()):
+        return None
+    num = int(np.count_nonzero(sent))
+    if num < MIN_ELEMENTS or not arrived.any():
+        return None
+    factor = float(arrived @ sent / (sent @ sent))
+    residual = float(np.linalg.norm(arrived - factor * sent) / np.linalg.norm(arrived))
+    if residual > RESIDUAL:
+        return None
+    return factor, max(residual, ROUNDING * EPSILON["float32"]) / num**0.5
+
+
+def _backward(data: StepData, place: Place) -> Event | None:
+    rank = place[0]
+    for event in data.events[rank]:
+        if isinstance(event, Backward) and _place(rank, event) == place:
+            return event
+    return None

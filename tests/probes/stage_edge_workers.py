@@ -1,0 +1,89 @@
+"""Two pipeline stages on two ranks, by hand and by torch's schedule, for test_stage_edges.py."""
+
+import contextlib
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
+TOKENS = MICROBATCHES * ROWS * LENGTH
+VARIANTS = ("by hand", "by hand, halved before it is sent", "by hand, rounded on the way", "schedule", "schedule, hook")
+
+
+class Stage(nn.Module):
+    def __init__(self, index: int, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.scale = scale
+        self.first = nn.Linear(WIDTH, WIDTH) if index else nn.Embedding(WORDS, WIDTH)
+        self.last = nn.Linear(WIDTH, WORDS if index else WIDTH)
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.first(given)))
+        if self.scale != 1 and output.requires_grad:
+            output.register_hook(lambda grad: grad * self.scale)
+        return output
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / TOKENS
+
+
+def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
+    rank = dist.get_rank()
+    edge = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16 if "rounded" in variant else torch.float32)
+    for tokens, meant in zip(ids.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+        if rank == 0:
+            output = stage(tokens)
+            dist.send(output.detach(), 1)
+            dist.recv(edge, 1)
+            output.backward(edge.float())
+        else:
+            given = torch.empty(ROWS, LENGTH, WIDTH)
+            dist.recv(given, 0)
+            given.requires_grad_()
+            loss_of(stage(given), meant).backward()
+            assert given.grad is not None
+            dist.send((given.grad / 2 if "halved" in variant else given.grad).to(edge.dtype), 0)
+
+
+def train(variant: str) -> int:
+    """Two steps; returns a checksum of the parameters."""
+    rank = dist.get_rank()
+    stage = Stage(rank, 3.0 if "hook" in variant and rank == 0 else 1.0)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    if "schedule" in variant:
+        edge = PipelineStage(stage, rank, 2, torch.device("cpu"))
+        schedule = Schedule1F1B(edge, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    data = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        ids, labels = torch.randint(WORDS, (2, MICROBATCHES * ROWS, LENGTH), generator=data)
+        if "schedule" in variant:
+            schedule.step(ids) if rank == 0 else schedule.step(target=labels)
+        else:
+            by_hand(stage, ids, labels, variant)
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in stage.parameters()))
+
+
+def train_all(folder: str) -> list[tuple[int, int]]:
+    """Every variant without probes and with them; checksums of both."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    found = []
+    for variant in VARIANTS:
+        checksums = []
+        for recorded in (False, True):
+            with attach(Path(folder) / variant) if recorded else contextlib.nullcontext():
+                checksums.append(train(variant))
+                dist.barrier()
+        found.append((checksums[0], checksums[1]))
+    dist.destroy_process_group()
+    return found

@@ -1,0 +1,70 @@
+"""What happens to gradients between pipeline stages is seen, whoever moves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stage_edge_workers import VARIANTS
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import StageGradient
+from gradcheck_dist.ledger.transit import multiple
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    folder = tmp_path_factory.mktemp("edges")
+    checksums = launch("stage_edge_workers:train_all", (str(folder),), 2, timeout_s=100)
+    assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
+    return {variant: diagnose(read_run(folder / variant)) for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", ["by hand", "by hand, rounded on the way", "schedule"])
+def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert report.verdict == "clean"
+    assert "GS202" in report.rules.passed
+    assert not [problem for problem in report.coverage.problems if "on the way" in problem]
+
+
+@pytest.mark.parametrize(
+    ("variant", "factor", "line"),
+    [("by hand, halved before it is sent", 0.5, "loss_of("), ("schedule, hook", 3.0, "schedule.step")],
+)
+def test_a_factor_on_the_way_is_told_with_both_its_ends(
+    reports: dict[str, Report], variant: str, factor: float, line: str
+) -> None:
+    (finding,) = reports[variant].findings
+    assert finding.code == "GS202"
+    assert finding.factor.observed == pytest.approx(factor, rel=1e-6)
+    assert set(finding.ranks) == {0}
+    event = finding.first_event
+    assert event is not None and event.unrecorded and event.rank == 1
+    assert event.before is not None and event.before["kind"] == "backward"
+    source = Path(str(event.file)).read_text().splitlines()
+    assert line in source[(event.line or 0) - 1]
+
+
+def edge(values: np.ndarray) -> StageGradient:
+    return StageGradient(
+        seq=1, t_ns=0, step=0, accumulation_step=0, microbatch=0, side="input", shape=(64,), dtype="float32",
+        values=values.astype("<f4").tobytes(),
+    )  # fmt: skip
+
+
+def test_only_a_multiple_is_a_multiple() -> None:
+    left = np.random.default_rng(0).normal(size=64)
+    assert multiple(edge(-0.25 * left), edge(left)) == pytest.approx((-0.25, 0), abs=1e-6)
+    assert multiple(edge(left + 0.1), edge(left)) is None
+    rounded = multiple(edge(left * (1 + 0.004 * np.sign(left[::-1]))), edge(left))
+    assert rounded is not None
+    assert abs(rounded[0] - 1) < 6 * rounded[1] < 0.01
+    assert multiple(edge(np.zeros(64)), edge(left)) is None
+    few = np.where(np.arange(64) < 7, left, 0.0)
+    assert multiple(edge(few), edge(few)) is None, "seven elements prove nothing"
+    assert multiple(edge(np.full(64, np.inf)), edge(left)) is None
