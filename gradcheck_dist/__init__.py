@@ -14,11 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradcheck_dist.diagnosis.engine import diagnose
     from gradcheck_dist.errors import GradcheckError
     from gradcheck_dist.interactive import load_ipython_extension, scenario
     from gradcheck_dist.notebook import load, prediction
     from gradcheck_dist.probes import attach, mark_loss
+    from gradcheck_dist.stream.diagnose import diagnose
     from gradcheck_dist.trace.run import read_run
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ __all__ = [
 _HOMES = {
     "GradcheckError": "gradcheck_dist.errors",
     "attach": "gradcheck_dist.probes",
-    "diagnose": "gradcheck_dist.diagnosis.engine",
+    "diagnose": "gradcheck_dist.stream.diagnose",
     "load": "gradcheck_dist.notebook",
     "load_ipython_extension": "gradcheck_dist.interactive",
     "mark_loss": "gradcheck_dist.probes",

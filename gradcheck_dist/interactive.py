@@ -96,6 +96,8 @@ def scenario(name: str, *, library: str | None = None, keep: str | None = None, 
     if result.error is not None:
         raise result.error
     runs = {one.variant: load(folder / one.variant) for one in result.report.variants}
+    for run in runs.values():
+        _ = run.run  # read now: the folder goes with the result, a variant of it may be kept
     reproduced = ReproducedScenario(result.report, runs)
     if keep is None:
         weakref.finalize(reproduced, shutil.rmtree, folder.parent, ignore_errors=True)

@@ -12,17 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
 from gradcheck_dist.diagnosis.rules import all_rules, find_rule
 from gradcheck_dist.errors import GradcheckError, unknown_value
+from gradcheck_dist.progress_bar import progress_bar
 from gradcheck_dist.reports import figures, plain, timeline
 from gradcheck_dist.reports.document import Document, build
 from gradcheck_dist.reports.figure import Figure
 from gradcheck_dist.reports.html_report import culprit_html, table_html
 from gradcheck_dist.reports.json_report import decode
 from gradcheck_dist.reports.page import prose_html
-from gradcheck_dist.reports.tables import COLUMNS, Column, table
+from gradcheck_dist.reports.tables import COLUMNS, OF_RUN, Column, table
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import Run, read_run
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ _TYPES = {"int": "Int64", "float": "float64", "str": "string", "bool": "boolean"
 
 
 def load(path: str | os.PathLike[str], *, objective: str | None = None, steps: range | None = None) -> LoadedRun:
-    """Read and judge a run folder, or read a JSON report.
+    """Read and judge a run folder, step by step in bounded memory, or read a JSON report.
+
+    A bar tells how far it is when it takes longer than a second.
 
     Args:
         path: a run folder, or a file that `gradcheck report --format json` wrote.
@@ -54,8 +57,9 @@ def load(path: str | os.PathLike[str], *, objective: str | None = None, steps: r
                 code="E901",
             )
         return LoadedRun(report, None)
-    run = read_run(place)
-    return LoadedRun(diagnose(run, objective=objective, steps=steps), run)
+    with progress_bar(f"judging {place.name}") as say:
+        report = diagnose_run(place, objective=objective, steps=steps, progress=lambda done: say(done.share, str(done)))
+    return LoadedRun(report, place)
 
 
 def prediction(*what_if: str, **setup: Any) -> Page:
@@ -95,12 +99,17 @@ class Page:
 
 
 class LoadedRun:
-    """A judged run. `report` is the whole document, `run` the events that it was judged from (None for a file)."""
+    """A judged run. `report` is the whole document; `run` are the events that it was judged from, read when they are
+    asked for (None for a JSON report)."""
 
-    def __init__(self, report: Report, run: Run | None) -> None:
+    def __init__(self, report: Report, folder: Path | None) -> None:
         self.report = report
-        self.run = run
-        self.figure = Figures(report, run)
+        self._folder = folder
+        self.figure = Figures(self)
+
+    @cached_property
+    def run(self) -> Run | None:
+        return read_run(self._folder) if self._folder is not None else None
 
     @cached_property
     def _document(self) -> Document:
@@ -169,7 +178,7 @@ class LoadedRun:
     def _frame(self, name: str) -> pandas.DataFrame:
         import pandas as pd
 
-        made = table(name, self.report, self.run)
+        made = table(name, self.report, self.run if name in OF_RUN else None)
         names = [column.name for column in made.columns]
         types = {column.name: _TYPES[column.kind] for column in made.columns}
         frame = pd.DataFrame.from_records(made.rows, columns=names).astype(types)
@@ -177,7 +186,7 @@ class LoadedRun:
         return frame
 
     def _need_run(self, what: str) -> None:
-        if self.run is None:
+        if self._folder is None:
             raise GradcheckError(
                 f"a JSON report holds no {what}. Load the run folder that it was made from.", code="E904"
             )
@@ -209,9 +218,12 @@ class LoadedRun:
 class Figures:
     """The figures of a run as plotly figures."""
 
-    def __init__(self, report: Report, run: Run | None) -> None:
-        self._report = report
-        self._run = run
+    def __init__(self, judged: LoadedRun) -> None:
+        self._judged = judged
+
+    @property
+    def _report(self) -> Report:
+        return self._judged.report
 
     def weights(self) -> plotly.graph_objects.Figure:
         """Ratio of every weight in the first step with a finding: holders by contributions."""
@@ -219,7 +231,8 @@ class Figures:
 
     def timeline(self) -> plotly.graph_objects.Figure:
         """The events of that step as lanes, one a rank."""
-        made = timeline.timeline_figure(self._report, self._run) if self._run is not None else None
+        run = self._judged.run
+        made = timeline.timeline_figure(self._report, run) if run is not None else None
         return _plotly(made, "timeline", "it needs the events of a run folder")
 
     def norms(self) -> plotly.graph_objects.Figure:

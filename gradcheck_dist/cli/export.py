@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.diagnose import Objective, Steps
+from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective, Steps
 from gradcheck_dist.cli.output import check_writable
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
@@ -47,15 +48,21 @@ def export(
     Exit codes: 0 written, 2 it could not be.
     """
     chosen = parse_steps(steps)
-    from gradcheck_dist.diagnosis.engine import diagnose
     from gradcheck_dist.reports import exports
+    from gradcheck_dist.stream.diagnose import diagnose_run
     from gradcheck_dist.trace.run import read_run
 
     is_file = form == ExportFormat.perfetto
-    with Progress(f"reading {run}") as progress:
+    with Progress(f"judging {run}") as progress:
+        report = diagnose_run(
+            run,
+            objective=objective,
+            steps=chosen,
+            jobs=min(os.cpu_count() or 1, MAX_JOBS),
+            progress=lambda done: progress.update(f"judging {run}: {done}"),
+        )
+        progress.update(f"reading {run}")
         recorded = read_run(run)
-        progress.update(f"judging {run}")
-        report = diagnose(recorded, objective=objective, steps=chosen)
         place = output or run / "export" / (f"{form.value}.json" if is_file else form.value)
         progress.update(f"writing {place}")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.diagnose import Objective, Steps
+from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective, Steps
 from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
@@ -67,7 +68,8 @@ def report(
     if run is not None:
         from gradcheck_dist.reports import formats
 
-        judged, recorded = _load(run, objective, steps)
+        judged = _load(run, objective, steps)
+        recorded = _events(run) if form == FileFormat.html and run.is_dir() else None
         text = formats.write(judged, form.value, run=recorded, plotlyjs=plotlyjs.value)
     else:
         text = _pairs(faults, fixes, form, objective, steps)
@@ -88,18 +90,30 @@ def _form_of(output: Path | None) -> FileFormat:
     return FileFormat(SUFFIXES.get(output.suffix.lower(), "md")) if output is not None else FileFormat.md
 
 
-def _load(path: Path, objective: str | None, steps: str | None) -> tuple[Report | ScenarioReport, Run | None]:
+def _load(path: Path, objective: str | None, steps: str | None) -> Report | ScenarioReport:
     if path.is_file():
         from gradcheck_dist.reports.json_report import decode
 
-        return decode(path.read_bytes(), str(path)), None
-    from gradcheck_dist.diagnosis.engine import diagnose
-    from gradcheck_dist.trace.run import read_run
+        return decode(path.read_bytes(), str(path))
+    from gradcheck_dist.stream.diagnose import diagnose_run
 
     chosen = parse_steps(steps)
-    with Progress(f"judging {path}"):
-        recorded = read_run(path)
-        return diagnose(recorded, objective=objective, steps=chosen), recorded
+    with Progress(f"judging {path}") as progress:
+        return diagnose_run(
+            path,
+            objective=objective,
+            steps=chosen,
+            jobs=min(os.cpu_count() or 1, MAX_JOBS),
+            progress=lambda done: progress.update(f"judging {path}: {done}"),
+        )
+
+
+def _events(run: Path) -> Run:
+    """The events themselves: what a timeline is drawn from."""
+    from gradcheck_dist.trace.run import read_run
+
+    with Progress(f"reading {run}"):
+        return read_run(run)
 
 
 def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: str | None, steps: str | None) -> str:
@@ -111,7 +125,7 @@ def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: s
         raise GradcheckError(f"a pair has no format {form.value}; legal values are md and html.", code="E716")
     pairs = []
     for fault, fix in zip(faults, fixes, strict=True):
-        judged = [_load(path, objective, steps)[0] for path in (fault, fix)]
+        judged = [_load(path, objective, steps) for path in (fault, fix)]
         first, second = judged
         if not isinstance(first, Report) or not isinstance(second, Report):
             raise GradcheckError(

@@ -48,10 +48,9 @@ def read(path: Path, wanted: Mapping[str, str | None]) -> Source:
     """
     axes: dict[str, float] = {}
     if path.is_dir() and any(path.glob("rank-*.trace")):
-        from gradcheck_dist.diagnosis.engine import diagnose
-        from gradcheck_dist.trace.run import read_run
+        from gradcheck_dist.stream.diagnose import diagnose_run
 
-        every, axes = _of_report(diagnose(read_run(path)))
+        every, axes = _of_report(diagnose_run(path))
     elif path.is_dir():
         from gradcheck_dist.compare.tensorboard_log import read_folder
 
@@ -102,9 +101,8 @@ def _of_report(report: object) -> tuple[dict[str, Curve], dict[str, float]]:
 
     assert isinstance(report, Report)
     curves = {}
-    for name, values in report.metrics.items():
-        at = report.run.steps if len(report.run.steps) == len(values) else range(len(values))
-        pairs = zip(at, values, strict=True)
+    for name in report.metrics:
+        pairs = report.series(name)
         curves[name] = {step: value for step, value in pairs if value is not None and math.isfinite(value)}
     return curves, {axis: float(degree) for axis, degree in report.run.axes.items() if degree > 1}
 

@@ -324,6 +324,7 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
     accused = any(finding.severity != "info" for finding in findings)
     state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"
     contexts = [verdict.context for verdict in verdicts]
+    series = summary.metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts])
     failed = sorted({finding.code for finding in findings})
     triggered = {rule.CODE for rule in all_rules() for context in contexts if judged and rule.triggered(context)}
     triggered |= {code for verdict in verdicts for code in verdict.audited}
@@ -342,7 +343,8 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
         units=summary.unit_list(verdicts[0].units if verdicts else {}),
         weights=[weight for verdict in verdicts for weight in verdict.weights],
         overhead=summary.overhead(run),
-        metrics=summary.metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts]),
+        metrics={name: [value for _, value in pairs] for name, pairs in series.items()},
+        metric_steps={name: [step for step, _ in pairs] for name, pairs in series.items()},
         tolerance=max(
             (cell.tolerance for verdict in verdicts for held in verdict.held for cell in held.cells), default=None
         ),

@@ -106,7 +106,8 @@ class MissingProbe(msgspec.Struct, kw_only=True):
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """What the verdict rests on and what it could not see. `problems` are missing ranks and damaged files in words."""
+    """What the verdict rests on and what it could not see. `problems` are missing ranks and damaged files in words,
+    `notes` what was looked at otherwise than by samples."""
 
     parameters_total: int = 0
     parameters_observed: int = 0
@@ -114,6 +115,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     probes_active: list[str] = []
     probes_missing: list[MissingProbe] = []
     problems: list[str] = []
+    notes: list[str] = []
 
 
 class RunInfo(msgspec.Struct, kw_only=True):
@@ -195,8 +197,18 @@ class Report(msgspec.Struct, kw_only=True):
     overhead: Overhead
     metrics: Mapping[str, Sequence[float | None]] = {}
     """Series by step; null where a value was no finite number, as the loss of a run that diverged."""
+    metric_steps: Mapping[str, Sequence[int]] = {}
+    """The step of each value of `metrics`, by name."""
     tolerance: float | None = None
     """Relative tolerance of the weights' comparison, the largest that was used."""
+
+    def series(self, name: str) -> list[tuple[int, float | None]]:
+        """A metric as (step, value); [] when there is none of that name."""
+        values = self.metrics.get(name, ())
+        steps: Sequence[int] = self.metric_steps.get(name, ())
+        if len(steps) != len(values):  # a report of before there were steps
+            steps = self.run.steps if len(self.run.steps) == len(values) else range(len(values))
+        return list(zip(steps, values, strict=True))
 
     @property
     def exit_code(self) -> int:

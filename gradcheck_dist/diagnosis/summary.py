@@ -308,9 +308,9 @@ def overhead(run: Run) -> Overhead:
     )
 
 
-def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[float]]:
-    """Series by step: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it)."""
-    series: dict[str, list[float]] = defaultdict(list)
+def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it)."""
+    series: dict[str, list[tuple[int, float]]] = defaultdict(list)
     clips = {
         event.step: event.total_norm
         for trace in run.ranks.values()
@@ -320,18 +320,18 @@ def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[
     for step, contributions in steps:
         total = contributions.num_tokens
         if total:
-            series["num_tokens"].append(float(total))
+            series["num_tokens"].append((step, float(total)))
             sums = [
                 (c.value * (c.num_tokens or 0) if c.loss is not None and c.loss.reduction == "mean" else c.value)
                 for c in contributions.by_key.values()
                 if c.value is not None
             ]
             if len(sums) == len(contributions.by_key):
-                series["loss"].append(sum(sums) / total)
+                series["loss"].append((step, sum(sums) / total))
         if step in clips:
-            series["grad_norm"].append(clips[step])
+            series["grad_norm"].append((step, clips[step]))
     for trace in run.ranks.values():
         for event in trace.events:
             if isinstance(event, Metric):
-                series[event.name].append(event.value)
+                series[event.name].append((event.step, event.value))
     return dict(series)

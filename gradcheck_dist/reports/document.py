@@ -166,6 +166,8 @@ def _finding(finding: Finding) -> FindingText:
     concerned = (
         f"{plural(finding.num_parameters, 'parameter')} ({some(finding.units)})" if finding.units else "the term"
     )
+    if finding.units and not finding.num_parameters:  # by what was recorded of a step, not parameter by parameter
+        concerned = some(finding.units)
     where = f"{concerned} on ranks {spans(finding.ranks)}, step {spans(steps)}"
     return FindingText(
         code=printable(finding.code, 80),
@@ -272,6 +274,7 @@ def _coverage(report: Report) -> list[str]:
     lines += [f"problem: {prose(problem, 300)}" for problem in coverage.problems[:10]]
     if len(coverage.problems) > 10:
         lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")
+    lines += [prose(note, 300) for note in coverage.notes[:10]]
     rules = report.rules
     outcomes = {"failed": rules.failed, "passed": rules.passed, "not triggered": rules.not_triggered}
     told = [f"{word} {some(codes, 12)}" for word, codes in outcomes.items() if codes]

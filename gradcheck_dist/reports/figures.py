@@ -151,14 +151,13 @@ def norms_figure(report: Report) -> Figure | None:
     """Metrics by step; None unless several steps were recorded."""
     traces: list[dict[str, Any]] = []
     notes: list[str] = []
-    steps = report.run.steps
     order = ("grad_norm", "loss", "num_tokens")
     names = [*(name for name in order if name in report.metrics), *sorted(set(report.metrics) - set(order))][:6]
     for name in names:
-        values = report.metrics[name]
+        pairs = report.series(name)
+        values, at = [value for _, value in pairs], [step for step, _ in pairs]
         if len(values) < 2:
             continue
-        at = steps if len(steps) == len(values) else list(range(len(values)))
         kept = bins(list(range(len(values))), MAX_POINTS)
         if len(kept) < len(values):
             notes.append(f"{printable(name, 40)}: every {len(kept[0])}th of {len(values)} values")

@@ -9,6 +9,7 @@ from typing import Any
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Clip
 from gradcheck_dist.reports.timeline import spans
+from gradcheck_dist.trace.columns import clips
 from gradcheck_dist.trace.run import Run
 
 PER_TOKEN = "1/tokens"
@@ -106,10 +107,12 @@ COLUMNS = {
     "tokens": TOKENS,
     "metrics": METRICS,
 }
+OF_RUN = ("events", "norms")
+"""Tables that stand in no report. Steps in columns have norms, and no events: their times were not kept."""
 
 
 def table(name: str, report: Report, run: Run | None) -> Table:
-    """One table. `events` and `norms` come from the run itself and are empty without it."""
+    """One table. Those of OF_RUN come from the run itself and are empty without it."""
     makers = {"findings": _findings, "weights": _weights, "tokens": _tokens, "metrics": _metrics}
     if name in makers:
         return Table(name, COLUMNS[name], list(makers[name](report)))
@@ -149,9 +152,8 @@ def _tokens(report: Report) -> Iterator[tuple[Any, ...]]:
 
 
 def _metrics(report: Report) -> Iterator[tuple[Any, ...]]:
-    for name, values in report.metrics.items():
-        at = report.run.steps if len(report.run.steps) == len(values) else range(len(values))
-        for step, value in zip(at, values, strict=True):
+    for name in report.metrics:
+        for step, value in report.series(name):
             yield step, name, value
 
 
@@ -165,10 +167,10 @@ def _events(run: Run) -> Iterator[tuple[Any, ...]]:
 
 def _norms(run: Run) -> Iterator[tuple[Any, ...]]:
     for rank, trace in sorted(run.ranks.items()):
-        for event in trace.events:
-            if isinstance(event, Clip):
-                after = event.total_norm * event.coefficient
-                yield (
-                    *(event.step, rank, event.norm_type, event.total_norm),
-                    *(event.max_norm, event.coefficient, after, event.partial),
-                )
+        recorded = [(event.step, event) for event in trace.events if isinstance(event, Clip)]
+        for step, event in sorted([*recorded, *clips(trace.shapes, trace.columns)], key=lambda pair: pair[0]):
+            after = event.total_norm * event.coefficient
+            yield (
+                *(step, rank, event.norm_type, event.total_norm),
+                *(event.max_norm, event.coefficient, after, event.partial),
+            )

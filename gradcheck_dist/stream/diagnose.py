@@ -11,12 +11,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
+from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.stream.watched import add_to, watch_run
+from gradcheck_dist.trace.run import Run
 
 POOL_FROM_S = 0.3
 """A step that takes longer than this to judge is worth other processes, which take about as long to start."""
@@ -102,6 +104,22 @@ def diagnose_run(
     if stopped:
         report.coverage.problems.append("stopped at the first step with a finding: later steps were not judged")
     return report
+
+
+def diagnose(run: Run, *, objective: str | None = None, steps: Collection[int] | None = None) -> Report:
+    """Judge a recorded run, its steps in columns included.
+
+    Args:
+        run: as read by read_run.
+        objective: what a step's gradient is meant to be; None takes what the run declared, else global-token-mean.
+        steps: optimizer steps to judge; None takes all that were recorded.
+
+    Raises:
+        GradcheckError: E401 unknown objective, E402 none of the steps was recorded.
+    """
+    if any(trace.header.columns for trace in run.ranks.values()):
+        return diagnose_run(run.path, objective=objective, steps=steps)
+    return engine.diagnose(run, objective=objective, steps=steps)
 
 
 class _Judges:

@@ -15,6 +15,7 @@ from gradcheck_dist.events import (
     AmpUnscale,
     AnyEvent,
     Backward,
+    Clip,
     ClipValue,
     Loss,
     LossGradient,
@@ -59,8 +60,9 @@ class Way:
 class ShapeWays:
     """The ways of a shape, and where its numbers lie.
 
-    `slots` in order of arrival; `weight_rows`, `token_rows`, `hash_rows`, `slot_of` and `sites` have an entry for every
-    gradient that arrived at a main loss. `spread_rows` are pairs of rows (least and largest weight of a token).
+    `slots` in order of arrival; `weight_rows`, `token_rows`, `hash_rows`, `value_rows`, `is_mean`, `slot_of` and
+    `sites` have an entry for every gradient that arrived at a main loss. `spread_rows` are pairs of rows (least and
+    largest weight of a token), `norm_rows` those of norms that were clipped.
     """
 
     slots: list[Slot]
@@ -69,6 +71,9 @@ class ShapeWays:
     weight_rows: list[int] = field(default_factory=list)
     token_rows: list[int] = field(default_factory=list)
     hash_rows: list[int | None] = field(default_factory=list)
+    value_rows: list[int | None] = field(default_factory=list)
+    is_mean: list[bool] = field(default_factory=list)
+    norm_rows: list[int] = field(default_factory=list)
     slot_of: list[int] = field(default_factory=list)
     spread_rows: list[tuple[int, int]] = field(default_factory=list)
     scale_rows: list[int] = field(default_factory=list)
@@ -126,7 +131,9 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
     weights, lows, highs, tokens_seen = (
         find_columns(events, LossGradient, name) for name in ("weight", "weight_min", "weight_max", "num_tokens")
     )
-    tokens_given, hashes = (find_columns(events, Loss, name) for name in ("num_tokens", "label_hash"))
+    tokens_given, hashes, values = (find_columns(events, Loss, name) for name in ("num_tokens", "label_hash", "value"))
+    norms = find_columns(events, Clip, "total_norm")
+    result.norm_rows = [row for index, row in norms.items() if not getattr(events[index], "partial", True)]
     result.scale_rows = list(find_columns(events, AmpUnscale, "scale").values())
     losses = {event.loss_id: (index, event) for index, event in enumerate(events) if isinstance(event, Loss)}
     for index, event in enumerate(events):
@@ -148,6 +155,8 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             result.weight_rows.append(weights[index])
             result.token_rows.append(tokens)
             result.hash_rows.append(hashes.get(at))
+            result.value_rows.append(values.get(at))
+            result.is_mean.append(loss is not None and loss.reduction == "mean")
             result.slot_of.append(result.slots.index(slot))
             result.sites.append(event.site)
             if index in lows and index in highs:

@@ -74,6 +74,23 @@ class Block:
             weights = weights * tokens.sum(axis=0)
         return weights if tokens.all() else np.where(tokens > 0, np.nan_to_num(weights, nan=np.inf), np.nan)
 
+    def losses(self) -> np.ndarray:
+        """The sum of all tokens' losses; NaN where some are not known. Shape (num_steps,)."""
+        rows = [row for row in self.shape.value_rows if row is not None]
+        if not rows or len(rows) < len(self.shape.value_rows):
+            return np.full(self.num_steps, np.nan)
+        times = np.where(np.array(self.shape.is_mean)[:, None], self.tokens(), 1)
+        # A mean over no tokens is NaN, and adds nothing.
+        total: np.ndarray = np.where(times > 0, self.rows(rows, "<f8") * times, 0.0).sum(axis=0)
+        return total
+
+    def norms(self) -> np.ndarray:
+        """The gradient norm that was clipped last; NaN where none was. Shape (num_steps,)."""
+        if not self.shape.norm_rows:
+            return np.full(self.num_steps, np.nan)
+        last: np.ndarray = self.rows(self.shape.norm_rows[-1:], "<f8")[0]
+        return last
+
     def hashes(self) -> np.ndarray:
         """One checksum of a step's labels, in the order of losses; 0 where some are not known. Shape (num_steps,)."""
         rows = [row for row in self.shape.hash_rows if row is not None]
@@ -154,6 +171,8 @@ class Summary:
     low: np.ndarray
     high: np.ndarray
     hashes: np.ndarray
+    loss: np.ndarray
+    norm: np.ndarray
     mixed: np.ndarray | None
 
 
@@ -220,6 +239,7 @@ def _summary(rank: int, number: int, block: Block, objective: str) -> Summary:
         low, high = _extremes(q, shape, bool(tokens.all()))
     return Summary(
         rank, block.first_step, number, num_tokens, len(shape.weight_rows), low, high, block.hashes(),
+        block.losses(), block.norms(),
         block.is_mixed() if shape.spread_rows else None,
     )  # fmt: skip
 

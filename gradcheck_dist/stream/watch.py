@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradcheck_dist.stream.documented import ShapeWays, Way
+from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.summaries import Round, Summary
 
 START_STEPS = 256
@@ -58,6 +59,7 @@ class Watch:
     first_step: int | None = None
     reasons: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    series: Series = field(default_factory=Series)
 
     def __post_init__(self) -> None:
         self._index = {rank: index for index, rank in enumerate(self.ranks)}
@@ -75,10 +77,12 @@ class Watch:
         self._low, self._high = np.full(shape, np.nan), np.full(shape, np.nan)
         self._losses = np.zeros(shape, dtype=np.int32)
         self._mixed = np.zeros(shape, dtype=bool)
+        self._loss, self._norm = np.full(shape, np.nan), np.full(shape, np.nan)
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return (self._way, self._tokens, self._hashes, self._low, self._high, self._losses, self._mixed)
+        return (self._way, self._tokens, self._hashes, self._low, self._high, self._losses, self._mixed,
+                self._loss, self._norm)  # fmt: skip
 
     def take(self, share: int, told: Round) -> Iterator[Deviation]:
         """What one share of the ranks told in one round."""
@@ -104,6 +108,7 @@ class Watch:
         where = (index, slice(at, at + count))
         self._way[where], self._tokens[where], self._hashes[where] = way, summary.num_tokens, summary.hashes
         self._low[where], self._high[where], self._losses[where] = summary.low, summary.high, summary.num_losses
+        self._loss[where], self._norm[where] = summary.loss, summary.norm
         if summary.mixed is not None:
             self._mixed[where] = summary.mixed
         self._told[index] = first + count
@@ -160,6 +165,7 @@ class Watch:
         if setting is None:
             setting = self._settings[key] = find_setting(ways, self._shapes, self.ranks, same_labels)
         self.tolerance = max(self.tolerance, setting.tolerance)
+        self._keep_series(columns, setting)
         mixed = self._mixed[:, columns].any(axis=0)
         reasons = list(setting.reasons)
         if mixed.any():
@@ -193,6 +199,18 @@ class Watch:
                 high=float(high[wrong, at].max()),
                 expected=float(expected[at]),
             )
+
+    def _keep_series(self, columns: np.ndarray, setting: Setting) -> None:
+        assert self._base is not None
+        counted = np.ix_(setting.coordinates, columns)
+        tokens, steps = self._tokens[counted].sum(axis=0), columns + self._base
+        self.series.add("num_tokens", steps, np.where(tokens > 0, tokens, np.nan))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.series.add("loss", steps, self._loss[counted].sum(axis=0) / tokens)
+        norms = self._norm[:, columns]
+        told = np.flatnonzero(~np.isnan(norms).all(axis=1))
+        if len(told):
+            self.series.add("grad_norm", steps, norms[told[-1]])
 
 
 def _runs_of_equal(matrix: np.ndarray) -> list[np.ndarray]:

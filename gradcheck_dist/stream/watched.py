@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.stream.findings import Groups, finding_of
+from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import read_shares
 from gradcheck_dist.stream.summaries import READ_BYTES
 from gradcheck_dist.stream.watch import Watch
@@ -24,6 +25,7 @@ class Watched:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    series: Series = field(default_factory=Series)
     num_judged: int = 0
     first_finding: int | None = None
     has_more: bool = False
@@ -72,7 +74,7 @@ def watch_run(
     tolerance = watch.tolerance
     result.findings = [finding_of(group, run, files, tolerance, objective) for group in groups.groups.values()]
     result.first_finding = min((finding.step for finding in result.findings), default=None)
-    result.num_judged, result.problems = watch.num_judged, watch.problems
+    result.num_judged, result.problems, result.series = watch.num_judged, watch.problems, watch.series
     _say(watch, groups, num_off, result)
     return result
 
@@ -99,7 +101,9 @@ def add_to(report: Report, watched: Watched, *, sampled: bool) -> None:
     report.findings = sorted(
         [*report.findings, *watched.findings], key=lambda finding: (order[finding.severity], finding.step)
     )
-    report.coverage.problems += [*watched.problems, *watched.notes]
+    report.coverage.problems += watched.problems
+    report.coverage.notes += watched.notes
+    watched.series.add_to(report)
     if not sampled:
         report.reasons = [
             "no step was recorded with samples: that recorded operations did what they are documented to do was taken "
@@ -109,6 +113,7 @@ def add_to(report: Report, watched: Watched, *, sampled: bool) -> None:
     if watched.findings:
         report.verdict = "findings"
         report.rules.failed = sorted({*report.rules.failed, *(finding.code for finding in watched.findings)})
+        report.rules.passed = [code for code in report.rules.passed if code not in report.rules.failed]
         report.rules.not_triggered = [code for code in report.rules.not_triggered if code not in report.rules.failed]
         report.next_step = report.findings[0].fix
     elif report.verdict == "clean" and report.reasons:

@@ -9,7 +9,7 @@ kept; `expand` gives each the end of its step.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -156,6 +156,23 @@ def _template(event: AnyEvent, first: int) -> AnyEvent:
     if hasattr(event, "duration_ns"):
         changes["duration_ns"] = 0
     return msgspec.structs.replace(event, **changes)
+
+
+def clips(shapes: Mapping[int, StepShape], columns: Iterable[StepColumns]) -> Iterator[tuple[int, Clip]]:
+    """The clips of steps in columns, as (step, clip); blocks that do not fit their shape are left out."""
+    for block in columns:
+        template = events_of(shapes[block.shape]) if block.shape in shapes else []
+        rows = {name: find_columns(template, Clip, name) for name in ("total_norm", "coefficient")}
+        count = len(columns_of(template))
+        if not rows["total_norm"] or len(block.numbers) != 8 * count * block.num_steps:
+            continue
+        numbers = np.frombuffer(block.numbers, dtype="<f8").reshape(count, block.num_steps)
+        for offset in range(block.num_steps):
+            for index, row in rows["total_norm"].items():
+                norm, factor = numbers[row, offset], numbers[rows["coefficient"][index], offset]
+                clip = msgspec.structs.replace(template[index], total_norm=float(norm), coefficient=float(factor))
+                assert isinstance(clip, Clip)
+                yield block.first_step + offset, clip
 
 
 def expand(shape: StepShape, columns: StepColumns) -> Iterator[tuple[int, list[AnyEvent]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -66,3 +67,11 @@ def test_without_a_fault_the_run_is_clean(tmp_path: Path) -> None:
         train(6)
     report = diagnose_run(tmp_path / "run")
     assert (report.verdict, report.reasons) == ("clean", [])
+    # Its curves are those of a run of which every step was sampled.
+    with gradcheck_dist.attach(tmp_path / "whole", steps=range(6), objective="global-token-mean"):
+        train(6)
+    whole = diagnose_run(tmp_path / "whole")
+    assert set(report.metrics) == {"loss", "num_tokens", "grad_norm"}
+    for name in report.metrics:
+        assert report.series(name) == [(step, pytest.approx(value)) for step, value in whole.series(name)]
+        assert [step for step, _ in report.series(name)] == list(range(6))

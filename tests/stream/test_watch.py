@@ -7,54 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from column_runs import one_wrong, write_columns
 from random_trainers import global_mean
-from simulator import Key, Trainer, World
+from simulator import Trainer, World
 from trainer_families import FAMILIES, make_case
 
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import Event, Loss, LossGradient, ParamSet
 from gradcheck_dist.stream import shares, summaries
 from gradcheck_dist.stream.diagnose import diagnose_run
-from gradcheck_dist.trace.columns import ColumnWriter
-from gradcheck_dist.trace.run import create_run_dir
-from gradcheck_dist.trace.writer import TraceWriter, trace_path
-
-
-def write_columns(folder: Path, worlds: list[World], samples_of: int | None = None) -> Path:
-    """The steps of some worlds of one trainer, as a rank writes them; `samples_of`: a step that is written whole."""
-    create_run_dir(folder, {"world_size": len(worlds[0].ranks)})
-    for world in worlds:
-        world.run()
-    for rank, process in enumerate(worlds[0].ranks):
-        header = msgspec.structs.replace(process.trace.header, columns=True)
-        writer = TraceWriter(trace_path(folder, rank), header, background=False)
-        for record in (*process.trace.params.values(), *process.trace.plans.values()):
-            writer.append(record)
-        for id, params in process.trace.param_sets.items():
-            writer.append(ParamSet(id=id, params=params))
-        columns = ColumnWriter(writer.append)
-        for step, world in enumerate(worlds):
-            first = 1000 * step
-            trace = world.ranks[rank].trace
-            events = [moved(event, step, first) for event in sorted(trace.events, key=lambda event: event.seq)]
-            if step == samples_of:
-                for event in trace.events:
-                    writer.append(msgspec.structs.replace(event, step=step))
-                for sample in trace.samples:
-                    writer.append(msgspec.structs.replace(sample, step=step))
-            else:
-                columns.add(step, events)
-        columns.flush()
-        writer.close()
-    return folder
-
-
-def moved(event: Event, step: int, first: int) -> Event:
-    """An event of another step."""
-    changes = {"step": step, "seq": event.seq + first}
-    if isinstance(event, Loss | LossGradient):
-        changes["loss_id"] = event.loss_id + first
-    return msgspec.structs.replace(event, **changes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,19 +36,6 @@ def test_what_is_documented_is_judged_and_never_a_right_trainer_accused(family: 
     assert left_open <= 3
 
 
-def off_in_one(key: Key, tokens: dict[Key, int]) -> float:
-    return (3.0 if key == (1, 1, 0) else 1.0) * 2 / sum(tokens.values())
-
-
-RIGHT = Trainer(global_mean(2.0), data_ranks=2, accumulation=3)
-WRONG = replace(RIGHT, root=off_in_one)
-
-
-def one_wrong(folder: Path, *, steps: int = 12, wrong: int = 7, samples_of: int | None = None) -> Path:
-    worlds = [World(WRONG if step == wrong else RIGHT, seed=step) for step in range(steps)]
-    return write_columns(folder, worlds, samples_of)
-
-
 def test_one_contribution_of_one_step_is_found_and_described(tmp_path: Path) -> None:
     report = diagnose_run(one_wrong(tmp_path / "run"))
     [finding] = report.findings
@@ -99,9 +46,7 @@ def test_one_contribution_of_one_step_is_found_and_described(tmp_path: Path) -> 
     assert finding.first_event is not None
     assert (finding.first_event.kind, finding.first_event.file, finding.first_event.line) == ("loss", "train.py", 14)
     assert report.exit_code == 1
-    assert any(
-        "12 steps (72 contributions) were compared, 1 steps are off" in text for text in report.coverage.problems
-    )
+    assert any("12 steps (72 contributions) were compared, 1 steps are off" in text for text in report.coverage.notes)
 
 
 def test_right_steps_alone_prove_nothing_but_beside_measured_ones_they_are_clean(tmp_path: Path) -> None:
