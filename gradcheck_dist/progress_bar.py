@@ -51,7 +51,8 @@ class _Notebook:
     """An output of the cell that is written over, and empty at the end: other outputs stay."""
 
     def __init__(self, task: str, display: Any) -> None:
-        self._task, self._display, self._handle = task, display, None
+        self._task, self._display = task, display
+        self._handle: Any = None
 
     def show(self, share: float, text: str) -> None:
         page = self._display.HTML(
