@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from gradcheck_dist.axes import AXIS_NAMES, Axes
 from gradcheck_dist.diagnosis.finding import Report, Weight
-from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.along import Place, contribution_places, known_weights, mesh_places
 from gradcheck_dist.reports.figure import COLOURS, Figure, bins, distinct, label, layout
 from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.reports.weights import shown_step
@@ -30,9 +29,9 @@ _RIGHT = {
 _DIVERGING = [[0.0, "#2a6fb0"], [0.5, "#f4f4f2"], [1.0, "#c4541c"]]
 
 
-def weights_figure(report: Report) -> Figure | None:
-    """Ratio of each holder's weight for each contribution in the shown step, None when there are no weights."""
-    step = shown_step(report)
+def weights_figure(report: Report, step: int | None = None) -> Figure | None:
+    """Ratio of each holder's weight for each contribution in a step, by default the shown one; None without weights."""
+    step = shown_step(report) if step is None else step
     cells: dict[tuple[Hashable, Hashable], list[Weight]] = defaultdict(list)
     for weight in report.weights:
         if weight.step == step:
@@ -45,13 +44,16 @@ def weights_figure(report: Report) -> Figure | None:
     columns: list[Any] = sorted({column for _, column in cells})
     row_bins, column_bins = bins(rows, MAX_ROWS), bins(columns, MAX_COLUMNS)
     several = len({column[2] for column in columns}) > 1
-    z, hover, worst_cells = [], [], []
-    for row_bin in row_bins:
-        found = [[cells.get((row, column)) for row in row_bin for column in cols] for cols in column_bins]
-        worst = [_worst(cell for group in groups if group for cell in group) for groups in found]
-        z.append([None if weight is None else _log2(weight.ratio) for weight in worst])
-        worst_cells.append(worst)
-        hover.append([_cell_text(weight) for weight in worst])
+    row_of = {row: index for index, row_bin in enumerate(row_bins) for row in row_bin}
+    column_of = {column: index for index, cols in enumerate(column_bins) for column in cols}
+    binned: dict[tuple[int, int], list[Weight]] = defaultdict(list)
+    for (row, column), found in cells.items():
+        binned[row_of[row], column_of[column]] += found
+    worst_cells = [
+        [_worst(binned.get((row, column), ())) for column in range(len(column_bins))] for row in range(len(row_bins))
+    ]
+    z = [[None if weight is None else _log2(weight.ratio) for weight in worst] for worst in worst_cells]
+    hover = [[_cell_text(weight) for weight in worst] for worst in worst_cells]
     names = [_bin_label(row_bin, lambda row: f"{row[0]} @ rank {row[1]}") for row_bin in row_bins]
     tops = [_bin_label(cols, lambda c: f"d{c[0]} k{c[1]}" + (f" m{c[2]}" if several else "")) for cols in column_bins]
     limit = max([abs(value) for line in z for value in line if value is not None], default=0.0)
@@ -99,20 +101,10 @@ def weights_figure(report: Report) -> Figure | None:
 
 def ratio_figure(report: Report) -> Figure | None:
     """Median ratio (bar: lowest to highest) along every axis of the mesh, the contributions and the steps."""
-    axes = _axes(report)
-    along: dict[str, Callable[[Weight], int]] = {
-        "step": lambda weight: weight.step,
-        "data rank": lambda weight: weight.contribution.data_rank,
-        "accumulation step": lambda weight: weight.contribution.accumulation_step,
-        "microbatch": lambda weight: weight.contribution.microbatch,
-    }
-    for axis in AXIS_NAMES[:-1]:
-        if axes is not None and getattr(axes, axis) > 1:
-            places = [axes.coordinates(rank)[axis] for rank in range(axes.world_size)]
-            along[axis] = lambda weight, places=places: places[weight.holder_rank]  # type: ignore[misc]
-    known = [weight for weight in report.weights if weight.ratio is not None]
-    if axes is not None and any(not 0 <= weight.holder_rank < axes.world_size for weight in known):
-        along = {name: place for name, place in along.items() if name not in AXIS_NAMES}
+    along: dict[str, Place] = {"step": lambda weight: weight.step}
+    along |= {name.replace("_", " "): place for name, place in contribution_places().items()}
+    along |= mesh_places(report)
+    known = known_weights(report)
     traces: list[dict[str, Any]] = []
     reduced: list[str] = []
     for name, place in along.items():
@@ -190,14 +182,6 @@ def _stacked(traces: list[dict[str, Any]]) -> dict[str, Any]:
         shape[f"yaxis{index + 1}" if index else "yaxis"] = {**style, "domain": domain, "title": {"text": trace["name"]}}
     shape["xaxis"]["anchor"] = f"y{count}" if count > 1 else "y"
     return {"data": traces, "layout": shape}
-
-
-def _axes(report: Report) -> Axes | None:
-    try:
-        axes = Axes(**{name: report.run.axes.get(name, 1) for name in AXIS_NAMES})
-    except GradcheckError:
-        return None
-    return axes if axes.world_size == report.run.world_size <= 65536 else None
 
 
 def _trace(name: str, places: list[str], groups: list[list[float]], colour: str) -> dict[str, Any]:

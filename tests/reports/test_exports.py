@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hostile import hostile_report
-from sample_reports import finding, report
+from sample_reports import finding, report, weight
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports import exports
+from gradcheck_dist.reports import exports, heatmap
+from gradcheck_dist.reports.figures import ratio_figure, weights_figure
 from gradcheck_dist.reports.tables import COLUMNS, table
 from gradcheck_dist.trace.run import Run
 
@@ -129,8 +132,57 @@ def test_tensorboard_reads_scalars_and_findings_and_keeps_what_was_there(faulty:
     tags = log.Tags()
     assert [event.value for event in log.Scalars("gradcheck/ratio/all")] == pytest.approx([0.5, 0.5])
     assert {"gradcheck/loss", "gradcheck/norm_after_clip", "gradcheck/ratio/data_rank/1"} <= set(tags["scalars"])
-    assert "_hparams_/session_start_info" in log.summary_metadata
     assert b"GS101" in log.Tensors("gradcheck/findings")[0].tensor_proto.string_val[0]
+
+
+def test_tensorboard_has_the_ratio_along_every_axis_by_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cells = [weight(0, 0, 0.5 if rank >= 4 else 1.0, holder=rank) for rank in range(8)]
+    judged = report(weights=[*cells, *(msgspec.structs.replace(one, step=1, ratio=1.0) for one in cells)])
+    judged.run.axes, judged.run.world_size = {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, 8
+    exports.write(judged, None, "tensorboard", tmp_path)
+    log = EventAccumulator(str(tmp_path)).Reload()
+    seen = {tag: [(event.step, event.value) for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+    assert seen["gradcheck/ratio/dp_replicate/0"] == [(0, 1.0), (1, 1.0)]
+    assert seen["gradcheck/ratio/dp_replicate/1"] == [(0, 0.5), (1, 1.0)]
+    for axis in ("dp_shard", "tp", "ep"):
+        assert [seen[f"gradcheck/ratio/{axis}/{place}"] for place in (0, 1)] == [[(0, 0.75), (1, 1.0)]] * 2
+    figure = ratio_figure(judged)
+    assert figure
+    assert {"dp_replicate", "dp_shard", "tp", "ep", "step"} <= {trace["name"] for trace in figure.spec["data"]}
+
+
+def test_tensorboard_shows_the_weights_as_an_image_a_step(faulty: Judged, tmp_path: Path) -> None:
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    exports.write(*faulty, "tensorboard", tmp_path)
+    images = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload().Images("gradcheck/weights")
+    assert [image.step for image in images] == [0, 1]
+    picture = Image.open(io.BytesIO(images[0].encoded_image_string))
+    assert picture.size == (images[0].width, images[0].height)
+    assert heatmap._BLUE in {colour for _, colour in picture.getcolors(1 << 20)}  # half of what it should be: blue
+    hostile = weights_figure(hostile_report())
+    assert hostile
+    assert heatmap.png(hostile)[1] < 4000
+
+
+def test_tensorboard_has_axes_as_hparams_and_findings_as_text(faulty: Judged, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    exports.write(*faulty, "tensorboard", tmp_path)
+    log = EventAccumulator(str(tmp_path)).Reload()
+    started = metadata.parse_session_start_info_plugin_data(
+        log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    told = {name: value.number_value or value.string_value for name, value in started.hparams.items()}
+    assert told["dp_replicate"] == 2
+    assert (told["objective"], told["verdict"], told["findings"]) == ("global-token-mean", "findings", "GS101")
+    (text,) = log.Tensors("gradcheck/findings")
+    assert log.SummaryMetadata("gradcheck/findings").plugin_data.plugin_name == "text"
+    assert "double-averaging" in text.tensor_proto.string_val[0].decode()
 
 
 def test_an_unknown_format_is_refused(faulty: Judged, tmp_path: Path) -> None:

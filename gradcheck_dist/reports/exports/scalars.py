@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.reports.along import contribution_places, medians, mesh_places
 from gradcheck_dist.reports.tables import table
 from gradcheck_dist.reports.text import printable
 from gradcheck_dist.trace.run import Run
@@ -16,7 +16,7 @@ MAX_COORDINATES = 64
 
 def scalars(report: Report, run: Run | None) -> Iterator[tuple[int, str, float]]:
     """(step, name, value): logged metrics, norms before and after clipping, the median ratio of all weights and of each
-    coordinate below MAX_COORDINATES."""
+    coordinate below MAX_COORDINATES on every axis of the mesh, of data ranks, accumulation steps and microbatches."""
     for step, name, value in table("metrics", report, run).rows:
         if value is not None:
             yield step, f"gradcheck/{printable(name, 80)}", value
@@ -26,17 +26,11 @@ def scalars(report: Report, run: Run | None) -> Iterator[tuple[int, str, float]]
             yield step, "gradcheck/norm_before_clip", before
             yield step, "gradcheck/norm_after_clip", after
             yield step, "gradcheck/clip_coefficient", coefficient
-    groups: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for weight in report.weights:
-        if weight.ratio is None:
-            continue
-        key = weight.contribution
-        groups[weight.step, "all"].append(weight.ratio)
-        for axis, place in (("data_rank", key.data_rank), ("accumulation_step", key.accumulation_step)):
-            if place < MAX_COORDINATES:
-                groups[weight.step, f"{axis}/{place}"].append(weight.ratio)
-    for (at, name), ratios in sorted(groups.items()):
-        yield at, f"gradcheck/ratio/{name}", statistics.median(ratios)
+    for (at, _, _), ratio in medians(report, {"all": lambda weight: 0}).items():
+        yield at, "gradcheck/ratio/all", ratio
+    for (at, axis, place), ratio in medians(report, contribution_places() | mesh_places(report)).items():
+        if place < MAX_COORDINATES:
+            yield at, f"gradcheck/ratio/{axis}/{place}", ratio
 
 
 def by_step(report: Report, run: Run | None) -> dict[int, dict[str, float]]:

@@ -1,13 +1,19 @@
-"""Scalars by step, findings as text and the mesh as hparams, into a TensorBoard log folder beside what lies there."""
+"""Scalars by step, weights as images, findings as text, the mesh as hparams: into a TensorBoard log folder, beside what
+lies there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.reports import markdown
 from gradcheck_dist.reports.exports.scalars import facts, scalars
+from gradcheck_dist.reports.figures import weights_figure
+from gradcheck_dist.reports.heatmap import png
 from gradcheck_dist.trace.run import Run
+
+MAX_PICTURES = 20
 
 
 def write(report: Report, run: Run | None, output: Path) -> list[Path]:
@@ -28,6 +34,19 @@ def write(report: Report, run: Run | None, output: Path) -> list[Path]:
     body = TensorProto(dtype=DT_STRING, string_val=[markdown.render(report).encode()])
     value = Summary.Value(tag="gradcheck/findings", metadata=text, tensor=body)
     writer.add_event(Event(step=min(report.run.steps, default=0), summary=Summary(value=[value])))
+    for step, (picture, width, height) in _pictures(report):
+        image = Summary.Image(encoded_image_string=picture, width=width, height=height, colorspace=3)
+        writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag="gradcheck/weights", image=image)])))
     writer.add_event(Event(summary=hparams.hparams_pb(facts(report), trial_id=report.run.id)))
     writer.close()
     return sorted(set(output.iterdir()) - before)
+
+
+def _pictures(report: Report) -> Iterator[tuple[int, tuple[bytes, int, int]]]:
+    """The map of weights of up to MAX_PICTURES steps, those with findings first."""
+    steps = sorted({weight.step for weight in report.weights})
+    faulty = {finding.step for finding in report.findings}
+    for step in sorted(sorted(steps, key=lambda step: step not in faulty)[:MAX_PICTURES]):
+        figure = weights_figure(report, step)
+        if figure is not None:
+            yield step, png(figure)
