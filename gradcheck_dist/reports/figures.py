@@ -45,10 +45,10 @@ def weights_figure(report: Report, step: int | None = None) -> Figure | None:
     row_bins, column_bins = bins(rows, MAX_ROWS), bins(columns, MAX_COLUMNS)
     several = len({column[2] for column in columns}) > 1
     row_of = {row: index for index, row_bin in enumerate(row_bins) for row in row_bin}
-    column_of = {column: index for index, cols in enumerate(column_bins) for column in cols}
+    column_of: dict[Any, int] = {column: index for index, some in enumerate(column_bins) for column in some}
     binned: dict[tuple[int, int], list[Weight]] = defaultdict(list)
-    for (row, column), found in cells.items():
-        binned[row_of[row], column_of[column]] += found
+    for (row, place), found in cells.items():
+        binned[row_of[row], column_of[place]] += found
     worst_cells = [
         [_worst(binned.get((row, column), ())) for column in range(len(column_bins))] for row in range(len(row_bins))
     ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -101,19 +103,48 @@ def test_perfetto_has_a_process_a_rank_with_named_lanes_and_marks_the_culprit(fa
     assert names == {"rank 0", "rank 1"}
     lanes = {entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
     assert {"step", "backward", "reduce", "loss"} <= lanes
-    for entry in entries:
-        assert entry["ph"] in ("M", "X", "i")
-        assert {"name", "pid"} <= entry.keys()
-        if entry["ph"] != "M":
-            assert entry["ts"] >= 0
-            assert isinstance(entry["tid"], int)
-        if entry["ph"] == "X":
-            assert entry["dur"] > 0
+    as_the_format_asks(entries)
     backward = [entry for entry in entries if entry["name"].startswith("backward")]
     assert len(backward) == 2 * 2 * 3
     culprits = [entry["name"] for entry in entries if entry.get("cat") == "culprit"]
     assert len(culprits) == 1
     assert culprits[0].endswith("<- GS101")
+
+
+def as_the_format_asks(entries: list[dict[str, Any]]) -> None:
+    """What the description of the Chrome trace event format asks for, and Perfetto's importer of it: microseconds from
+    0 up, every lane named by metadata before its first event, durations of one lane beside or inside one another."""
+    named: set[tuple[int, int]] = set()
+    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for entry in entries:
+        assert entry["ph"] in ("M", "X", "i")
+        assert isinstance(entry["name"], str)
+        assert isinstance(entry["pid"], int)
+        if entry["ph"] == "M":
+            assert entry["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            (value,) = entry["args"].values()
+            assert isinstance(value, int if entry["name"].endswith("index") else str)
+            if entry["name"] == "thread_name":
+                named.add((entry["pid"], entry["tid"]))
+            continue
+        lane = (entry["pid"], entry["tid"])
+        assert lane in named
+        assert math.isfinite(entry["ts"])
+        assert entry["ts"] >= 0
+        assert isinstance(entry["cat"], str)
+        if entry["ph"] == "i":
+            assert entry["s"] in ("g", "p", "t")
+        else:
+            assert entry["dur"] > 0
+            lanes.setdefault(lane, []).append((entry["ts"], entry["ts"] + entry["dur"]))
+    assert lanes
+    for slices in lanes.values():
+        open_until: list[float] = []
+        for start, end in sorted(slices, key=lambda one: (one[0], -one[1])):
+            while open_until and open_until[-1] <= start + 1e-3:  # a nanosecond
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-3
+            open_until.append(end)
 
 
 def test_a_timeline_needs_the_run(tmp_path: Path) -> None:
