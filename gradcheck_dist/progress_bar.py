@@ -65,7 +65,7 @@ class _Notebook:
 
     def close(self) -> None:
         if self._handle is not None:
-            self._handle.update(self._display.HTML(""))
+            self._handle.update({"text/plain": ""}, raw=True)
 
 
 class _Terminal:

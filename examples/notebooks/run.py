@@ -12,5 +12,7 @@ for path in sorted(Path(__file__).parent.glob("*.ipynb")):
         nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:  # a progress bar that is done leaves an empty one
+            cell.outputs = [output for output in cell.outputs if output.get("data") != {"text/plain": ""}]
     nbformat.write(notebook, path)
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")

@@ -32,7 +32,7 @@ def _texts(notebook: Any) -> list[list[str]]:
             texts = [output.get("data", {}).get("text/plain", output.get("text", "")) for output in cell.outputs]
             for pattern, instead in _PASSING:
                 texts = [pattern.sub(instead, text) for text in texts]
-            found.append(texts)
+            found.append([text for text in texts if text])
     return found
 
 
