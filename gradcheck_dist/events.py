@@ -253,6 +253,16 @@ class StepEnd(Event, tag="step_end"):
     probe_s: float
 
 
+class Replica(Event, tag="replica"):
+    """A checksum of some of a rank's parameters, equal on ranks that hold the same values: when the first backward
+    pass of a step began, or (`after`) when an optimizer had stepped. `num_steps_later` counts optimizer steps behind
+    the last recorded one; there only changes that no optimizer made are noted."""
+
+    fingerprint: int
+    after: bool = False
+    num_steps_later: int = 0
+
+
 class ProbeStatus(Event, tag="probe_status"):
     """A probe became active, could not hook (`reason`) or was not needed."""
 
@@ -291,6 +301,7 @@ AnyEvent = (
     | GradientCheck
     | Metric
     | StepEnd
+    | Replica
     | ProbeStatus
     | ProbeError
     | RunEnd

@@ -10,6 +10,7 @@ from gradcheck_dist import __version__
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
+from gradcheck_dist.diagnosis.alternatives import LOST, UNREDUCED, training_apart, without_warm_up
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
@@ -31,6 +32,7 @@ from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import PipelineStep
+from gradcheck_dist.ledger.apart import apart, own_coordinates
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
@@ -38,7 +40,6 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step
 from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.trace.run import Run
 
-LOST = "GS401"
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 EXACT = 1e-6
@@ -83,22 +84,12 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
-    verdicts, more = without_warm_up(settle(verdicts))
+    verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += more
     weigh(verdicts)
     report = _report(run, verdicts, objective, objective_from)
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
-
-
-def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
-    """A pass that was thrown away in the first step and never again was a warm-up and no fault."""
-    lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
-    if len(verdicts) < 2 or not lost[0] or any(lost[1:]) or verdicts[0].without_lost is None:
-        return verdicts, []
-    step = verdicts[0].context.step
-    note = f"step {step}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
-    return [verdicts[0].without_lost, *verdicts[1:]], [note]
 
 
 def objective_of(run: Run, given: str | None) -> tuple[str, str]:
@@ -111,10 +102,16 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
     return DEFAULT_OBJECTIVE, "assumed: none was declared; --objective sets it"
 
 
-def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False) -> StepVerdict:
-    """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so."""
+def judge_step(
+    run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False, alone: bool = False
+) -> StepVerdict:
+    """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
+    ranks that reduce no gradients between them train models of their own."""
     data = step_data(run, step)
     contributions = same_tokens(data, collect(data.events))
+    own = own_coordinates(data, contributions) if alone else None
+    if own is not None:
+        data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
     verdict.reasons += [*_why_not(run, data, contributions), *nothing_verified(data.events)]
@@ -132,7 +129,7 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     name_places(measured, data, target.contributions, expected)
     verdict.reasons += target.reasons
     verdict.held = judge(measured, target.contributions, expected)
-    verdict.reasons += summary.unseen(verdict.held, expected)
+    verdict.reasons += summary.unseen(verdict.held, expected, own)
     verdict.units = summary.unit_of(verdict.held)
     cases = _all_cases(verdict, measured, expected, target.tokens)
     norms = step_norms(run, data, contributions.coordinate)
@@ -163,8 +160,10 @@ def judge_step(run: Run, step: int, objective: str, objective_from: str, *, drop
     for finding, effect in audit(facts, verdict.units):
         verdict.found(finding, effect)
     verdict.audited = audited(facts)
-    if not drop_lost and any(finding.code == LOST for finding in verdict.findings):
+    if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
+    if not alone and UNREDUCED in found:
+        verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
     return verdict
 
 

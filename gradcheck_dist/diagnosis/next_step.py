@@ -10,6 +10,7 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""

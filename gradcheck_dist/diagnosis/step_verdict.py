@@ -71,6 +71,7 @@ class StepVerdict:
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
     without_lost: StepVerdict | None = None
+    alone: StepVerdict | None = None
     scaling: Scaling | None = None
     changes: list[Change] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)

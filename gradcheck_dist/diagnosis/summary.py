@@ -91,13 +91,24 @@ def _unit_name(params: list[str]) -> str:
     return ".".join(common) + ".*" if common else f"{params[0]} and {len(params) - 1} more"
 
 
-def unseen(held: list[Held], expected: dict[ContributionKey, Fraction]) -> list[str]:
-    """Contributions whose weight no parameter of a rank shows: what was not seen must not be called right."""
+def unseen(
+    held: list[Held], expected: dict[ContributionKey, Fraction], own: dict[int, set[int]] | None = None
+) -> list[str]:
+    """Contributions whose weight no parameter of a rank shows: what was not seen must not be called right.
+
+    Args:
+        own: the data coordinates that concern each rank; None where all do.
+    """
     seen: dict[tuple[int, int], set[ContributionKey]] = defaultdict(set)
     for one in held:
         if one.observed is not None:
             seen[one.param[0], one.rank] |= {cell.key for cell in one.cells}
-    missing = {key for keys in seen.values() for key in expected if key not in keys}
+    missing = {
+        key
+        for (_, rank), keys in seen.items()
+        for key in expected
+        if key not in keys and (own is None or key[0] in own.get(rank, ()))
+    }
     if not missing:
         return []
     shown = ", ".join(f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)[:3])

@@ -133,7 +133,7 @@ def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
         apart = parts[stage, name]
         weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
         if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
-            apart = _merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
+            apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
         for part in apart:
             own = name if len(apart) == 1 else f"{name} (as on rank {min(part)})"
             names |= {(rank, params[rank].id): (stage, own) for rank in part}
@@ -169,10 +169,10 @@ def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_l
     alike: dict[object, set[int]] = defaultdict(set)
     for rank, param in params.items():
         alike[param.fingerprint if plain else None, param.stage is None and rank in without_loss].add(rank)
-    return _merge(list(alike.values()), reduced)
+    return merge(list(alike.values()), reduced)
 
 
-def _merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:
+def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:
     """The parts, those that have ranks in one group joined."""
     if len(parts) > 1:
         for group in groups:

@@ -73,6 +73,8 @@ class Recorder(Sampler):
         self.read_in: dict[int, int] = {}  # parameter id -> step in which an optimizer last read its gradient
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
+        self.reduced = False  # whether gradients were combined over several ranks at all
+        self.replicas: Any = None  # set by the replicas probe
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
         self.probe_ns = 0
         self._steps = steps
@@ -315,6 +317,7 @@ class Recorder(Sampler):
 
     def emit_reduce(self, seq: int, infos: list[ParamInfo], **fields: Any) -> None:
         current = self.current
+        self.reduced |= len(fields.get("group", ())) > 1 or len(fields.get("replicate_group", ())) > 1
         self.emit(
             Reduce,
             seq=seq,

@@ -39,6 +39,7 @@ PROBES = (
     "fsdp",
     "pipeline",
     "stage_edges",
+    "replicas",
 )
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
@@ -68,6 +69,17 @@ class Session:
         atexit.unregister(self.detach)
         if _session is self:
             _session = None
+
+    def stop(self) -> None:
+        """All steps were recorded: detach, but for the one probe that may have to look on."""
+        replicas = self.recorder.replicas
+        if replicas is None or not replicas.may_come_later():
+            self.detach()
+            return
+        self._patches.restore()
+        self.recorder.finish()
+        self.recorder.writer.flush()
+        replicas.look_on(self._patches)
 
     def __enter__(self) -> Session:
         return self
@@ -163,7 +175,7 @@ def attach(
     writer.flush()
     _session = Session(folder, recorder, patches)
     atexit.register(_session.detach)
-    recorder.finished = _session.detach
+    recorder.finished = _session.stop
     return _session
 
 

@@ -36,6 +36,7 @@ FROZEN = {
     ),
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s seq t_ns step site",
+    "replica": "fingerprint after num_steps_later seq t_ns step site",
     "probe_status": "probe active reason seq t_ns step site",
     "probe_error": "probe message count seq t_ns step site",
     "run_end": "reason seq t_ns step site",

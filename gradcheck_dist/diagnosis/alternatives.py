@@ -1,0 +1,35 @@
+"""Other ways to see a step, each judged beside it and taken where the whole run speaks for it."""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.trace.run import Run
+
+LOST = "GS401"
+UNREDUCED = "GS103"
+
+
+def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
+    """A pass that was thrown away in the first step and never again was a warm-up and no fault."""
+    lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
+    if len(verdicts) < 2 or not lost[0] or any(lost[1:]) or verdicts[0].without_lost is None:
+        return verdicts, []
+    step = verdicts[0].context.step
+    note = f"step {step}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
+    return [verdicts[0].without_lost, *verdicts[1:]], [note]
+
+
+def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
+    """Ranks that never reduce gradients and whose parameters are averaged instead train apart on purpose (local SGD,
+    DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average."""
+    found = averaged(run) if any(verdict.alone is not None for verdict in verdicts) else None
+    if found is None:
+        return verdicts
+    chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
+    chosen[0].reasons.append(
+        f"ranks reduce no gradients between them, and {found.words}: local SGD, DiLoCo and other averages of "
+        "parameters do this. So each rank's gradients are judged on its own tokens (inferred); how parameters are "
+        "averaged is not judged"
+    )
+    return chosen

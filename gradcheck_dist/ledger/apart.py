@@ -1,0 +1,85 @@
+"""Ranks that train apart: they reduce no gradients between them, and average their parameters now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradcheck_dist.events import PipelineStep, Reduce, Replica
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
+from gradcheck_dist.trace.run import Run
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What tells that parameters were made alike: by which step or so, between which ranks. `alike`: they were equal
+    afterwards; else they were only changed by something that is no optimizer."""
+
+    step: int
+    num_steps_later: int
+    alike: bool
+
+    @property
+    def words(self) -> str:
+        when = f"step {self.step + self.num_steps_later}"
+        if self.alike:
+            return f"their parameters, which had become unequal, are equal again after {when}"
+        return f"something that is no optimizer changes their parameters on every rank after {when}"
+
+
+def averaged(run: Run) -> Averaged | None:
+    """Whether ranks' parameters were unequal and became equal again, or were changed on all of them by something else
+    than an optimizer; None where nothing of the kind was seen."""
+    seen = {rank: _states(run, rank) for rank in run.ranks}
+    common = set.intersection(*map(set, seen.values())) if len(seen) > 1 else set()
+    unequal = False
+    changed: Averaged | None = None
+    for moment in sorted(common):
+        left = {of_rank[moment][0] for of_rank in seen.values()}
+        found = {of_rank[moment][1] for of_rank in seen.values()}
+        unequal |= len(left - {None}) > 1
+        if unequal and len(found) == 1:
+            return Averaged(*moment, alike=True)
+        if changed is None and all(None not in of_rank[moment] and len(set(of_rank[moment])) == 2
+                                   for of_rank in seen.values()):  # fmt: skip
+            changed = Averaged(*moment, alike=False)
+        unequal |= len(found) > 1
+    return changed
+
+
+def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int]]:
+    """By (step, later steps) behind which it was: the checksum that the optimizer left, and the next one after it."""
+    states: dict[tuple[int, int], tuple[int | None, int]] = {}
+    left: int | None = None
+    moment = (-1, 0)
+    for event in sorted((e for e in run.ranks[rank].events if isinstance(e, Replica)), key=lambda e: e.seq):
+        if event.after:
+            left, moment = event.fingerprint, (event.step, event.num_steps_later)
+        else:
+            states[moment] = (left, event.fingerprint)
+    return states
+
+
+def own_coordinates(data: StepData, contributions: Contributions) -> dict[int, set[int]]:
+    """For each rank the data coordinates of the ranks that train one model with it: they reduce gradients together, run
+    one pipeline or evaluate the same tokens."""
+    place = contributions.coordinate
+    joined = [{rank for rank, own in place.items() if own == one} for one in set(place.values())]
+    for rank, events in data.events.items():
+        for event in events:
+            if isinstance(event, Reduce | PipelineStep):
+                joined.append({rank, *event.group, *getattr(event, "replicate_group", ())} & set(data.events))
+    groups = merge([{rank} for rank in data.events], joined)
+    return {rank: {place.get(member, member) for member in group} for group in groups for rank in group}
+
+
+def apart(data: StepData, own: dict[int, set[int]]) -> StepData:
+    """The same step with each group's parameters under names of their own, so that each is judged on its own tokens."""
+    tracks: dict[ParamKey, dict[int, Track]] = {}
+    for (stage, name), of_rank in data.tracks.items():
+        groups: dict[frozenset[int], dict[int, Track]] = {}
+        for rank, track in of_rank.items():
+            groups.setdefault(frozenset(own[rank]), {})[rank] = track
+        for mine in groups.values():
+            tracks[stage, name if len(groups) == 1 else f"{name} (as on rank {min(mine)})"] = mine
+    return replace(data, tracks=tracks)

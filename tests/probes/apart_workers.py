@@ -1,0 +1,55 @@
+"""Ranks that reduce no gradients, for test_training_apart.py."""
+
+import contextlib
+import zlib
+
+import torch
+import torch.distributed as dist
+from probe_workers import Net, batch, token_sum
+
+STEPS, RECORDED = 6, 3
+
+
+def train(how: str, every: int, factor: float, run_dir: str | None) -> int:
+    """Train some steps; returns a checksum of the parameters.
+
+    Args:
+        how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip) or "never".
+        every: steps between two averages.
+    """
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        start = [param.detach().clone() for param in model.parameters()]
+        num_tokens = sum(int((batch(rank, k)[1] >= 0).sum()) for k in range(2))
+        for step in range(STEPS):
+            for k in range(2):
+                (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if how != "never" and (step + 1) % every == 0:
+                average(how, list(model.parameters()), start, rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+@torch.no_grad()
+def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], rank: int, world: int) -> None:
+    for param, first in zip(params, start, strict=True):
+        if how == "neighbour":
+            held = [torch.zeros_like(param) for _ in range(world)]
+            dist.all_gather(held, param.detach())
+            param.mul_(0.75).add_(held[(rank + 1) % world], alpha=0.25)
+        elif how == "pseudo gradients":
+            moved = first - param
+            dist.all_reduce(moved)
+            param.copy_(first - 0.7 * moved / world)
+            first.copy_(param)
+        else:
+            dist.all_reduce(param.data)
+            param.div_(world)

@@ -1,0 +1,51 @@
+"""Ranks that average their parameters and not their gradients are not accused; those that share nothing are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from apart_workers import RECORDED
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.events import Replica
+from gradcheck_dist.reports.document import build
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+def train(folder: Path, how: str, every: int, factor: float = 1.0) -> Path:
+    run = folder / "run"
+    recorded = launch("apart_workers:train", (how, every, factor, str(run)), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train", (how, every, factor, None), 2, timeout_s=60)
+    return run
+
+
+@pytest.mark.parametrize(("how", "every"), [("parameters", 1), ("pseudo gradients", RECORDED + 2), ("neighbour", 2)])
+def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, every: int) -> None:
+    """Also where the first average comes behind the recorded steps."""
+    run = train(tmp_path, how, every)
+    report = diagnose(read_run(run))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert f"after step {every - 1}" in reason and "on its own tokens" in reason
+    assert [weight.ratio for weight in report.weights] == pytest.approx([1.0] * len(report.weights), rel=1e-4)
+    assert build(diagnose_run(run)) == build(report)
+
+
+def test_a_factor_beside_averaged_parameters_is_found(tmp_path: Path) -> None:
+    report = diagnose(read_run(train(tmp_path, "parameters", 2, factor=0.5)))
+    assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", "1/2")]
+
+
+def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
+    run = read_run(train(tmp_path, "never", 1))
+    assert "GS103" in {finding.code for finding in diagnose(run).findings}
+    seen = [event for event in run.ranks[0].events if isinstance(event, Replica)]
+    assert [(event.step, event.after) for event in seen] == [(s, a) for s in range(RECORDED) for a in (False, True)]
