@@ -62,6 +62,10 @@ class Transits:
             "done to them on the way between ranks is not known"
         ]
 
+    @property
+    def all_hops(self) -> list[Hop]:
+        return [hop for hops in self.hops.values() for hop in hops]
+
     def on_the_way(self, rank: int, stage: int, slot: Slot) -> tuple[Hop, ...]:
         return self.hops.get((rank, stage, slot), ())
 

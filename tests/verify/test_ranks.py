@@ -85,12 +85,15 @@ def test_tensor_parallelism_by_hand(
     assert one.first_event is not None and one.first_event.function == "Split.forward"
 
 
-def test_a_factor_between_pipeline_stages(tmp_path: Path) -> None:
+def test_a_factor_between_pipeline_stages_is_told_once(tmp_path: Path) -> None:
     launch("verify_workers:train_pipeline", (PIPELINE, 0.5, str(tmp_path / "run")), 2, timeout_s=60)
-    (found,) = accusations(tmp_path / "run")
+    run = gradcheck_dist.read_run(tmp_path / "run")
+    (found,) = gradcheck_dist.diagnose(run).findings
+    assert found.code == "GS202"
     assert found.factor.observed == pytest.approx(0.5, rel=1e-5)
-    assert found.pattern == "Decoder: the output that goes to rank 1 gets x 0.5"
     assert found.ranks == [0]
+    checks = [event for event in run.ranks[0].events if isinstance(event, GradientCheck)]
+    assert [check.factor for check in checks if check.target == "boundary"] == [pytest.approx(0.5, rel=1e-5)]
 
 
 def test_ranks_are_connected_through_others() -> None:

@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, Wrong, parameters_of, was_verified, wrong_modules
 from gradcheck_dist.events import GradientCheck
+from gradcheck_dist.ledger.transit import transits
 
 CODE = "GS801"
 NAME = "wrong-backward"
@@ -58,8 +59,11 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
+    seen = [hop.factor for hop in transits(facts.data, facts.contributions).all_hops]
     for wrong in wrong_modules(facts.data.events):
         check = wrong.first
+        if _between_stages(check, seen):
+            continue  # told by GS202, with both ends
         if _is_group_size(check) and not facts.weights_right:
             continue  # a loss divided by the ranks that all hold it makes such a sum right: one finding says so
         names = parameters_of(wrong, facts.data.tracks)
@@ -85,6 +89,11 @@ def _may_be_meant(check: GradientCheck, reversed_: bool) -> str:
     if check.name == ALL_PARAMETERS:
         return "a hook that scales the gradient of the output"
     return "gradient reversal" if reversed_ else ""
+
+
+def _between_stages(check: GradientCheck, seen: list[float]) -> bool:
+    at_an_edge = check.target == "boundary" or (check.target == "leaf" and check.name == ALL_PARAMETERS)
+    return at_an_edge and check.factor is not None and any(abs(check.factor / one - 1) < REVERSED for one in seen)
 
 
 def _is_group_size(check: GradientCheck) -> bool:
