@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -48,6 +49,7 @@ def diagnose_run(
     first: bool = False,
     jobs: int = 1,
     progress: Callable[[Progress], None] | None = None,
+    early: Callable[[Report], None] | None = None,
 ) -> Report:
     """Judge a recorded run from its folder.
 
@@ -58,6 +60,7 @@ def diagnose_run(
         first: stop at the first step with a finding.
         jobs: processes that judge steps side by side; the report does not depend on it.
         progress: called after each step.
+        early: called once, with the report of the first step that has a finding, when more steps are to come.
 
     Raises:
         GradcheckError: E401 unknown objective, E402 none of the steps was recorded, and what RunCursor raises.
@@ -93,6 +96,10 @@ def diagnose_run(
             if first and found:
                 stopped = True
                 break
+            if found and early is not None:
+                # A copy: concluding joins findings of several steps in place.
+                early(conclude(cursor.run, [deepcopy(verdict)], [], chosen, chosen_from))
+                early = None
     if recorded and not verdicts and steps is not None and not set(recorded) & set(steps):
         raise not_recorded(recorded)
     report = conclude(cursor.run, verdicts, cursor.skipped_steps, chosen, chosen_from)

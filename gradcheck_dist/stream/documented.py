@@ -30,7 +30,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.trace.columns import events_of, find_columns
+from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 
 Slot = tuple[int, int]
 """(accumulation step, microbatch)"""
@@ -61,12 +61,13 @@ class ShapeWays:
     """The ways of a shape, and where its numbers lie.
 
     `slots` in order of arrival; `weight_rows`, `token_rows`, `hash_rows`, `value_rows`, `is_mean`, `slot_of` and
-    `sites` have an entry for every gradient that arrived at a main loss. `spread_rows` are pairs of rows (least and
-    largest weight of a token), `norm_rows` those of norms that were clipped.
+    `sites` have an entry for every gradient that arrived at a main loss; `num_rows` counts all rows. `spread_rows` are
+    pairs of rows (least and largest weight of a token), `norm_rows` those of norms that were clipped.
     """
 
     slots: list[Slot]
     ways: list[Way]
+    num_rows: int = 0
     pipeline: tuple[int, ...] = ()
     weight_rows: list[int] = field(default_factory=list)
     token_rows: list[int] = field(default_factory=list)
@@ -99,7 +100,7 @@ def ways_of(shape: StepShape, param_sets: dict[int, tuple[int, ...]]) -> ShapeWa
     template = events_of(shape)
     events = sorted(template, key=lambda event: event.seq)
     slots = list(dict.fromkeys((e.accumulation_step, e.microbatch) for e in events if isinstance(e, Backward)))
-    result = ShapeWays(slots, [])
+    result = ShapeWays(slots, [], num_rows=len(columns_of(template)))
     result.optimized = any(isinstance(event, OptimizerStep) for event in events)
     result.scaling = [event for event in events if isinstance(event, Reduce | ScaleGrads | AmpUnscale)]
     pipelines = [event.group for event in events if isinstance(event, PipelineStep)]

@@ -12,7 +12,8 @@ from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, Finding, FirstEvent
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.events import AnyEvent, Reduce, ScaleGrads, Site
-from gradcheck_dist.stream.summaries import Block, detail
+from gradcheck_dist.stream.plain import PlainReader
+from gradcheck_dist.stream.summaries import Block, BlockReader, detail
 from gradcheck_dist.stream.watch import Deviation
 from gradcheck_dist.trace.run import Run
 
@@ -31,13 +32,16 @@ class Group:
 
 
 class Groups:
-    """Deviations, like ones together; bounded, whatever comes."""
+    """Deviations, like ones together; bounded, whatever comes. `plain`: of steps that were recorded event by event."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: bool = False) -> None:
+        self.plain = plain
         self.groups: dict[tuple[object, ...], Group] = {}
         self.num_left_out = 0
+        self.num_steps = 0
 
     def add(self, deviation: Deviation) -> None:
+        self.num_steps += 1
         uniform = abs(deviation.high - deviation.low) <= ALIKE * abs(deviation.high)
         ratio = float(f"{deviation.high:.4g}") if uniform else "varies"
         key = (deviation.ranks, ratio)
@@ -50,7 +54,10 @@ class Groups:
 
 
 @dataclass
-class _Cell:
+class DocumentedCell:
+    """One contribution as it is documented: `weight` of a token at its loss, `factor` on its way, `ratio` documented /
+    expected."""
+
     rank: int
     slot: tuple[int, int]
     ratio: float
@@ -60,16 +67,23 @@ class _Cell:
     site: Site | None
 
 
-def finding_of(group: Group, run: Run, files: dict[int, Path], tolerance: float, objective: str) -> Finding:
+def finding_of(
+    group: Group,
+    run: Run,
+    files: dict[int, Path],
+    tolerance: float,
+    objective: str,
+    plain: bool = False,
+) -> Finding:
     """What is wrong with the documented weights of these steps, in the words of a report."""
     deviation = group.first
     blocks: dict[int, Block] = {}
-    cells: list[_Cell] = []
+    cells: list[DocumentedCell] = []
     for rank in deviation.ranks[:MAX_RANKS]:
-        found = detail(files[rank], deviation.step)
+        found = detail(files[rank], deviation.step, PlainReader if plain else BlockReader)
         if found is not None and found[0].shape.weight_rows:
             blocks[rank] = found[0]
-            cells += _cells(rank, *found, objective, deviation.expected)
+            cells += cells_of(rank, *found, objective, deviation.expected)
     wrong = [cell for cell in cells if not abs(cell.ratio - 1) <= tolerance]
     ratios = [cell.ratio for cell in wrong] or [deviation.low, deviation.high]
     ratio = float(np.median(ratios))
@@ -89,16 +103,27 @@ def finding_of(group: Group, run: Run, files: dict[int, Path], tolerance: float,
         num_parameters=0,
         ranks=list(deviation.ranks),
         first_event=event,
-        explanation=f"By what was recorded the weights are off: {pattern}. {_account(wrong)} These steps were recorded "
-        "without samples: recorded operations are taken to have done what they are documented to do.",
+        explanation=f"By what was recorded the weights are off: {pattern}. {_account(wrong)} These steps were "
+        f"{'not measured' if plain else 'recorded without samples'}: recorded operations are taken to have done what "
+        "they are documented to do.",
         fix="Look at how the loss of these contributions is divided, and at the recorded factor that follows it.",
-        suggested_experiment=f"Record step {deviation.step} with samples (gradcheck run --steps "
-        f"{deviation.step}:{deviation.step + 1} -- ...): it shows what really arrived in each parameter.",
+        suggested_experiment=_experiment(deviation.step, plain),
         steps=group.steps,
     )
 
 
-def _cells(rank: int, block: Block, column: int, objective: str, expected: float) -> list[_Cell]:
+def _experiment(step: int, plain: bool) -> str:
+    steps = f"--steps {step}:{step + 1}"
+    if plain:
+        return f"Measure step {step} (gradcheck diagnose RUN {steps}): it shows what really arrived in each parameter."
+    return (
+        f"Record step {step} with samples (gradcheck run {steps} -- ...): it shows what really arrived in each "
+        "parameter."
+    )
+
+
+def cells_of(rank: int, block: Block, column: int, objective: str, expected: float) -> list[DocumentedCell]:
+    """The contributions of a rank in one step, each by the way that is farthest off; `expected` as in a Deviation."""
     q = block.normalised(objective)[:, column] / expected
     weights, tokens = block.weights()[:, column], block.tokens()[:, column]
     shape = block.shape
@@ -106,7 +131,7 @@ def _cells(rank: int, block: Block, column: int, objective: str, expected: float
     ratios = q * factors
     worst = np.nanargmax(np.abs(np.nan_to_num(ratios, nan=1.0) - 1), axis=0)
     return [
-        _Cell(
+        DocumentedCell(
             rank=rank,
             slot=shape.slots[shape.slot_of[index]],
             ratio=float(ratios[worst[index], index]),
@@ -126,7 +151,7 @@ def _size(ratios: list[float], uniform: bool) -> str:
     return f"documented / expected between {min(ratios):.6g} and {max(ratios):.6g}"
 
 
-def _where(deviation: Deviation, wrong: list[_Cell], cells: list[_Cell]) -> str:
+def _where(deviation: Deviation, wrong: list[DocumentedCell], cells: list[DocumentedCell]) -> str:
     ranks = deviation.ranks
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({_ranges(ranks)})"
     slots = sorted({cell.slot for cell in wrong})
@@ -143,7 +168,7 @@ def _ranges(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
 
 
-def _account(wrong: list[_Cell]) -> str:
+def _account(wrong: list[DocumentedCell]) -> str:
     if not wrong:
         return ""
     first = wrong[0]
@@ -154,8 +179,8 @@ def _account(wrong: list[_Cell]) -> str:
 
 
 def _factor(
-    ratio: float, uniform: bool, wrong: list[_Cell], cells: list[_Cell], run: Run, blocks: dict[int, Block],
-    tolerance: float,
+    ratio: float, uniform: bool, wrong: list[DocumentedCell], cells: list[DocumentedCell], run: Run,
+    blocks: dict[int, Block], tolerance: float,
 ) -> Factor:  # fmt: skip
     if not uniform:
         products = [cell.ratio * cell.num_tokens for cell in wrong]
@@ -186,7 +211,9 @@ def _factor(
     )
 
 
-def _culprit(wrong: list[_Cell], cells: list[_Cell], blocks: dict[int, Block], uniform: bool) -> FirstEvent | None:
+def _culprit(
+    wrong: list[DocumentedCell], cells: list[DocumentedCell], blocks: dict[int, Block], uniform: bool
+) -> FirstEvent | None:
     """The loss, where it alone tells wrong contributions from right ones or nothing else scales; the one recorded
     factor, where the loss was right without it. None where both could be meant."""
     if not wrong:
@@ -213,7 +240,9 @@ def _line(event: AnyEvent) -> tuple[object, ...]:
     return (type(event), event.site and (event.site.file, event.site.line))
 
 
-def _event(kind: str, cell: _Cell, site: Site | None, op: str | None, factor: float | None = None) -> FirstEvent:
+def _event(
+    kind: str, cell: DocumentedCell, site: Site | None, op: str | None, factor: float | None = None
+) -> FirstEvent:
     return FirstEvent(
         rank=cell.rank,
         seq=0,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.stream.summaries import READ_BYTES, Round, rounds
+from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader, KnownShapes, Round, rounds
 
 WORTH_BYTES = 1 << 30
 """A run smaller than this is read before another process has started."""
 
 
 def read_shares(
-    files: dict[int, Path], objective: str, jobs: int, read_bytes: int = READ_BYTES
+    files: dict[int, Path],
+    objective: str,
+    jobs: int,
+    read_bytes: int = READ_BYTES,
+    make: Callable[[Path, KnownShapes], BlockReader] = BlockReader,
 ) -> Iterator[tuple[int, Round]]:
     """The rounds of all shares of the ranks in turn, as (share, round).
 
@@ -26,7 +30,7 @@ def read_shares(
     num_bytes = sum(path.stat().st_size for path in files.values())
     jobs = min(jobs, len(files))
     if jobs < 2 or num_bytes < WORTH_BYTES:
-        yield from ((0, told) for told in rounds(files, objective, read_bytes))
+        yield from ((0, told) for told in rounds(files, objective, read_bytes, make))
         return
     context = multiprocessing.get_context("spawn")  # not forked: the caller may have threads
     ranks = sorted(files)
@@ -36,7 +40,7 @@ def read_shares(
             receive, send = context.Pipe(duplex=False)
             stack.enter_context(receive)
             of_share = {rank: files[rank] for rank in ranks[share::jobs]}
-            process = context.Process(target=_serve, args=(of_share, objective, read_bytes, send), daemon=True)
+            process = context.Process(target=_serve, args=(of_share, objective, read_bytes, make, send), daemon=True)
             process.start()
             send.close()
             stack.callback(process.join)
@@ -58,8 +62,14 @@ def read_shares(
                     yield share, told
 
 
-def _serve(files: dict[int, Path], objective: str, read_bytes: int, send: Connection) -> None:
+def _serve(
+    files: dict[int, Path],
+    objective: str,
+    read_bytes: int,
+    make: Callable[[Path, KnownShapes], BlockReader],
+    send: Connection,
+) -> None:
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        for told in rounds(files, objective, read_bytes):
+        for told in rounds(files, objective, read_bytes, make):
             send.send(told)
         send.send(None)

@@ -14,18 +14,22 @@ with n_c tokens in a contribution, N_d on a data coordinate, N in the step, C co
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD
 from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEnd, Samples, StepColumns, StepShape
 from gradcheck_dist.stream.documented import ShapeWays, ways_of
+from gradcheck_dist.trace.frames import Damage
 from gradcheck_dist.trace.reader import RankTrace, TraceTail
 
 READ_BYTES = 1 << 20
+MAX_STEP = 1 << 48
+"""No training counts this far: a larger step is damage."""
 
 
 @dataclass
@@ -114,6 +118,44 @@ KnownShapes = dict[tuple[bytes, tuple[tuple[int, tuple[int, ...]], ...]], ShapeW
 """By a shape's events and the parameter sets that they refer to."""
 
 
+class Blocks:
+    """Makes blocks of one rank's columns. `known` may be shared: of 1024 ranks, most wrote the same shapes."""
+
+    def __init__(self, known: KnownShapes) -> None:
+        self._known = known
+        self._ways: dict[int, ShapeWays] = {}
+
+    def block(self, trace: RankTrace, columns: StepColumns) -> Block:
+        """The block of one record.
+
+        Raises:
+            ValueError: its shape is missing or none, or its numbers do not fit it.
+        """
+        ways = self._ways_of(trace, columns.shape)
+        count, size = columns.num_steps, 8 * columns.num_steps * ways.num_rows
+        if count < 1 or not 0 <= columns.first_step < MAX_STEP or len(columns.first_seqs) != 8 * count:
+            raise ValueError(
+                f"{count} steps from step {columns.first_step} with {len(columns.first_seqs)} bytes of seq"
+            )
+        if len(columns.numbers) != size:
+            raise ValueError(f"{len(columns.numbers)} bytes of numbers for {count} steps, not {size}")
+        return Block(ways, columns)
+
+    def _ways_of(self, trace: RankTrace, id: int) -> ShapeWays:
+        if id not in self._ways:
+            if id not in trace.shapes:
+                raise ValueError(f"step shape {id} is missing")
+            shape = trace.shapes[id]
+            key = (shape.events, tuple(sorted(trace.param_sets.items())))
+            if key not in self._known:
+                try:
+                    self._known[key] = ways_of(shape, trace.param_sets)
+                except (msgspec.MsgspecError, UnicodeDecodeError, ArithmeticError) as error:
+                    raise ValueError(f"step shape {id} is none: {error}") from error
+            self._ways[id] = self._known[key]
+        return self._ways[id]
+
+
 class BlockReader(TraceTail):
     """Reads a rank's blocks in order, checksums verified, with one chunk of the file in memory.
 
@@ -123,29 +165,29 @@ class BlockReader(TraceTail):
     def __init__(self, path: Path, known: KnownShapes | None = None) -> None:
         super().__init__(path)
         self._blocks: list[Block] = []
-        self._ways: dict[int, ShapeWays] = {}
-        self._known: KnownShapes = {} if known is None else known
+        self._maker = Blocks({} if known is None else known)
         self.has_more = False
 
     def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
         for record in records:
             if isinstance(record, StepColumns):
-                ways = self._ways_of(trace, record.shape)
-                if ways is not None:
-                    self._blocks.append(Block(ways, record))
+                self._take_columns(trace, record)
             elif isinstance(record, ParamSet | StepShape):
                 trace.add([record])
             elif isinstance(record, Samples | Event) and not isinstance(record, ProbeStatus | RunEnd):
-                self.has_more = True
+                self._take_other(trace, record)
 
-    def _ways_of(self, trace: RankTrace, id: int) -> ShapeWays | None:
-        if id not in self._ways and id in trace.shapes:
-            shape = trace.shapes.pop(id)  # of 1024 ranks, most wrote the same
-            key = (shape.events, tuple(sorted(trace.param_sets.items())))
-            if key not in self._known:
-                self._known[key] = ways_of(shape, trace.param_sets)
-            self._ways[id] = self._known[key]
-        return self._ways.get(id)
+    def _take_columns(self, trace: RankTrace, columns: StepColumns) -> None:
+        try:
+            self._blocks.append(self._maker.block(trace, columns))
+        except ValueError as error:
+            words = f"steps in columns cannot be read: {error}"
+            self._note_damage(Damage(self.offset, len(columns.numbers), words))
+        else:
+            trace.shapes.pop(columns.shape, None)  # of 1024 ranks, most wrote the same
+
+    def _take_other(self, trace: RankTrace, record: Samples | Event) -> None:
+        self.has_more = True
 
     def chunks(self, read_bytes: int = READ_BYTES) -> Iterator[list[Block]]:
         """The blocks of one piece of the file after the other."""
@@ -188,16 +230,36 @@ class Round:
     has_more: bool = False
 
 
-def rounds(files: dict[int, Path], objective: str, read_bytes: int = READ_BYTES) -> Iterator[Round]:
-    """Read a share of the ranks, one chunk of `read_bytes` of each in turn.
+class Numbers:
+    """Gives shapes that do the same, on whichever rank, one number."""
 
-    Shapes that do the same, on whichever rank, have one number within a share.
-    """
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], int] = {}
+        self._number_of: dict[int, tuple[int, ShapeWays]] = {}
+
+    def number(self, shape: ShapeWays, new: dict[int, ShapeWays]) -> int:
+        """The number of a shape; in `new` is put what had none before."""
+        found = self._number_of.get(id(shape))
+        if found is None:
+            key = _identity(shape)
+            if key not in self._known:
+                self._known[key] = len(self._known)
+                new[self._known[key]] = shape
+            found = self._number_of[id(shape)] = (self._known[key], shape)
+        return found[0]
+
+
+def rounds(
+    files: dict[int, Path],
+    objective: str,
+    read_bytes: int = READ_BYTES,
+    make: Callable[[Path, KnownShapes], BlockReader] = BlockReader,
+) -> Iterator[Round]:
+    """Read a share of the ranks, one chunk of `read_bytes` of each in turn, each with the reader that `make` gives."""
     shapes: KnownShapes = {}
-    readers = {rank: BlockReader(path, shapes) for rank, path in files.items()}
+    readers = {rank: make(path, shapes) for rank, path in files.items()}
     open_ones = {rank: reader.chunks(read_bytes) for rank, reader in readers.items()}
-    known: dict[tuple[object, ...], int] = {}
-    number_of: dict[int, int] = {}
+    numbers = Numbers()
     while open_ones:
         answer = Round([], {}, {}, 0)
         for rank, chunks in list(open_ones.items()):
@@ -210,15 +272,8 @@ def rounds(files: dict[int, Path], objective: str, read_bytes: int = READ_BYTES)
                 del open_ones[rank]
                 continue
             for block in blocks:
-                number = number_of.get(id(block.shape))
-                if number is None:
-                    key = _identity(block.shape)
-                    number = known.get(key)
-                    if number is None:
-                        number = known[key] = len(known)
-                        answer.shapes[number] = block.shape
-                    number_of[id(block.shape)] = number
-                answer.summaries.append(_summary(rank, number, block, objective))
+                number = numbers.number(block.shape, answer.shapes)
+                answer.summaries.append(summarise(rank, number, block, objective))
         answer.has_more = any(reader.has_more for reader in readers.values())
         yield answer
 
@@ -228,7 +283,8 @@ def _identity(shape: ShapeWays) -> tuple[object, ...]:
             shape.tolerance, shape.optimized, bool(shape.weight_rows))  # fmt: skip
 
 
-def _summary(rank: int, number: int, block: Block, objective: str) -> Summary:
+def summarise(rank: int, number: int, block: Block, objective: str) -> Summary:
+    """What the comparison over ranks needs of a block; `number` stands for its shape."""
     shape, num_steps = block.shape, block.num_steps
     low = high = np.full(num_steps, np.nan)
     num_tokens = np.zeros(num_steps, dtype=np.int64)
@@ -261,9 +317,11 @@ def _extremes(q: np.ndarray, shape: ShapeWays, whole: bool) -> tuple[np.ndarray,
     return np.fmin.reduce(lows), np.fmax.reduce(highs)
 
 
-def detail(path: str | os.PathLike[str], step: int) -> tuple[Block, int] | None:
+def detail(
+    path: str | os.PathLike[str], step: int, make: Callable[[Path], BlockReader] = BlockReader
+) -> tuple[Block, int] | None:
     """The block of a rank that holds a step, and the step's column in it."""
-    for blocks in BlockReader(Path(path)).chunks():
+    for blocks in make(Path(path)).chunks():
         for block in blocks:
             if block.first_step <= step < block.first_step + block.num_steps:
                 return block, step - block.first_step

@@ -17,6 +17,8 @@ from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.summaries import Round, Summary
 
 START_STEPS = 256
+MAX_CELLS, MAX_AHEAD = 1 << 24, 1 << 16
+"""Ranks times steps that are kept until all ranks have told of them, and the steps that are in any case."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,14 @@ class Watch:
         index, first, count = self._index[summary.rank], summary.first_step, len(summary.low)
         if self._base is None:
             self._base = first
-        elif first < self._base:
+        ahead, limit = max(first + count - self._base, self._base - first), max(MAX_AHEAD, MAX_CELLS // len(self.ranks))
+        if ahead > limit:
+            self.problems.append(
+                f"rank {summary.rank}: the {count} steps from step {first} are {ahead} steps away from those of the "
+                "other ranks, and were not compared"
+            )
+            return
+        if first < self._base:
             self._shift(first - self._base)
         at = first - self._base
         if at + count > self._way.shape[1]:
@@ -178,12 +187,7 @@ class Watch:
         counted = setting.coordinates
         tokens = self._tokens[np.ix_(counted, columns)].sum(axis=0)
         num_contributions = self._losses[np.ix_(counted, columns)].sum(axis=0)
-        with np.errstate(divide="ignore"):
-            expected = {
-                "global-token-mean": 1.0 / tokens,
-                "microbatch-mean": 1.0 / num_contributions,
-                "rank-token-mean": np.full(len(columns), 1.0 / counted.sum()),
-            }.get(self.objective, np.ones(len(columns)))
+        expected = expected_weight(self.objective, tokens, num_contributions, int(counted.sum()))
         low = self._low[np.ix_(setting.owner, columns)] / expected * setting.relative[:, :1]
         high = self._high[np.ix_(setting.owner, columns)] / expected * setting.relative[:, 1:]
         right = (np.abs(low - 1) <= setting.tolerance) & (np.abs(high - 1) <= setting.tolerance)
@@ -211,6 +215,20 @@ class Watch:
         told = np.flatnonzero(~np.isnan(norms).all(axis=1))
         if len(told):
             self.series.add("grad_norm", steps, norms[told[-1]])
+
+
+def expected_weight(
+    objective: str, num_tokens: np.ndarray, num_contributions: np.ndarray, num_ranks: int
+) -> np.ndarray:
+    """What q (summaries.py) must be, for the tokens and contributions of steps, shape (num_steps,) each, and the number
+    of data coordinates."""
+    with np.errstate(divide="ignore"):
+        known: dict[str, np.ndarray] = {
+            "global-token-mean": 1.0 / num_tokens,
+            "microbatch-mean": 1.0 / num_contributions,
+            "rank-token-mean": np.full(len(num_tokens), 1.0 / num_ranks),
+        }
+    return known.get(objective, np.ones(len(num_tokens)))
 
 
 def _runs_of_equal(matrix: np.ndarray) -> list[np.ndarray]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.stream.findings import Groups, finding_of
+from gradcheck_dist.stream.plain import PlainReader
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import read_shares
-from gradcheck_dist.stream.summaries import READ_BYTES
+from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader
 from gradcheck_dist.stream.watch import Watch
 from gradcheck_dist.trace.run import Run
 
-FIRST_BYTES = 256 << 10
-"""Read of each rank at a time where the first step that is off is all that is wanted."""
+FIRST_BYTES, PLAIN_BYTES = 256 << 10, 64 << 10
+"""Read of each rank at a time where the first step that is off is all that is wanted, and where single events are read:
+so that it is soon known."""
 
 
 @dataclass
@@ -40,6 +42,8 @@ def watch_run(
     first: bool = False,
     jobs: int = 1,
     told: Callable[[int, int, int, float], None] | None = None,
+    plain: bool = False,
+    early: Callable[[Watched], None] | None = None,
 ) -> Watched:
     """Judge all steps in columns.
 
@@ -50,15 +54,19 @@ def watch_run(
         first: stop at the first step that is off.
         jobs: processes that read.
         told: called now and then with the last step, how many were judged, how many are off, and the share of bytes.
+        plain: take steps that were recorded event by event as if they stood in columns.
+        early: called once, with what is known when the first step is off.
     """
     files = {rank: trace.path for rank, trace in run.ranks.items()}
     num_bytes = sum(path.stat().st_size for path in files.values())
     watch = Watch(sorted(files), objective)
-    groups, result = Groups(), Watched()
+    groups, make = Groups(plain), PlainReader if plain else BlockReader
     num_read = num_off = 0
-    for share, round_ in read_shares(files, objective, jobs, FIRST_BYTES if first else READ_BYTES):
+    has_more = False
+    read_bytes = PLAIN_BYTES if plain else FIRST_BYTES if first else READ_BYTES
+    for share, round_ in read_shares(files, objective, jobs, read_bytes, make):
         num_read += round_.num_bytes
-        result.has_more |= round_.has_more
+        has_more |= round_.has_more
         for deviation in watch.take(share, round_):
             if steps is not None and deviation.step not in steps:
                 continue
@@ -68,35 +76,51 @@ def watch_run(
                 break
         if told is not None and watch.last_step is not None:
             told(watch.last_step, watch.num_judged, num_off, num_read / max(num_bytes, 1))
+        if groups.groups and early is not None:
+            early(result_of(watch, groups, run))
+            early = None
         if first and groups.groups:
-            result.stopped = True
             break
-    tolerance = watch.tolerance
-    result.findings = [finding_of(group, run, files, tolerance, objective) for group in groups.groups.values()]
-    result.first_finding = min((finding.step for finding in result.findings), default=None)
-    result.num_judged, result.problems, result.series = watch.num_judged, watch.problems, watch.series
-    _say(watch, groups, num_off, result)
+    result = result_of(watch, groups, run)
+    result.has_more, result.stopped = has_more, first and bool(groups.groups)
     return result
 
 
-def _say(watch: Watch, groups: Groups, num_off: int, result: Watched) -> None:
+def result_of(watch: Watch, groups: Groups, run: Run) -> Watched:
+    """What has been seen so far."""
+    result, files = Watched(), {rank: trace.path for rank, trace in run.ranks.items()}
+    result.findings = found = [
+        finding_of(group, run, files, watch.tolerance, watch.objective, groups.plain)
+        for group in groups.groups.values()
+    ]
+    result.first_finding = min((finding.step for finding in found), default=None)
+    result.num_judged, result.problems, result.series = watch.num_judged, list(watch.problems), watch.series
+    _say(watch, groups, result)
+    return result
+
+
+def _say(watch: Watch, groups: Groups, result: Watched) -> None:
     if watch.first_step is not None:
         result.notes.append(
-            f"steps {watch.first_step} to {watch.last_step}, recorded without samples: documented weights of "
-            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {num_off} steps are off"
+            f"steps {watch.first_step} to {watch.last_step}, {_how(groups)}: documented weights of "
+            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {groups.num_steps} "
+            "steps are off"
         )
     if watch.num_skipped:
         result.notes.append(f"{watch.num_skipped} steps in columns never reached an optimizer")
     if groups.num_left_out:
         result.notes.append(f"{groups.num_left_out} steps are off in yet other ways")
     result.reasons = [
-        f"{count} step(s) recorded without samples cannot be judged: {reason}"
-        for reason, count in watch.reasons.items()
+        f"{count} step(s) {_how(groups)} cannot be judged: {reason}" for reason, count in watch.reasons.items()
     ]
 
 
-def add_to(report: Report, watched: Watched, *, sampled: bool) -> None:
-    """Put what the columns showed into the report of the sampled steps."""
+def _how(groups: Groups) -> str:
+    return "compared without measuring their samples" if groups.plain else "recorded without samples"
+
+
+def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = False) -> None:
+    """Put what the columns showed into the report of the measured steps. `plain`: as in watch_run."""
     order = {"error": 0, "warning": 1, "info": 2}
     report.findings = sorted(
         [*report.findings, *watched.findings], key=lambda finding: (order[finding.severity], finding.step)
@@ -105,9 +129,9 @@ def add_to(report: Report, watched: Watched, *, sampled: bool) -> None:
     report.coverage.notes += watched.notes
     watched.series.add_to(report)
     if not sampled:
+        what = "measured" if plain else "recorded with samples"
         report.reasons = [
-            "no step was recorded with samples: that recorded operations did what they are documented to do was taken "
-            "for granted"
+            f"no step was {what}: that recorded operations did what they are documented to do was taken for granted"
         ]
     report.reasons += watched.reasons
     if watched.findings:

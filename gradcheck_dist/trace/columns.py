@@ -175,8 +175,8 @@ def clips(shapes: Mapping[int, StepShape], columns: Iterable[StepColumns]) -> It
                 yield block.first_step + offset, clip
 
 
-def expand(shape: StepShape, columns: StepColumns) -> Iterator[tuple[int, list[AnyEvent]]]:
-    """The steps with their events again, all but the times of single events.
+def expand(shape: StepShape, columns: StepColumns, *, only: int | None = None) -> Iterator[tuple[int, list[AnyEvent]]]:
+    """The steps with their events again, all but the times of single events; `only` one of them if it is there.
 
     Raises:
         ValueError: the columns do not fit the shape, or this is none.
@@ -187,6 +187,8 @@ def expand(shape: StepShape, columns: StepColumns) -> Iterator[tuple[int, list[A
     first_seqs = np.frombuffer(columns.first_seqs, dtype="<i8")
     values = [numbers[row].view(dtype).tolist() for row, (_, _, dtype) in enumerate(table)]
     for offset, first in enumerate(first_seqs.tolist()):
+        if only is not None and columns.first_step + offset != only:
+            continue
         changes: list[dict[str, object]] = [
             {"seq": event.seq + first, "step": columns.first_step + offset} for event in template
         ]

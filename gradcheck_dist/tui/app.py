@@ -146,12 +146,16 @@ class WatchApp(App[None]):
 
     def _selection_of(self, index: int) -> Selection:
         """A finding's cell and culprit; without findings any cell."""
+        from gradcheck_dist.diagnosis.step_verdict import cause
+
         step, report = self.shown.step, self.shown.report
         if step is None or report is None:
             return Selection()
         if report.findings:
             finding = report.findings[min(index, len(report.findings) - 1)]
-            mine = [one for one in step.verdict.findings if one.code == finding.code] or step.verdict.findings
+            of_step = step.verdict.findings
+            mine = [one for one in of_step if cause(one) == cause(finding)]
+            mine = mine or [one for one in of_step if one.code == finding.code] or of_step
             if mine:
                 event, wrong = mine[0].first_event, step.first_wrong(mine[0])
                 rank, seq = (event.rank, event.seq) if event is not None else (None, None)

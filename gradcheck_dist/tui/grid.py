@@ -29,7 +29,10 @@ _COLUMN_KEYS: dict[str, Callable[[Key], Hashable]] = {
 
 @dataclass(frozen=True)
 class WeightGrid:
-    """`values` has shape (4, rows, columns): expected, nominal, observed, ratio; NaN where unknown."""
+    """`values` has shape (4, rows, columns): expected, nominal, observed, ratio; NaN where unknown.
+
+    `documented`: nothing was measured, and the ratio is nominal / expected.
+    """
 
     step: int
     rows: tuple[Row, ...]
@@ -38,6 +41,7 @@ class WeightGrid:
     exact: dict[Key, str]
     tokens: dict[Key, int | None]
     tolerance: float
+    documented: bool = False
     _worst: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -169,7 +173,7 @@ class Entry(NamedTuple):
     num_tokens: int | None
 
 
-def fill(entries: Sequence[Entry], step: int, tolerance: float) -> WeightGrid:
+def fill(entries: Sequence[Entry], step: int, tolerance: float, *, documented: bool = False) -> WeightGrid:
     """Arrays out of single weights; of several for one cell (partial sums) the last stays."""
     rows = sorted({entry.row for entry in entries})
     columns = sorted({entry.key for entry in entries})
@@ -181,7 +185,7 @@ def fill(entries: Sequence[Entry], step: int, tolerance: float) -> WeightGrid:
         values[:, at[0], at[1]] = np.array([entry.numbers for entry in entries], dtype=float).T
     exact = {entry.key: entry.exact for entry in entries}
     tokens = {entry.key: entry.num_tokens for entry in entries}
-    return WeightGrid(step, tuple(rows), tuple(columns), values, exact, tokens, tolerance)
+    return WeightGrid(step, tuple(rows), tuple(columns), values, exact, tokens, tolerance, documented)
 
 
 def slice_grid(grid: WeightGrid, rows: str, columns: str, contains: str = "") -> Slice:
@@ -239,4 +243,5 @@ def _column_label(key: Hashable, columns: str, several: bool) -> str:
         letter = {"accumulation steps": "k", "data ranks": "d", "microbatches": "m"}[columns]
         return f"{letter}{key}"
     assert isinstance(key, tuple)
-    return f"d{key[0]} k{key[1]}" + (f" m{key[2]}" if several else "")
+    own = f"k{key[1]}" if key[0] < 0 else f"d{key[0]} k{key[1]}"
+    return own + (f" m{key[2]}" if several else "")

@@ -1,33 +1,46 @@
-"""Judging beside reading: a thread of its own, so that a long judgement never holds up what the ranks write."""
+"""Judging beside reading: a thread of its own, so that a long judgement never holds up what the ranks write.
+
+What takes long is judged in a process of its own (sweep.py): all steps of a long run, and runs of so many ranks that
+measuring one step takes minutes. Steps in columns were compared when they were read (columns.py).
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradcheck_dist.diagnosis.engine import diagnose, judge_step
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.engine import conclude, judge_step, objective_of
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.ledger.tracks import skipped_steps
 from gradcheck_dist.reports.document import Document, build
 from gradcheck_dist.reports.text import spans
 from gradcheck_dist.reports.weights import shown_step, tolerance
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.stream.watched import Watched, add_to
+from gradcheck_dist.trace.run import Run
+from gradcheck_dist.tui.documented_view import Meant, documented_view, lanes_of
 from gradcheck_dist.tui.grid import WeightGrid, build_grid, param_grid
 from gradcheck_dist.tui.live_run import LiveRun
 from gradcheck_dist.tui.snapshot import OtherRun
 from gradcheck_dist.tui.step_view import StepView
+from gradcheck_dist.tui.sweep import Sweep
 
 MAX_STEPS = 64
-"""Steps judged of a finished run: the first half and the last half of them."""
+"""Steps measured here of a finished run: the first half and the last half of them. A sweep judges all."""
 FIRST_STEPS = 4
 """Judged before all others, so that a verdict stands early."""
 MAX_LIVE_STEPS = 8
 MAX_RANK_STEPS = 1024
 """Of many ranks fewer steps are judged: at most so many ranks times steps, and at least one step."""
-READ_FIRST_RANKS = 64
-"""A finished run of more ranks is read to its end before it is judged: both at once take longer."""
+MANY_RANKS = 64
+"""Of more ranks, recorded operations are compared before anything is measured."""
+MAX_MEASURED_RANKS = 256
+"""Of more ranks nothing is measured here: one step takes minutes."""
 DUTY = 4.0
 """After a judgement that took t, the next one begins no sooner than DUTY * t later: a quarter of a core at most."""
 
@@ -53,39 +66,74 @@ class Judge:
         self._run, self._wake = run, wake
         self._known: tuple[object, ...] = ()
         self._not_before_s = 0.0
-        self._views: dict[int, StepView] = {}
+        self._views: dict[int, tuple[StepView, WeightGrid]] = {}
         self._doing: tuple[str, float] | None = None
+        self._sweep: Sweep | None = None
+        self._stopped = False
 
     @property
     def doing(self) -> str:
         """What is being judged right now; how long already when that takes seconds."""
         doing = self._doing
         if doing is None:
-            return ""
+            return self._sweep.progress if self._sweep is not None and not self._sweep.done else ""
         what, started = doing
         seconds = int(time.monotonic() - started)
         return f"{what}, {seconds} s" if seconds >= 2 else what
 
+    def stop(self) -> None:
+        """End the process that judges, if there is one."""
+        self._stopped = True
+        if self._sweep is not None:
+            self._sweep.stop()
+
     def look(self, wanted: int | None) -> None:
         """Start what there is to do: judge again when steps, ranks or the run's end are new; else show a step."""
-        if self._doing is not None:
+        if self._doing is not None or self._stopped:
             return
         run = self._run
         whole, live, complete = run.whole_steps(), run.live, run.share_read == 1.0
-        limit = FIRST_STEPS if self.now.report is None else MAX_LIVE_STEPS if live or not complete else MAX_STEPS
-        limit = max(1, min(limit, MAX_RANK_STEPS // max(1, run.num_files)))
+        self._sweep_if_long(whole, live, complete)
+        limit = self._limit(live, complete)
         settled = () if live or not complete else run.counts()
-        state = (tuple(whole[-1:]), min(len(whole), limit), live, run.num_files, complete, settled)
-        if not complete and not live and run.num_files > READ_FIRST_RANKS:
+        columns = run.columns.version if live or complete else (run.columns.num_off > 0,)
+        sweep = self._sweep.version if self._sweep is not None else 0
+        state = (tuple(whole[-1:]), min(len(whole), limit), live, run.num_files, complete, settled, columns, sweep)
+        early = run.columns.num_off > 0 or sweep
+        if not early and self._sweep is not None and self._sweep.documented:
             return
-        ready = whole or (complete and not live and run.num_files)
+        if not complete and not live and run.num_files > MANY_RANKS and not early:
+            return
+        ready = whole or early or (live and columns) or (complete and not live and run.num_files)
         if ready and state != self._known and time.monotonic() >= self._not_before_s:
             self._known = state
-            self._start(f"judging {_some(whole, limit)}", lambda: self._judge(whole, limit, wanted, live))
+            self._start(self._words(whole, limit), lambda: self._judge(whole, limit, wanted, live))
         elif self.now.report is not None and self.now.recorded:
             step = self._choose(wanted, self.now)
             if self.now.step is None or step != self.now.step.step:
                 self._start(f"judging step {step}", lambda: self._detail(step))
+
+    def _limit(self, live: bool, complete: bool) -> int:
+        """How many steps may be measured here."""
+        run, sweep = self._run, self._sweep
+        if run.num_files > MAX_MEASURED_RANKS or (sweep is not None and sweep.documented and not sweep.done):
+            return 0
+        if run.num_files > MANY_RANKS:
+            return 1
+        limit = FIRST_STEPS if self.now.report is None else MAX_LIVE_STEPS if live or not complete else MAX_STEPS
+        return max(1, min(limit, MAX_RANK_STEPS // max(1, run.num_files)))
+
+    def _words(self, whole: list[int], limit: int) -> str:
+        return f"judging {_some(whole, limit)}" if whole and limit else "judging what was recorded"
+
+    def _sweep_if_long(self, whole: list[int], live: bool, complete: bool) -> None:
+        """Judge all steps of a finished run in another process, where that takes long."""
+        if live or self._sweep is not None or not whole:
+            return
+        many = self._run.num_files > MANY_RANKS
+        more = complete and self.now.report is not None and len(self.now.judged) >= min(MAX_STEPS, len(whole))
+        if many or (more and len(whole) > len(self.now.judged)):
+            self._sweep = Sweep(self._run.path, self._wake, documented=many)
 
     def _start(self, what: str, work: Callable[[], None]) -> None:
         started = time.monotonic()
@@ -104,16 +152,31 @@ class Judge:
         threading.Thread(target=guarded, name="gradcheck-judge", daemon=True).start()
 
     def _judge(self, whole: list[int], limit: int, wanted: int | None, live: bool) -> None:
-        before = self.now.report
-        faulty = before.findings[0].step if before is not None and before.findings else None
-        chosen = choose_steps(whole, limit, faulty)
-        recorded = self._run.run(chosen)
-        if not recorded.ranks:
-            return
-        report = diagnose(recorded, steps=chosen or None)
-        judged = Judged(report, build(report), tuple(whole), tuple(chosen))
+        before, sweep, columns = self.now.report, self._sweep, self._run.column_steps()
+        recorded = tuple(sorted({*whole, *columns}))
         self._views.clear()
-        self.now = self._with_step(judged, self._choose(wanted, judged)) if whole else judged
+        if sweep is not None and sweep.report is not None:
+            judged = Judged(sweep.report, build(sweep.report), recorded, recorded if sweep.done else self.now.judged)
+            self.now = self._with_step(judged, self._choose(wanted, judged))
+            return
+        faulty = before.findings[0].step if before is not None and before.findings else None
+        chosen = choose_steps(whole, limit, faulty) if limit else []
+        run = self._run.run(chosen)
+        if not run.ranks:
+            return
+        report, verdicts = _measure(run, chosen)
+        in_columns = self._run.columns.result(run)
+        if in_columns is not None:
+            add_to(report, in_columns, sampled=bool(chosen))
+        compared = sweep.watched if sweep is not None else None
+        if compared is not None:
+            add_to(report, without_measured(compared, verdicts), sampled=bool(chosen), plain=True)
+        covered = recorded if compared is not None else tuple(sorted({*chosen, *columns}))
+        judged = Judged(report, build(report), recorded, covered)
+        if recorded:
+            self._keep_shown(verdicts, self._choose(wanted, judged), report)
+            judged = self._with_step(judged, self._choose(wanted, judged))
+        self.now = judged
 
     def _detail(self, step: int) -> None:
         self.now = self._with_step(self.now, step)
@@ -126,20 +189,53 @@ class Judge:
         found = report.findings if report is not None else []
         return steps[-1] if wanted == -1 or not found else found[0].step
 
+    def _keep_shown(self, verdicts: Sequence[StepVerdict], step: int, report: Report) -> None:
+        """The step that will be shown was judged a moment ago."""
+        for verdict in verdicts:
+            measured = any(held.cells for held in verdict.held)
+            if verdict.context.step == step and (measured or self._run.num_files <= MANY_RANKS):
+                self._keep(verdict, tolerance(report))
+
     def _with_step(self, judged: Judged, step: int) -> Judged:
         assert judged.report is not None
-        view = self._views.get(step)
-        if view is None:
+        if step not in self._views:
             info, accuracy = judged.report.run, tolerance(judged.report)
-            verdict = judge_step(self._run.run([step]), step, info.objective, info.objective_from)
-            culprits = frozenset((f.first_event.rank, f.first_event.seq) for f in verdict.findings if f.first_event)
-            view = self._views[step] = StepView(verdict, culprits, accuracy)
+            if self._run.in_columns(step) or self._run.num_files > MANY_RANKS:
+                findings = [finding for finding in judged.report.findings if step in (finding.step, *finding.steps)]
+                lanes = lanes_of(self._run.ranks, findings)
+                run, meant = self._run.run([step], lanes), Meant(info.objective, info.objective_from)
+                self._views[step] = documented_view(run, lanes, step, findings, meant, accuracy)
+            else:
+                self._keep(judge_step(self._run.run([step]), step, info.objective, info.objective_from), accuracy)
             while len(self._views) > 4:
                 self._views.pop(next(iter(self._views)))
-            _ = view.marks, view.held_by, view.params  # made here: the screens' thread only draws
-        grid = build_grid(view.verdict.weights, step, view.tolerance)
+        view, grid = self._views[step]
+        _ = view.marks, view.held_by, view.params  # made here: the screens' thread only draws
         grid.warm()
         return replace(judged, step=view, grid=grid, problem="")
+
+    def _keep(self, verdict: StepVerdict, accuracy: float) -> None:
+        culprits = frozenset((f.first_event.rank, f.first_event.seq) for f in verdict.findings if f.first_event)
+        grid = build_grid(verdict.weights, verdict.context.step, accuracy)
+        self._views[verdict.context.step] = StepView(verdict, culprits, accuracy), grid
+
+
+def _measure(run: Run, steps: Sequence[int]) -> tuple[Report, list[StepVerdict]]:
+    """The report over these steps, and the verdicts that it was made of."""
+    objective, objective_from = objective_of(run, None)
+    skipped = skipped_steps(run)
+    verdicts = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
+    return conclude(run, list(verdicts), skipped, objective, objective_from), verdicts
+
+
+def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watched:
+    """What documentation says of steps that were not measured: where samples told, they are right."""
+    measured = {verdict.context.step for verdict in verdicts if any(held.cells for held in verdict.held)}
+
+    def untouched(finding: Finding) -> bool:
+        return not measured & {finding.step, *finding.steps}
+
+    return replace(watched, findings=[finding for finding in watched.findings if untouched(finding)])
 
 
 def words(error: Exception) -> str:
@@ -161,8 +257,6 @@ def choose_steps(steps: list[int], limit: int, keep: int | None = None) -> list[
 
 
 def _some(steps: list[int], limit: int) -> str:
-    if not steps:
-        return "what was recorded"
     chosen = choose_steps(steps, limit)
     return f"step {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} steps ({spans(chosen)})"
 
@@ -179,12 +273,12 @@ def read_other(path: str) -> OtherRun:
         recorded = run.run(steps)
         if not recorded.ranks:
             raise GradcheckError(f"{path} holds no readable trace. {' '.join(recorded.problems[:3])}", code="E754")
-        report = diagnose(recorded, steps=steps or None)
+        report, verdicts = (diagnose_run(run.path), []) if run.columns.steps else _measure(recorded, steps)
         document = build(report)
         step, grid = shown_step(report), None
-        if step is not None:
-            verdict = judge_step(recorded, step, report.run.objective, report.run.objective_from)
-            grid = param_grid(verdict, tolerance(report))
+        shown = next((verdict for verdict in verdicts if verdict.context.step == step), None)
+        if shown is not None:
+            grid = param_grid(shown, tolerance(report))
     except Exception as error:  # whatever the other run holds, this one is still shown
         return OtherRun(path, problem=words(error))
     return OtherRun(path, document.title, report, document, grid)

@@ -9,14 +9,15 @@ from typing import Any
 
 from gradcheck_dist.events import Clip, Loss
 from gradcheck_dist.trace.run import Run, read_manifest, trace_files
-from gradcheck_dist.tui.rank_file import BACKWARD, CLIP, LOSS, STEP_END, RankFile
+from gradcheck_dist.tui.columns import ColumnWatch
+from gradcheck_dist.tui.rank_file import BACKWARD, CLIP, LOSS, STEP_END, RankFile, TakeColumns
 from gradcheck_dist.tui.snapshot import RankLine, RankState, Series
 
 SILENT_S = 10.0
 """A rank that has not ended and wrote nothing for so long, is taken for dead. Its next byte revives it."""
 
-SCAN_S = 0.5
-"""How often the folder is searched for new ranks."""
+SCAN_S, SCAN_DUTY = 0.5, 50.0
+"""How often the folder is searched for new ranks, and how much longer than a search that is at least."""
 
 BUDGET_S = 0.1
 """One poll reads no longer than this; what is left is read by the next ones."""
@@ -38,26 +39,49 @@ class LiveRun:
         self.path = path
         self._clock = clock
         self._ranks: dict[int, RankFile] = {}
-        self._scanned_s = float("-inf")
+        self._scan_s = float("-inf")
         self._next = 0
         self._turn = 0
         self._loss: dict[str, dict[int, tuple[float, float]]] = {}
         self._grad_norm: dict[int, float] = {}
         self._steps: set[int] = set()
         self._ended: dict[int, set[int]] = {}
+        self._lines: dict[int, tuple[tuple[object, ...], RankLine]] = {}
+        self._counts, self._share = (0, 0), 1.0
+        self.columns = ColumnWatch()
 
     def poll(self) -> bool:
         """Read what was written since the last call, as far as time allows; True when there was anything."""
         now = self._clock()
         changed = False
-        if now - self._scanned_s >= SCAN_S:
-            self._scanned_s = now
+        if now >= self._scan_s:
+            started = time.monotonic()
             for rank, file in trace_files(self.path).items():
                 if rank not in self._ranks or self._ranks[rank].path != file:
                     self._ranks[rank] = RankFile(file)
                     changed = True
+            # A folder of a thousand files takes a while to list.
+            self._scan_s = now + max(SCAN_S, SCAN_DUTY * (time.monotonic() - started))
         fresh = [one.look() for one in self._due()]
-        return self._read() or changed or any(fresh)
+        read = self._read()
+        self._count()
+        self._settle()
+        return read or changed or any(fresh)
+
+    def _count(self) -> None:
+        """What is asked for many times between two polls."""
+        files = list(self._ranks.values())
+        num_bytes = sum(max(one.size, 0) for one in files)
+        self._counts = sum(one.num_events for one in files), num_bytes
+        self._share = 1.0 - sum(one.waiting for one in files) / max(1, num_bytes)
+
+    def _settle(self) -> None:
+        """Compare the steps in columns of which every rank has told."""
+        if not self.columns.steps:
+            return
+        size = max((one.trace.header.world_size for one in self._ranks.values() if one.trace is not None), default=0)
+        ended = not self.live and self.share_read == 1.0
+        self.columns.settle(self._ranks, known=len(self._ranks) >= size, ended=ended)
 
     def _due(self) -> list[RankFile]:
         """Files to look at now. Of a thousand idle ones each is looked at every few polls."""
@@ -79,7 +103,7 @@ class LiveRun:
         while turn:
             again = []
             for rank in turn:
-                if self._ranks[rank].scan(self._taker(rank)):
+                if self._ranks[rank].scan(self._taker(rank), columns=self._column_taker(rank)):
                     again.append(rank)
                 if time.monotonic() > deadline:  # a piece at least is read, however slow the machine
                     self._next = rank + 1
@@ -91,7 +115,7 @@ class LiveRun:
         """The beginning of every file that was not opened yet, however long that takes: 33 MB of 1024 ranks."""
         for rank, one in self._ranks.items():
             if one.waiting and not one.begun:
-                one.scan(self._taker(rank), FIRST_BYTES)
+                one.scan(self._taker(rank), FIRST_BYTES, self._column_taker(rank))
 
     def _taker(self, rank: int) -> Callable[[Any], None]:
         ended, steps, loss, grad_norm = self._ended, self._steps, self._loss, self._grad_norm
@@ -113,6 +137,18 @@ class LiveRun:
 
         return take
 
+    def _column_taker(self, rank: int) -> TakeColumns:
+        return lambda trace, columns: self.columns.take(rank, trace, columns)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those with a file that holds a header."""
+        return sorted(rank for rank, one in self._ranks.items() if one.trace is not None)
+
+    def in_columns(self, step: int) -> bool:
+        """Whether nothing but numbers was recorded of a step: no samples."""
+        return step in self.columns.steps and step not in self._steps
+
     @property
     def num_files(self) -> int:
         return len(self._ranks)
@@ -120,7 +156,7 @@ class LiveRun:
     @property
     def share_read(self) -> float:
         """1.0 when every byte was seen; a frame that is still being written does not count as unread."""
-        return 1.0 - sum(one.waiting for one in self._ranks.values()) / max(1, self.counts()[1])
+        return self._share
 
     @property
     def live(self) -> bool:
@@ -128,12 +164,13 @@ class LiveRun:
         now = self._clock()
         return any(not one.ended and now - one.written_s < SILENT_S for one in self._ranks.values())
 
-    def run(self, steps: Collection[int]) -> Run:
-        """What was read of these steps, as a diagnosis wants it. May be called from another thread than `poll`."""
+    def run(self, steps: Collection[int], ranks: Collection[int] | None = None) -> Run:
+        """What was read of these steps, as a diagnosis wants it. Steps in columns are made events of again, of these
+        `ranks` only. May be called from another thread than `poll`."""
         run = Run(self.path, read_manifest(self.path))
         settled = not self.live
         for rank, one in sorted(self._ranks.items()):
-            trace = one.load(steps)
+            trace = one.load(steps, expanded=ranks is None or rank in ranks)
             if trace is None:
                 run.problems.append(one.problem or f"rank {rank}: no header was written")
                 continue
@@ -156,6 +193,11 @@ class LiveRun:
             return sorted(self._steps)
         return sorted(step for step in self._steps if len(self._ended.get(step, ())) >= num)
 
+    def column_steps(self) -> list[int]:
+        """Steps in columns that were compared over all ranks."""
+        until = self.columns.whole_until
+        return sorted(step for step in self.columns.steps if step <= until) if until is not None else []
+
     @property
     def last_step(self) -> int | None:
         """The newest step of any rank, also when only the end of its file was looked at."""
@@ -166,17 +208,30 @@ class LiveRun:
         traces = [one.trace for one in self._ranks.values() if one.trace is not None]
         size = max((trace.header.world_size for trace in traces), default=0)
         ranks = sorted({*range(min(size, 1 << 16)), *self._ranks})
-        return tuple(self._line(rank) for rank in ranks)
+        now = self._clock()
+        return tuple(self._known_line(rank, now) for rank in ranks)
 
-    def _line(self, rank: int) -> RankLine:
+    def _known_line(self, rank: int, now: float) -> RankLine:
+        """Of a thousand ranks few have changed since the last look."""
         one = self._ranks.get(rank)
         if one is None:
             return RankLine(rank, "missing", "its trace file is missing")
+        silent = now - one.written_s
+        damage = len(one.trace.damage) if one.trace is not None else -1
+        # A duration in words changes with its leading digits: often when it is short.
+        age = int(silent) if silent < 120 else 120 + int(silent / 60)
+        cut = one.behind if one.at_end else 0
+        key = (one, one.num_events, one.size, one.last_step, one.problem, damage, cut, -1 if one.ended else age)
+        known = self._lines.get(rank)
+        if known is None or known[0] != key:
+            known = self._lines[rank] = key, self._line(rank, one, silent)
+        return known[1]
+
+    def _line(self, rank: int, one: RankFile, silent: float) -> RankLine:
         trace = one.trace
         if trace is None:
             state: RankState = "unreadable" if one.problem else "waiting"
             return RankLine(rank, state, one.problem or "no header yet", num_bytes=max(one.size, 0))
-        silent = self._clock() - one.written_s
         detail, state = "", "ended" if one.ended else "running"
         if trace.damage:
             detail = f"damaged: {trace.damage[0]}"
@@ -187,14 +242,16 @@ class LiveRun:
 
     def series(self) -> Series:
         of_term = self._loss.get("main") or next(iter(self._loss.values()), {})
-        loss = tuple((step, total / tokens) for step, (total, tokens) in sorted(of_term.items()) if tokens)
-        return Series(loss, tuple(sorted(self._grad_norm.items())))
+        loss = {step: total / tokens for step, (total, tokens) in of_term.items() if tokens}
+        losses, norms = (
+            dict(self.columns.series("loss")) | loss,
+            dict(self.columns.series("grad_norm")) | self._grad_norm,
+        )
+        return Series(tuple(sorted(losses.items())), tuple(sorted(norms.items())))
 
     def counts(self) -> tuple[int, int]:
         """(events read, bytes there)."""
-        return sum(one.num_events for one in self._ranks.values()), sum(
-            max(one.size, 0) for one in self._ranks.values()
-        )
+        return self._counts
 
 
 def _duration(seconds: float) -> str:

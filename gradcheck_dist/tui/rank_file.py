@@ -5,6 +5,7 @@ What is kept of a frame is where it lies and which steps it holds: a run of giga
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Callable, Collection
 from functools import reduce
@@ -32,13 +33,14 @@ from gradcheck_dist.events import (
     Samples,
     StepColumns,
     StepEnd,
-    StepShape,
 )
 from gradcheck_dist.trace.columns import expand
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 from gradcheck_dist.trace.reader import UNDECODABLE, RankTrace, no_header, no_trace, read_header
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 20
+LONG_BYTES = 1 << 18
+"""Of a longer file the end is looked at first."""
 TAIL_BYTES = 1 << 16
 
 _WHOLE = msgspec.msgpack.Decoder(list[AnyRecord])
@@ -77,6 +79,9 @@ LOSS, CLIP, REDUCE, BACKWARD, STEP_END = (LIGHT[kind] for kind in (Loss, Clip, R
 _DATA = (LIGHT[Samples], LIGHT[Norms])
 
 
+TakeColumns = Callable[[RankTrace, StepColumns], int]
+
+
 class RankFile:
     """Where the frames of one rank's trace lie, its tables, and what the light pass counted."""
 
@@ -94,6 +99,7 @@ class RankFile:
         self._offsets, self._lengths = array("q"), array("q")
         self._first, self._last = array("q"), array("q")
         self._reduced: set[tuple[int, int]] = set()
+        self._columns: TakeColumns | None = None
 
     @property
     def begun(self) -> bool:
@@ -125,7 +131,7 @@ class RankFile:
                 return False
             first, self.size, self.written_s = self.size < 0, status.st_size, status.st_mtime
             self.at_end = False
-            if first and self.size > CHUNK_BYTES + TAIL_BYTES:
+            if first and self.size > LONG_BYTES + TAIL_BYTES:
                 self._peek()
         except OSError as error:
             self.problem = str(error)
@@ -142,8 +148,10 @@ class RankFile:
                     self.ended = self.ended or isinstance(record, RunEnd)
                     self.last_step = max(getattr(record, "step", 0), self.last_step or 0)
 
-    def scan(self, take: Callable[[Any], None], limit: int = CHUNK_BYTES) -> bool:
-        """Read on by about `limit` bytes, giving every event in its light form to `take`; False at the file's end."""
+    def scan(self, take: Callable[[Any], None], limit: int = CHUNK_BYTES, columns: TakeColumns | None = None) -> bool:
+        """Read on by about `limit` bytes, giving every event in its light form to `take` and steps in columns to
+        `columns`, which answers how many events they are; False at the file's end."""
+        self._columns = columns
         try:
             while True:
                 with open(self.path, "rb") as file:
@@ -165,7 +173,7 @@ class RankFile:
             if len(data) < len(MAGIC):
                 return False
             consumed = len(MAGIC)
-        for piece, behind in iter_frames(data, consumed):
+        for piece, behind in iter_frames(data, consumed, more=not self.at_end):
             if isinstance(piece, Damage):
                 if behind == len(data):
                     break  # cut here, or still being written
@@ -196,11 +204,10 @@ class RankFile:
         for record in records:
             step = getattr(record, "step", None)
             if step is None:
-                tables.append(record)
-                if type(record) is StepShape:
-                    self.trace.shapes[record.id] = record
-                elif type(record) is StepColumns:
-                    self._take_columns(self.trace, record, take)
+                if type(record) is StepColumns:
+                    steps.update(self._take_columns(self.trace, record))
+                else:
+                    self.trace.add([record])
                 continue
             kind: Any = type(record)
             if kind in _KEPT:
@@ -222,28 +229,26 @@ class RankFile:
             self._last.append(max(steps))
             self._offsets.append(at)  # the last of the four: another thread counts by it
 
-    def _take_columns(self, trace: RankTrace, columns: StepColumns, take: Callable[[Any], None]) -> None:
-        """Steps without samples: there is nothing to judge, but their losses and norms belong on the charts."""
-        shape = trace.shapes.get(columns.shape)
+    def _take_columns(self, trace: RankTrace, columns: StepColumns) -> tuple[int, ...]:
+        """Steps without samples: not kept, but counted, compared and put on the charts. The first and the last."""
+        if self._columns is None:
+            return ()
         try:
-            for step, events in expand(shape, columns) if shape is not None else ():
-                self.num_events += len(events)
-                self.last_step = max(step, self.last_step or 0)
-                for event in events:
-                    if isinstance(event, Loss | Clip):
-                        take(event)
-        except (ValueError, msgspec.MsgspecError) as error:
-            self._damage(Damage(self._offset, 0, f"steps in columns cannot be read: {error}"))
+            self.num_events += self._columns(trace, columns)
+        except ValueError as error:
+            self._damage(Damage(self._offset, len(columns.numbers), f"steps in columns cannot be read: {error}"))
+            return ()
+        return columns.first_step, columns.first_step + columns.num_steps - 1
 
-    def load(self, steps: Collection[int]) -> RankTrace | None:
-        """What was recorded of these steps, with all tables; the light pass must have come by."""
+    def load(self, steps: Collection[int], *, expanded: bool = True) -> RankTrace | None:
+        """What was recorded of these steps, with all tables; the light pass must have come by. `expanded`: also the
+        events of steps in columns."""
         if self.trace is None:
             return None
         known = self.trace
         trace = RankTrace(known.path, known.header)
         trace.params, trace.param_sets = dict(known.params), dict(known.param_sets)
         trace.plans, trace.wrappers = dict(known.plans), dict(known.wrappers)
-        trace.shapes, trace.columns = dict(known.shapes), list(known.columns)
         trace.damage = list(known.damage)
         wanted = set(steps)
         trace.events = [event for event in list(known.events) if event.step not in wanted or type(event) in _KEPT]
@@ -252,8 +257,23 @@ class RankFile:
                 file.seek(at)
                 found = _decoded(_WHOLE, file.read(length))
                 trace.add([one for one in found if getattr(one, "step", None) in wanted and type(one) not in _KEPT])
+                self._add_columns(trace, [one for one in found if type(one) is StepColumns], wanted, expanded)
                 trace.num_bytes += length
         return trace
+
+    def _add_columns(self, trace: RankTrace, found: list[StepColumns], wanted: set[int], expanded: bool) -> None:
+        """Wanted steps that stand in columns; damage has been noted by the light pass."""
+        shapes = self.trace.shapes if self.trace is not None else {}
+        for columns in found:
+            steps = [step for step in wanted if columns.first_step <= step < columns.first_step + columns.num_steps]
+            shape = shapes.get(columns.shape)
+            if not steps or shape is None:
+                continue
+            trace.columns.append(columns)
+            trace.shapes[columns.shape] = shape
+            with contextlib.suppress(ValueError, msgspec.MsgspecError):
+                for step in steps if expanded else ():
+                    trace.add([event for _, events in expand(shape, columns, only=step) for event in events])
 
     def _frames(self, wanted: set[int]) -> list[tuple[int, int]]:
         """Where the frames lie that hold a wanted step. Copies: the arrays may grow meanwhile."""

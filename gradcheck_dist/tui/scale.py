@@ -84,3 +84,8 @@ def short(ratio: float) -> str:
             return f"{prefix}{whole}" if prefix == "" or whole != 1 else f"{whole}"
     text = f"{ratio:.3g}"
     return text if len(text) <= 7 else f"{ratio:.1e}"
+
+
+def distance(ratio: float) -> float:
+    """How far a ratio is from 1, on the log2 scale."""
+    return abs(math.log2(abs(ratio))) if ratio else math.inf

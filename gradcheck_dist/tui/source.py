@@ -52,10 +52,13 @@ class FolderSource:
         self._wanted_other = str(compare) if compare is not None else None
         self._other: OtherRun | None = None
         self._output = False
+        self._judge: Judge | None = None
         self._beside: tuple[float, tuple[str, ...]] = (float("-inf"), ())
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._judge is not None:
+            self._judge.stop()
         self._asked.set()
 
     def show_step(self, step: int | None) -> None:
@@ -82,7 +85,6 @@ class FolderSource:
         sys.setswitchinterval(SWITCH_S)
         path = choose_run(self.path)
         run = LiveRun(path, self._clock)
-        judge: Judge | None = None
         loaded: list[Judge] = []
 
         def load() -> None:
@@ -96,10 +98,10 @@ class FolderSource:
         while not self._stopped.is_set():
             changed = run.poll()
             self._asked.clear()
-            if judge is None and last is None:
+            if last is None:
                 Thread(target=load, name="gradcheck-load", daemon=True).start()
-            judge = loaded[0] if loaded else None
-            snapshot = self._snapshot(run, judge)
+            self._judge = loaded[0] if loaded else None
+            snapshot = self._snapshot(run, self._judge)
             told = (
                 snapshot.phase,
                 snapshot.message,

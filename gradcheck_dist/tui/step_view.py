@@ -32,6 +32,7 @@ from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.reports.timeline import NAMES, duration_ns
 from gradcheck_dist.tui.grid import WeightGrid, param_grid
+from gradcheck_dist.tui.scale import distance
 from gradcheck_dist.tui.way import State, way
 
 LETTERS: dict[type[Event], str] = {
@@ -158,6 +159,11 @@ class StepView:
                 ]
                 lanes.append(Lane(rank, stage, tuple(sorted(of_stage, key=lambda m: (m.start_ns, m.seq)))))
         return tuple(lanes)
+
+    @cached_property
+    def timed(self) -> bool:
+        """Whether single events have times of their own, which in columns they have not."""
+        return any(len({event.t_ns for event in of_rank}) > 1 for of_rank in self.verdict.data.events.values())
 
     def _mark(self, rank: int, event: Event) -> Mark:
         end = event.t_ns - self.start_ns
@@ -348,8 +354,3 @@ def documented(event: Event | None) -> float | None:
     if isinstance(event, ZeroGrad):
         return 0.0
     return 1.0
-
-
-def distance(ratio: float) -> float:
-    """How far a ratio is from 1, on the log2 scale."""
-    return abs(math.log2(abs(ratio))) if ratio else math.inf

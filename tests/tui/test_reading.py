@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,16 @@ import pytest
 from still_source import settled
 from tiny_runs import header, records, write_run
 
-from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.events import Event
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.reader import read_trace
-from gradcheck_dist.trace.run import create_run_dir, read_run
+from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui import judge, live_run
 from gradcheck_dist.tui.grid import COLUMN_SLICES, ROW_SLICES, Entry, WeightGrid, fill, slice_grid, worst_cell
 from gradcheck_dist.tui.live_run import LiveRun
 from gradcheck_dist.tui.rank_file import RankFile
+from gradcheck_dist.tui.snapshot import Snapshot
 from gradcheck_dist.tui.source import FolderSource
 
 
@@ -81,31 +83,39 @@ def test_a_file_that_grows_by_pieces_of_frames_is_counted_once(tmp_path: Path) -
     assert file.behind == 0
 
 
-def test_a_long_run_shows_its_ranks_before_it_is_read_and_is_judged_once_it_is(
+def test_a_long_run_shows_its_ranks_before_it_is_read_and_in_the_end_all_its_steps_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_run, "BUDGET_S", 0.0)
     monkeypatch.setattr(judge, "MAX_STEPS", 6)
-    folder = write_run(tmp_path / "run", world=3, steps=150)
+    folder = create_run_dir(tmp_path / "run", {"world_size": 3})
+    for rank in range(3):
+        with closing(TraceWriter(trace_path(folder, rank), header(rank, 3), background=False)) as writer:
+            healthy, faulty = (list(records(rank, world=3, steps=70, fault=fault)) for fault in (None, "averaged"))
+            for batch in [*healthy[:30], faulty[30], *healthy[31:]]:
+                for record in batch:
+                    writer.append(record)
+                writer.flush()
     source = FolderSource(folder)
     snapshots = list_until_settled(source)
     first = snapshots[0]
     assert first.report is None
     assert first.loading.startswith("reading")
     assert [line.state for line in first.ranks] == ["ended"] * 3
-    assert first.last_step == 149
+    assert first.last_step == 69
+    clean = next(snapshot for snapshot in snapshots if snapshot.judged == (0, 1, 2, 67, 68, 69))
+    assert not clean.report.findings
+    assert any("judging all steps" in snapshot.loading for snapshot in snapshots)
     last = snapshots[-1]
-    assert last.report is not None
-    assert last.judged == (0, 1, 2, 147, 148, 149)
-    assert last.recorded == tuple(range(150))
-    expected = diagnose(read_run(folder), steps=judge.choose_steps(list(range(150)), 6))
-    assert [finding.code for finding in last.report.findings] == [finding.code for finding in expected.findings]
-    assert last.report.weights == expected.weights
-    assert len(last.series.loss) == 150
+    assert last.judged == last.recorded == tuple(range(70))
+    assert last.report == diagnose_run(folder)
+    assert [finding.steps for finding in last.report.findings] == [[30]]
+    assert last.step.step == 30
+    assert len(last.series.loss) == 70
 
 
-def list_until_settled(source: FolderSource) -> list[object]:
-    snapshots: list[object] = []
+def list_until_settled(source: FolderSource) -> list[Snapshot]:
+    snapshots: list[Snapshot] = []
     deadline = time.monotonic() + 60
     for snapshot in source.snapshots():
         snapshots.append(snapshot)

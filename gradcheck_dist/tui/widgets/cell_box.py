@@ -24,13 +24,17 @@ class CellBox(Static):
         expected, nominal, observed, ratio = part.cell(row, column)
         (unit, rank), key = part.origin(row, column)
         right = abs(ratio - 1.0) <= part.grid.tolerance
-        self.border_title = f"weight of one token's loss, step {part.grid.step}"
+        how = ", as documented: no sample was measured" if part.grid.documented else ""
+        self.border_title = f"weight of one token's loss, step {part.grid.step}{how}"
         tokens = part.grid.tokens.get(key)
         text = Text()
-        text.append(f"d{key[0]} k{key[1]} m{key[2]}", "bold").append(
-            f" ({tokens if tokens is not None else '?'} tokens) in "
-        )
-        text.append(printable(unit, 60), "bold").append(f" on rank {rank}\n")
+        if part.grid.documented:
+            text.append(f"k{key[1]} m{key[2]}", "bold").append(f" of rank {rank}, in every gradient\n")
+        else:
+            text.append(f"d{key[0]} k{key[1]} m{key[2]}", "bold").append(
+                f" ({tokens if tokens is not None else '?'} tokens) in "
+            )
+            text.append(printable(unit, 60), "bold").append(f" on rank {rank}\n")
         exact = part.grid.exact.get(key)
         wide = self.size.width > 95 and exact
         text.append("expected ").append(exact if exact else _number(expected), "bold")

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from gradcheck_dist.reports.text import plural
 from gradcheck_dist.tui import scale
-from gradcheck_dist.tui.step_view import ParamLine, distance
+from gradcheck_dist.tui.step_view import ParamLine
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
 
@@ -29,7 +29,7 @@ class Node:
     @property
     def ratio(self) -> float | None:
         known = [leaf.ratio for leaf in self.leaves if leaf.ratio is not None]
-        return max(known, key=distance, default=None)
+        return max(known, key=scale.distance, default=None)
 
     @property
     def right(self) -> bool:

@@ -54,6 +54,8 @@ class TimelineChart(Rows):
     mark: reactive[Mark | None] = reactive(None)
     view: StepView | None = None
     param: tuple[int, str] | None = None
+    _untimed = False
+    """The last step had no times of single events, so it was drawn in order."""
     _offset = 0.0
     _per_cell = 1.0
 
@@ -69,6 +71,9 @@ class TimelineChart(Rows):
         self.view, self.param = view, param
         self.count = len(view.lanes)
         if fresh:
+            if self.to_scale != self._untimed:  # not by the user's own key
+                self.to_scale = view.timed
+            self._untimed = not view.timed
             self.watch_count()
             self.action_fit()
             known = self.mark is not None and (self.mark.rank, self.mark.seq) in view.marks
