@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.axes import parse_axes
-from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
-from gradcheck_dist.cli import child
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
 from gradcheck_dist.cli.output import Format, check_report, show, write_report
 from gradcheck_dist.errors import GradcheckError
@@ -71,12 +68,18 @@ def run(
 
     Exit codes: the command's own; with --strict, where that is 0: 1 findings, 2 could not judge.
     """
+    from gradcheck_dist.boot.protocol import VARIABLE, Boot, Steps
+
     chosen = parse_steps(steps) or range(3)
     if objective is not None:
         from gradcheck_dist.ledger.expected import check_objective
 
         check_objective(objective)
-    degrees = parse_axes(axes).as_dict() if axes is not None else None
+    degrees = None
+    if axes is not None:
+        from gradcheck_dist.axes import parse_axes
+
+        degrees = parse_axes(axes).as_dict()
     check_report(report)
     if live:
         from gradcheck_dist.cli.live import check_terminal
@@ -94,6 +97,8 @@ def run(
 
         code = run_beside(command, environment, folder)
     else:
+        from gradcheck_dist.cli import child
+
         code = child.run(command, environment)
     sys.stdout.flush()
     judged = _judge(folder, command)

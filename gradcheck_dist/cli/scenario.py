@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -101,6 +100,8 @@ def _run_one(
     tui: bool = False,
 ) -> None:
     if tui and keep is None:
+        import tempfile
+
         with tempfile.TemporaryDirectory(prefix="gradcheck-") as folder:
             _run_one(name, library, overrides, Path(folder), report, form, tui)
     from gradcheck_dist.scenarios.jobs import check

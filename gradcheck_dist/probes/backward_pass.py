@@ -39,7 +39,7 @@ class BackwardPass:
         self.start_ns = time.perf_counter_ns()
         self.sync: bool | None = None
         self.touched: dict[int, ParamInfo] = {}
-        self.leaves: list[tuple[LocalPlan, Tensor]] = []  # sampled; their rows are made when the pass is over
+        self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
@@ -47,3 +47,24 @@ class BackwardPass:
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
+
+
+class ReadGradients:
+    """Whose gradients optimizers read in a step. What nobody empties afterwards is there when the next step begins."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._read: list[list[ParamInfo]] = []
+
+    def note(self, step: int, infos: list[ParamInfo]) -> None:
+        """An optimizer reads the gradients of these parameters."""
+        if self._step != step:
+            self._read, self._step = [], step
+        self._read.append(infos)
+
+    def left(self, step: int) -> list[ParamInfo]:
+        """Those of a step that still have a gradient, in the model's order, without optimizers' own copies."""
+        if self._step != step:
+            return []
+        left = {info.id: info for infos in self._read for info in infos if info.param.grad is not None}
+        return [left[key] for key in sorted(left) if key >= 0]

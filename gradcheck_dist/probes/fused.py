@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded
@@ -83,4 +84,4 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
         change = buffer.detach().take(plan.indices) - values
         if added or (change.is_cpu and bool(change.any())):
             current.touched[info.id] = info
-            current.leaves.append((plan, change))
+            recorder.keep(current.seq, LEAF, plan, change)

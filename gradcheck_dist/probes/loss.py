@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,8 +57,8 @@ def label_hash(target: Tensor) -> int | Tensor:
     """A checksum of the labels: ranks that evaluate the same labels are one data coordinate. On an accelerator it stays
     there, as a 0-d int64 tensor."""
     local = getattr(target, "_local_tensor", target).detach()
-    if local.device.type == "cpu":
-        return zlib.crc32(local.contiguous().view(torch.uint8).numpy().tobytes())
+    if local.is_cpu:
+        return zlib.crc32(local.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     position = torch.arange(local.numel(), device=local.device) * HASH_FACTOR + HASH_OFFSET
     return ((local.reshape(-1).to(torch.int64) + 1) * position).sum()
 
@@ -76,14 +77,24 @@ def evaluated(
         recorder.ensure_step()
     if not recorder.recording:
         return
-    valid = target != ignore_index if not target.is_floating_point() else None
-    num_tokens = valid.sum() if valid is not None else target.shape[0]
-    if isinstance(num_tokens, Tensor) and num_tokens.device.type == "cpu":
-        num_tokens = int(num_tokens)
+    valid: Tensor | None = None
+    num_tokens: int | Tensor
+    if target.is_floating_point():
+        num_tokens = target.shape[0]
+    elif type(target) is Tensor and target.is_cpu and class_weight is None and reduction != "none":
+        num_tokens = int(np.count_nonzero(target.numpy() != ignore_index))  # one call where torch takes three
+    else:
+        valid = target != ignore_index
+        num_tokens = int(valid.sum()) if valid.device.type == "cpu" else valid.sum()
     weighted = None
     if class_weight is not None and valid is not None:
         weighted = (class_weight.detach()[torch.where(valid, target, 0)] * valid).sum()
     record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target, valid=valid, weighted=weighted)
+
+
+def number(value: Tensor) -> float | Tensor:
+    """A tensor of one element as float64: a float where it can be read at once, else on its device."""
+    return float(value.item()) if type(value) is Tensor and Recorder.is_host(value) else value.detach().double()
 
 
 def record_loss(
@@ -121,7 +132,7 @@ def record_loss(
         "num_tokens": num_tokens,
         "num_labels": labels.numel() if labels is not None else None,
         "label_hash": label_hash(labels) if labels is not None else None,
-        "value": output.detach() if output.dim() == 0 else None,
+        "value": number(output) if output.dim() == 0 else None,
         "requires_grad": output.requires_grad,
         "dtype": str(output.dtype).removeprefix("torch."),
         "num_weighted_tokens": weighted,
@@ -157,7 +168,7 @@ def gradient_arrived(
     low: Tensor | None = None
     high: Tensor | None = None
     if local.numel() == 1:
-        weight = local.reshape(()).double()
+        weight = number(local.reshape(()))
         if reduction == "mean":
             weight = weight / (num_tokens.clamp_min(1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
     else:

@@ -7,7 +7,6 @@ from array import array
 from collections import defaultdict
 from math import nan
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.stats.inputs import DTYPES
-from gradcheck_dist.stats.norms import PendingNorms, easy_norms, is_easy, start
+from gradcheck_dist.stats.norms import PendingNorms, easy_norms, start
 
 
 @guarded("norms")
@@ -53,25 +52,26 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
 
 def _record_small(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
     """The same for small whole gradients on the CPU, in one call of torch; False, and nothing is done, for others."""
-    plans: list[tuple[int, int, int]] = []
+    bundle = recorder.bundle(infos)
+    if bundle is None or not bundle.easy:
+        return False
     grads: list[Tensor] = []
-    for info in infos:
-        grad, plan = info.param.grad, info.plain
-        if info.regions:
+    dtype = bundle.dtype
+    for param, _, _ in bundle.parts:
+        grad = param.grad
+        if type(grad) is not Tensor or grad.dtype is not dtype or not grad.is_cpu or not grad.is_contiguous():
+            if grad is None:
+                continue
             return False
-        if grad is None:
-            continue
-        if plan is None or type(grad) is not Tensor or not grad.is_cpu:
-            return False
-        if grad.layout is not torch.strided or not is_easy(grad):
-            return False
-        plans.append((info.id, plan.id, 0))
         grads.append(grad)
     norms = easy_norms(grads) if grads else None
     if norms is None:
         return False
-    rows = np.array(plans, dtype="<i4").tobytes()
-    recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=rows, values=norms.astype("<f8").tobytes()))
+    table = bundle.norm_rows
+    if len(grads) < len(bundle.parts):
+        table = table[[param.grad is not None for param, _, _ in bundle.parts]]
+    values = norms.astype("<f8").tobytes()
+    recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=table.tobytes(), values=values))
     return True
 
 

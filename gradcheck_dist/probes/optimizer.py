@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import BEFORE, Clip, ClipValue, OptimizerStep, ParamGroup, ZeroGrad
+from gradcheck_dist.probes.loss import number
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
@@ -96,12 +97,14 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
-    recorder.read_in.update((info.id, recorder.step) for info in infos)
-    record_norms(recorder, seq, [info for info in infos if info.id not in recorder.clipped])
+    recorder.read.note(recorder.step, infos)
+    clipped = recorder.clipped
+    record_norms(recorder, seq, [info for info in infos if info.id not in clipped] if clipped else infos)
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
-    unreached = [info for info in infos if info.param.grad is None and discovery.was_called(info.param)]
+    missing = [info for info in infos if info.param.grad is None]
+    unreached = [info for info in missing if discovery.was_called(info.param)]
     recorder.emit(
         OptimizerStep,
         seq=seq,
@@ -110,13 +113,13 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
         params=recorder.registry.param_set(infos),
         lr=_number(first.get("lr")),
         hyperparameters=_hyperparameters(first),
-        grads_missing=sum(info.param.grad is None for info in infos),
+        grads_missing=len(missing),
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
-    read = [original for info in infos for original in originals(info)]
+    read = (original for info in infos for original in (originals(info) if info.regions else (info,)))
     # One without a name was found here, and could stand for others that no module has shown yet.
     if all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
         discovery.stop()
@@ -163,12 +166,14 @@ def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[.
 @guarded("zero_grad")
 def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
     if isinstance(owner, Optimizer):
-        params: Iterable[Tensor] = (param for group in owner.param_groups for param in group["params"])
+        params = [param for group in owner.param_groups for param in group["params"]]
     else:
-        params = owner.parameters()
+        params = list(owner.parameters())
     recorder.abandon_evaluation()
-    found = (recorder.registry.find(param) for param in params)
-    infos = [info for info in found if info is not None]
+    infos = recorder.registry.asked_before(params, owner=True)
+    if infos is None:
+        found = (recorder.registry.find(param) for param in params)
+        infos = [info for info in found if info is not None]
     if infos:
         recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)
 
@@ -250,7 +255,8 @@ def after_clip(
 ) -> None:
     local = getattr(total_norm, "_local_tensor", total_norm)
     partial = any(placement.is_partial() for placement in getattr(total_norm, "placements", ()))
-    norm = local.detach().double() if isinstance(local, Tensor) else torch.tensor(float(local), dtype=torch.float64)
+    norm: Any = number(local) if isinstance(local, Tensor) else float(local)
+    coefficient = float(max_norm) / (norm + CLIP_EPSILON)
     recorder.emit(
         Clip,
         seq=seq,
@@ -259,7 +265,7 @@ def after_clip(
         max_norm=float(max_norm),
         norm_type=float(norm_type),
         total_norm=norm,
-        coefficient=(float(max_norm) / (norm + CLIP_EPSILON)).clamp(max=1.0),
+        coefficient=coefficient.clamp(max=1.0) if isinstance(coefficient, Tensor) else min(coefficient, 1.0),
         partial=partial,
         norm_dtype=str(local.dtype).removeprefix("torch.") if isinstance(local, Tensor) else "",
     )

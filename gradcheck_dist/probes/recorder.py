@@ -25,7 +25,7 @@ from gradcheck_dist.events import (
     Site,
     StepEnd,
 )
-from gradcheck_dist.probes.backward_pass import BackwardPass
+from gradcheck_dist.probes.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.deferred import Deferred, numbers_of, read
 from gradcheck_dist.probes.registry import ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
@@ -41,6 +41,7 @@ COLUMNS_INTERVAL_NS = 1_000_000_000
 """And how long its steps without samples."""
 
 
+NOTHING = torch.empty(0)
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
 
@@ -70,7 +71,7 @@ class Recorder(Sampler):
         self.impulses: Any = None  # set in impulse mode: probes/exact.py
         self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
         self.discovery: Any = None  # set by the autograd probe
-        self.read_in: dict[int, int] = {}  # parameter id -> step in which an optimizer last read its gradient
+        self.read = ReadGradients()
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.reduced = False  # whether gradients were combined over several ranks at all
@@ -110,7 +111,7 @@ class Recorder(Sampler):
         self.trained = True
         if self._stepped:
             self._stepped = False
-            if self._rows:
+            if self._rows or self._on_host:
                 self.flush_samples()  # of what came behind the optimizer
             self._fold_step()
             self.step += 1
@@ -202,8 +203,10 @@ class Recorder(Sampler):
         self._flushed_ns = time.perf_counter_ns()
         if self.current is not None:  # an optimizer that steps inside backward
             self.keep_leaves(self.current.seq, self.current.leaves)
+        for written in self.drain_host():
+            self.copies.bring(NOTHING, functools.partial(self._write_samples, self.step, *written))
         for dtype, rows, values in self.drain():
-            self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows))
+            self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows, None))
         if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []
             numbers = numbers_of(deferred)
@@ -240,8 +243,9 @@ class Recorder(Sampler):
             self._columns_ns = time.perf_counter_ns()
             self.columns.flush()
 
-    def _write_samples(self, step: int, dtype: str, rows: bytes, values: Tensor) -> None:
-        self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values.numpy().tobytes()))
+    def _write_samples(self, step: int, dtype: str, rows: bytes, kept: bytes | None, host: Tensor) -> None:
+        values = host.numpy().tobytes() if kept is None else kept
+        self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values))
 
     def _write_deferred(self, deferred: Deferred, host: Tensor) -> None:
         for event in read(deferred, host):
@@ -259,15 +263,10 @@ class Recorder(Sampler):
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         if self._begun != self.step:
             self._begun = self.step
-            self._sample_leftovers(self.current.seq)
+            left = self.read.left(self.step - 1) if self.sampling else []
+            if left:
+                self.sample_grads(self.current.seq, BEFORE, left)
         return self.current
-
-    def _sample_leftovers(self, seq: int) -> None:
-        """What the last step's optimizer has read and nobody has emptied."""
-        if not self.sampling:
-            return
-        read = [info for info in self.registry.infos() if self.read_in.get(info.id) == self.step - 1]
-        self.sample_grads(seq, BEFORE, read)
 
     def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:
         """A loss received its gradient, before any parameter did."""
@@ -277,12 +276,18 @@ class Recorder(Sampler):
 
     def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
         """A contribution's own gradient arrived at a parameter."""
-        current.touched[info.id] = info
-        if not (self.sampling and info.active) or getattr(info.param, ADDED_FLAG, False):
+        touched = current.touched
+        again = info.id in touched  # in a pass inside of this one (reentrant checkpoints)
+        touched[info.id] = info
+        if not (self.sampling and info.active) or info.param.__dict__.get(ADDED_FLAG):
             return
         plan = info.plain
-        if plan is not None and type(grad) is Tensor and grad.is_cpu and not grad.requires_grad:
-            current.leaves.append((plan, grad.take(plan.indices)))
+        if plan is not None and type(grad) is Tensor and grad.is_cpu and not (again or grad.requires_grad):
+            slot = plan.slot
+            if slot is None or slot.dtype is not grad.dtype:
+                slot = plan.new_slot(grad.dtype)
+            torch.take(grad, plan.indices, out=slot)
+            current.leaves.append(plan)
         else:
             self.sample(current.seq, LEAF, info, grad)
 

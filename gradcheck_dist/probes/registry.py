@@ -21,14 +21,24 @@ UNNAMED = "unnamed."
 
 
 class LocalPlan:
-    """Which elements of a local tensor are sampled: flat indices on its device."""
+    """Which elements of a local tensor are sampled: flat indices on its device.
 
-    __slots__ = ("id", "indices", "param_id")
+    `slot` is where those of a leaf's gradient on the CPU lie from its arrival to the end of the pass, `raw` the bytes.
+    """
+
+    __slots__ = ("id", "indices", "param_id", "raw", "slot")
 
     def __init__(self, id: int, param_id: int, indices: Any, device: torch.device) -> None:
         self.id = id
         self.param_id = param_id
         self.indices = torch.as_tensor(indices, dtype=torch.int64).to(device)
+        self.slot: Any = None
+        self.raw: Any = None
+
+    def new_slot(self, dtype: torch.dtype) -> Tensor:
+        self.slot = slot = torch.empty(len(self.indices), dtype=dtype)
+        self.raw = slot.view(torch.uint8).numpy()
+        return slot
 
 
 class ParamInfo:

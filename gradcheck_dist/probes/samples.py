@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from torch import Tensor
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.regions import Region
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
+from gradcheck_dist.stats.norms import is_easy_size
 
-STRIDED = torch.strided
+MAX_REMEMBERED = 64
+"""Sets of parameters that were sampled together (a mixture of experts reaches others each time)."""
 
 
 class HostCopies:
@@ -67,14 +69,39 @@ class HostCopies:
 
 
 class Bundle:
-    """Parameters whose gradients are sampled together, each a whole tensor on the CPU. `rows` has shape (n, 4): seq
-    and role, to be filled in, parameter id, plan id."""
+    """Parameters whose gradients are sampled together, each a whole tensor of one type on the CPU.
 
-    __slots__ = ("parts", "rows")
+    Their values are gathered into memory that is allocated once: an allocation a parameter, and laying the results end
+    to end, would cost more than reading them. `rows` has shape (n, 4): seq and role, to be filled in, parameter id,
+    plan id; row i's values are the bytes from bounds[i] to bounds[i + 1] of `values`. `easy`: torch's own norms of
+    contiguous gradients are right; `norm_rows` has shape (n, 3): parameter id, plan id, 0.
+    """
 
-    def __init__(self, infos: list[ParamInfo]) -> None:
-        self.parts = [(info.param, info.plain.indices) for info in infos if info.plain is not None]
-        self.rows = np.array([(0, 0, info.plain.param_id, info.plain.id) for info in infos if info.plain], dtype="i4")
+    __slots__ = ("bounds", "dtype", "easy", "norm_rows", "parts", "rows", "values")
+
+    def __init__(self, infos: list[ParamInfo], dtype: torch.dtype) -> None:
+        plans = [info.plain for info in infos if info.plain is not None]
+        counts = [len(plan.indices) for plan in plans]
+        gathered = torch.empty(sum(counts), dtype=dtype)
+        params = [info.param for info in infos]
+        self.dtype = dtype
+        self.parts = list(zip(params, [plan.indices for plan in plans], gathered.split(counts), strict=True))
+        self.rows = row_table(plans)
+        self.easy = all(is_easy_size(dtype, param.numel()) for param in params)
+        self.norm_rows: np.ndarray = np.array([(plan.param_id, plan.id, 0) for plan in plans], dtype="<i4")
+        self.values: memoryview = gathered.view(torch.uint8).numpy().data
+        self.bounds: list[int] = (np.cumsum([0, *counts]) * gathered.element_size()).tolist()
+
+    def without(self, missing: list[int]) -> tuple[np.ndarray, bytes]:
+        """Rows and values of all but some parameters."""
+        left = sorted(set(range(len(self.parts))) - set(missing))
+        pieces = [self.values[self.bounds[index] : self.bounds[index + 1]] for index in left]
+        return self.rows[left], b"".join(pieces)
+
+
+def row_table(plans: Sequence[LocalPlan]) -> np.ndarray:
+    """int32 of shape (n, 4): seq and role, to be filled in, parameter id, plan id."""
+    return np.array([(0, 0, plan.param_id, plan.id) for plan in plans], dtype="i4")
 
 
 class Sampler:
@@ -85,7 +112,9 @@ class Sampler:
         self.sampling = True  # False: events are recorded and no samples are taken
         self._rows: dict[torch.dtype, array[int]] = {}
         self._values: dict[torch.dtype, list[Tensor]] = {}
-        self._bundles: dict[tuple[int, ...], Bundle] = {}
+        self._on_host: dict[torch.dtype, tuple[list[bytes], list[bytes]]] = {}  # rows and values
+        self._bundles: dict[tuple[int, ...], Bundle | None] = {}  # None: not together
+        self._leaf_rows: dict[tuple[int, ...], np.ndarray] = {}
 
     def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
         """Keep the sampled elements of a gradient, on its device. False: its layout in the parameter is not known.
@@ -99,7 +128,7 @@ class Sampler:
         if found is None:
             return False
         plan, local = found
-        self._keep(seq, role, plan, local.detach().take(plan.indices))
+        self.keep(seq, role, plan, local.detach().take(plan.indices))
         return True
 
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
@@ -117,40 +146,55 @@ class Sampler:
             else:
                 self.sample(seq, role, info, grad)
 
+    def bundle(self, infos: list[ParamInfo]) -> Bundle | None:
+        """What is kept ready for sampling these parameters together; None when they cannot be."""
+        asked = tuple([info.id for info in infos])
+        bundle = self._bundles.get(asked)
+        if bundle is None and asked not in self._bundles:
+            if not all(info.plain is not None and not info.regions for info in infos):
+                return None  # the slow way finds their plans
+            dtype = next((info.param.grad.dtype for info in infos if info.param.grad is not None), None)
+            if dtype is None:
+                return None
+            if len(self._bundles) >= MAX_REMEMBERED:
+                self._bundles.clear()
+            bundle = self._bundles[asked] = Bundle(infos, dtype)
+        return bundle
+
     def _sample_together(self, seq: int, role: int, infos: list[ParamInfo]) -> bool:
         """What `sample_grads` does, where all gradients are plain ones on the CPU and of one type; else False, and
         nothing is done. Runs for every parameter of every step: kept short."""
-        asked = tuple([info.id for info in infos])
-        bundle = self._bundles.get(asked)
+        bundle = self.bundle(infos)
         if bundle is None:
-            if not all(info.plain is not None and not info.regions for info in infos):
-                return False  # the slow way finds their plans
-            bundle = self._bundles[asked] = Bundle(infos)
-        values: list[Tensor] = []
+            return False
         missing: list[int] = []
-        dtype: torch.dtype | None = None
-        for index, (param, indices) in enumerate(bundle.parts):
-            grad = param.grad
-            if grad is None:
-                missing.append(index)
-                continue
-            dtype = dtype or grad.dtype
-            if type(grad) is not Tensor or grad.dtype is not dtype or grad.requires_grad or grad.layout is not STRIDED:
-                return False
-            if not grad.is_cpu:
-                return False
-            values.append(grad.take(indices))
-        if dtype is not None:
-            rows = bundle.rows.copy() if not missing else np.delete(bundle.rows, missing, axis=0)
-            rows[:, 0], rows[:, 1] = seq, role
-            self._keep_all(dtype, rows.tobytes(), values)
+        take = torch.take
+        try:
+            for index, (param, indices, slot) in enumerate(bundle.parts):
+                grad = param.grad
+                if type(grad) is Tensor:
+                    take(grad, indices, out=slot)
+                elif grad is None:
+                    missing.append(index)
+                else:
+                    return False
+        except RuntimeError:  # another device, type or layout, or one that is differentiated again
+            self._bundles[tuple([info.id for info in infos])] = None
+            return False
+        if not missing:
+            rows, values = bundle.rows, bundle.values.tobytes()
+        elif len(missing) == len(bundle.parts):
+            return True
+        else:
+            rows, values = bundle.without(missing)
+        rows[:, 0], rows[:, 1] = seq, role
+        self._keep_bytes(bundle.dtype, rows.tobytes(), values)
         return True
 
-    def _keep_all(self, dtype: torch.dtype, rows: bytes, values: list[Tensor]) -> None:
-        if dtype not in self._rows:
-            self._rows[dtype], self._values[dtype] = array("i"), []
-        self._rows[dtype].frombytes(rows)
-        self._values[dtype] += values
+    def _keep_bytes(self, dtype: torch.dtype, rows: bytes, values: bytes) -> None:
+        of_rows, of_values = self._on_host.setdefault(dtype, ([], []))
+        of_rows.append(rows)
+        of_values.append(values)
 
     def sample_regions(self, seq: int, role: int, regions: Iterable[Region], tensor: Tensor) -> None:
         """Sample the parts of a tensor that are gradients of parameters or of parts of them."""
@@ -159,22 +203,26 @@ class Sampler:
                 continue
             plan = self.registry.region_plan(region, tensor.device)
             if len(plan.indices):
-                self._keep(seq, role, plan, tensor.detach().take(plan.indices))
+                self.keep(seq, role, plan, tensor.detach().take(plan.indices))
 
-    def keep_leaves(self, seq: int, leaves: list[tuple[LocalPlan, Tensor]]) -> None:
-        """Keep what a backward pass sampled at its leaves, one entry a parameter; empties the list."""
+    def keep_leaves(self, seq: int, leaves: list[LocalPlan]) -> None:
+        """Keep what a backward pass sampled at its leaves, which lies in their plans' slots; empties the list."""
         if not leaves:
             return
-        dtype = leaves[0][1].dtype
-        if all(values.dtype is dtype for _, values in leaves):
-            rows = array("i", [part for plan, _ in leaves for part in (seq, LEAF, plan.param_id, plan.id)])
-            self._keep_all(dtype, rows.tobytes(), [values for _, values in leaves])
-        else:
-            for plan, values in leaves:
-                self._keep(seq, LEAF, plan, values)
+        for dtype in {plan.slot.dtype for plan in leaves}:
+            plans = [plan for plan in leaves if plan.slot.dtype is dtype]
+            asked = tuple([plan.id for plan in plans])
+            rows = self._leaf_rows.get(asked)
+            if rows is None:
+                if len(self._leaf_rows) >= MAX_REMEMBERED:
+                    self._leaf_rows.clear()
+                rows = self._leaf_rows[asked] = row_table(plans)
+            rows[:, 0], rows[:, 1] = seq, LEAF
+            self._keep_bytes(dtype, rows.tobytes(), b"".join([plan.raw for plan in plans]))
         leaves.clear()
 
-    def _keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
+    def keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
+        """Keep one row."""
         dtype = values.dtype
         rows = self._rows.get(dtype)
         if rows is None:
@@ -183,11 +231,17 @@ class Sampler:
         rows.extend((seq, role, plan.param_id, plan.id))
         self._values[dtype].append(values)
 
+    def drain_host(self) -> list[tuple[str, bytes, bytes]]:
+        """(type, rows, values end to end) of all that was gathered on the host."""
+        kept, self._on_host = self._on_host, {}
+        return [(_name(dtype), b"".join(rows), b"".join(values)) for dtype, (rows, values) in kept.items()]
+
     def drain(self) -> list[tuple[str, bytes, Tensor]]:
-        """(type, rows, values end to end as bytes on their device) of all that waits."""
+        """(type, rows, values end to end as bytes on their device) of all else that waits."""
         rows, values = self._rows, self._values
         self._rows, self._values = {}, {}
-        return [
-            (str(dtype).removeprefix("torch."), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8))
-            for dtype in rows
-        ]
+        return [(_name(dtype), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8)) for dtype in rows]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

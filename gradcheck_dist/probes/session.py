@@ -63,6 +63,7 @@ class Session:
             return
         self._open = False
         self._patches.restore()
+        self.recorder.suspended += 1  # functions that the user imported while they were replaced pass everything on
         self.recorder.finish()
         self.recorder.emit(RunEnd, reason="detached")
         self.recorder.writer.close()

@@ -31,9 +31,14 @@ class Damage:
         return f"{self.num_bytes} bytes at byte {self.offset}: {self.reason}"
 
 
+def head(payload: bytes) -> bytes:
+    """What stands before `payload` in its frame."""
+    return _HEAD.pack(MARK, len(payload), zlib.crc32(payload))
+
+
 def frame(payload: bytes) -> bytes:
     """One frame around `payload`."""
-    return _HEAD.pack(MARK, len(payload), zlib.crc32(payload)) + payload
+    return head(payload) + payload
 
 
 def _try_frame(data: memoryview, offset: int) -> tuple[memoryview | None, int, str]:

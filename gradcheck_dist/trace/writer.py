@@ -11,7 +11,7 @@ import msgspec
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, Record, StepShape
-from gradcheck_dist.trace.frames import MAGIC, frame
+from gradcheck_dist.trace.frames import MAGIC, head
 
 FLUSH_INTERVAL_S = 0.05
 
@@ -65,7 +65,8 @@ class TraceWriter:
             records, self._records = self._records, []
             if not records or self.error is not None:
                 return
-            self._write(frame(self._encode(records)))
+            payload = self._encode(records)
+            self._write(head(payload), payload)
 
     def close(self) -> None:
         self._stop.set()
@@ -88,13 +89,17 @@ class TraceWriter:
                     self.num_unwritable += 1
             return self._encoder.encode(raw)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, *parts: bytes) -> None:
+        """Write parts one behind the other, without laying them together first."""
         try:
-            view = memoryview(data)
-            while view:
-                written = os.write(self._fd, view)
-                self.num_bytes += written
-                view = view[written:]
+            written = os.writev(self._fd, parts)
+            self.num_bytes += written
+            if written < sum(map(len, parts)):
+                view = memoryview(b"".join(parts))[written:]
+                while view:
+                    written = os.write(self._fd, view)
+                    self.num_bytes += written
+                    view = view[written:]
         except OSError as error:
             self.error = error
 

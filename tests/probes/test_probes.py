@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import Clip, Event, Loss, LossGradient, OptimizerStep, ProbeError, ZeroGrad
 from gradcheck_dist.probes import attach, availability, mark_loss
+from gradcheck_dist.probes.loss import label_hash
 from gradcheck_dist.probes.recorder import Recorder
 from gradcheck_dist.trace.run import read_run
 
@@ -75,6 +76,13 @@ def test_the_weight_of_one_token_is_seen_for_every_reduction(reduction: str, tmp
     assert loss.num_tokens == int((batch(0, 1)[1] >= 0).sum())
     assert loss.weight == pytest.approx(1 / loss.num_tokens, rel=1e-6)
     assert judged(tmp_path).verdict == "clean"
+
+
+def test_labels_are_known_by_their_values_however_they_lie_in_memory() -> None:
+    labels = torch.arange(12).reshape(3, 4)
+    for view in (labels[:, 1], labels.t(), labels[::2, ::3], labels[1, 2]):
+        assert label_hash(view) == label_hash(view.clone(memory_format=torch.contiguous_format))
+    assert label_hash(labels) != label_hash(labels.t())
 
 
 def test_an_evaluation_without_backward_is_no_contribution(tmp_path: Path) -> None:
@@ -275,7 +283,7 @@ def test_a_full_disk_stops_the_trace_and_not_the_training(tmp_path: Path, monkey
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full)
+            patch.setattr(os, "writev", full)
             healthy(model, optimizer)
         assert session.recorder.writer.error is not None
         healthy(model, optimizer)
@@ -314,6 +322,18 @@ def test_detaching_takes_every_probe_away(tmp_path: Path) -> None:
         accumulate(model)
     assert all(now is then for now, then in zip(patched_attributes(), before, strict=True))
     assert not any(param._backward_hooks for param in model.parameters())
+
+
+def test_a_function_imported_while_it_was_replaced_keeps_nothing_after_detaching(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path) as session:
+        healthy(model, optimizer)
+        cross_entropy = F.cross_entropy
+    assert F.cross_entropy is not cross_entropy
+    inputs, labels = batch(0, 0)
+    cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).backward()
+    assert session.recorder.writer._records == []
 
 
 def test_every_probe_hooks_into_this_torch() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from probe_workers import Net, batch, token_sum
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.events import AFTER
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.recorder import Recorder
 from gradcheck_dist.probes.samples import HostCopies
+from gradcheck_dist.stats.sampling import sample_positions
 from gradcheck_dist.trace.run import read_run
 
 
@@ -73,3 +77,55 @@ def test_a_step_on_an_accelerator_is_recorded_without_waiting_and_judged_the_sam
     report = diagnose(run)
     assert (report.verdict, report.reasons) == ("clean", [])
     assert {round(weight.ratio or 0, 5) for weight in report.weights} == {1.0}
+
+
+class Mixed(torch.nn.Module):
+    """Gradients of several types and layouts, and two parameters that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sparse = torch.nn.Embedding(8, 4, sparse=True)
+        self.wide = torch.nn.Linear(4, 300, bias=False)
+        self.in_float64 = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.empty = torch.nn.Parameter(torch.randn(0))
+        self.sometimes = torch.nn.ParameterList([torch.randn(7) for _ in range(2)])
+
+    def forward(self, index: Tensor, used: int) -> Tensor:
+        hidden = checkpoint(self.wide, self.sparse(index), use_reentrant=True)  # a pass inside of a pass
+        whole = checkpoint(self.wide, self.sparse(index + 1), use_reentrant=True)
+        terms = [hidden.square().sum() + whole.sum(), self.in_float64.square().sum().float(), self.empty.sum()]
+        return sum(terms, torch.zeros(())) + sum(self.sometimes[at].square().sum() for at in range(used))
+
+
+@pytest.mark.parametrize("only", ["", "sometimes"], ids=["types and layouts mixed", "one type, some missing"])
+def test_what_is_kept_of_a_gradient_are_its_own_values(tmp_path: Path, only: str) -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    for name, param in model.named_parameters():
+        param.requires_grad_(only in name)
+    seen: list[dict[str, Tensor]] = []
+    with attach(tmp_path):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for used in (2, 1, 0, 2):
+            if only and not used:
+                continue
+            model(torch.arange(4), used).backward()
+            grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+            seen.append({name: grad.clone() for name, grad in grads.items() if not grad.is_sparse})
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = read_run(tmp_path).ranks[0]
+    names = {param.id: param.name for param in trace.params.values()}
+    kept: dict[tuple[int, str], Tensor] = {}
+    for record in trace.samples:
+        rows = np.frombuffer(record.rows, dtype="<i4").reshape(-1, 4)
+        counts = [trace.plans[plan].num_values for plan in rows[:, 3]]
+        values = torch.frombuffer(bytearray(record.values), dtype=getattr(torch, record.dtype)).split(counts)
+        for (_, role, param, _), row in zip(rows.tolist(), values, strict=True):
+            if role == AFTER:
+                kept[record.step, names[param]] = row
+    expected = {(step, name): grad for step, grads in enumerate(seen) for name, grad in grads.items() if grad.numel()}
+    assert {key for key, row in kept.items() if len(row)} == set(expected)
+    for (step, name), grad in expected.items():
+        positions = torch.from_numpy(sample_positions(name, grad.numel(), 96).astype("int64"))
+        assert torch.equal(kept[step, name], grad.take(positions)), (step, name)

@@ -135,7 +135,7 @@ def test_a_full_disk_ends_the_trace_and_is_kept_as_its_error(tmp_path: Path, mon
     def full(_fd: int, _data: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "writev", full)
     writer.append(backward(2))
     writer.flush()
     monkeypatch.undo()
@@ -144,6 +144,16 @@ def test_a_full_disk_ends_the_trace_and_is_kept_as_its_error(tmp_path: Path, mon
     writer.close()
     assert isinstance(writer.error, OSError)
     assert [event.seq for event in read_trace(path).events] == [1]
+
+
+def test_a_write_that_is_cut_short_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-00000.trace"
+    monkeypatch.setattr(os, "writev", lambda fd, parts: os.write(fd, b"".join(parts)[:5]))
+    writer = TraceWriter(path, header(), background=False)
+    writer.append(backward(1))
+    writer.close()
+    assert [event.seq for event in read_trace(path).events] == [1]
+    assert writer.num_bytes == path.stat().st_size
 
 
 def test_a_record_that_cannot_be_encoded_does_not_take_the_others_with_it(tmp_path: Path) -> None:
