@@ -88,9 +88,9 @@ simulate: $(VENV)/.installed-dev
 matrix: install
 	$(BIN)/gradcheck matrix
 
+# What is kept of this code is left out: BENCH_ARGS='--only trace start --again' measures parts anew, --list shows them.
 bench: install
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
-	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/book.py $(BENCH_ARGS)
 
 screenshots: install
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
@@ -100,7 +100,7 @@ screenshots: install
 
 # Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
 bench-quick: install
-	@for name in overhead trace kernels tui scale start reports; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+	@for name in overhead trace kernels tui scale start scenario reports detection library; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
 
 # Beside the environment and not in it: with triton installed torch imports slower and compiles differently.
 test-kernels: $(VENV)/.installed-dev

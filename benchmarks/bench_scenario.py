@@ -1,9 +1,9 @@
-"""Wall time of a scenario and of help, as multiples of what nobody can save: importing torch, starting Python.
+"""Wall time of a scenario, as a multiple of what nobody can save: importing torch.
 
-    python benchmarks/bench_scenario.py [rounds]
+    python benchmarks/bench_scenario.py [--quick]
 
-The goals are 4x `python -c "import torch.distributed"` for all variants of ddp-accum, and 7x `python -c pass` for help.
-Rounds alternate between the commands, so that a busy machine weighs on all of them alike; medians are compared.
+Goal: 4 times `python -c "import torch.distributed"` for all variants of ddp-accum. Rounds alternate between the
+commands, so that a busy machine weighs on all of them alike.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
-MODULE = ["-m", "gradcheck_dist"]
+from measure import alternate, arguments, keep, paired_ratio
+
+BASE = "import torch.distributed"
 COMMANDS = {
-    "python -c pass": ["-c", "pass"],
-    "gradcheck --help": [*MODULE, "--help"],
-    "gradcheck scenario --help": [*MODULE, "scenario", "--help"],
-    "import torch.distributed": ["-c", "import torch.distributed"],
-    "gradcheck scenario ddp-accum": [*MODULE, "scenario", "ddp-accum"],
-    "gradcheck scenario pp-accum": [*MODULE, "scenario", "pp-accum"],
+    BASE: ["-c", "import torch.distributed"],
+    "gradcheck scenario ddp-accum": ["-m", "gradcheck_dist", "scenario", "ddp-accum"],
+    "gradcheck scenario pp-accum": ["-m", "gradcheck_dist", "scenario", "pp-accum"],
 }
-GOALS = {
-    "gradcheck --help": ("python -c pass", 7.0),
-    "gradcheck scenario --help": ("python -c pass", 7.0),
-    "gradcheck scenario ddp-accum": ("import torch.distributed", 4.0),
-    "gradcheck scenario pp-accum": ("import torch.distributed", 4.0),
-}
+GOAL = 4.0
 
 
 def wall_s(arguments: list[str]) -> float:
@@ -37,18 +32,17 @@ def wall_s(arguments: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def main(rounds: int) -> None:
-    """Print medians and ratios."""
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(rounds):
-        for name, arguments in COMMANDS.items():
-            times[name].append(wall_s(arguments))
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    for name, seconds in medians.items():
-        base, goal = GOALS.get(name, (None, None))
-        ratio = f"  {seconds / medians[base]:5.2f}x {base} (goal {goal:g}x)" if base else ""
-        print(f"{name:<30} {seconds:7.3f} s{ratio}")
+def main() -> None:
+    """Print and keep."""
+    options = arguments(__doc__ or "")
+    times = alternate({name: lambda a=a: wall_s(a) for name, a in COMMANDS.items()}, 1 if options.quick else 5)
+    results: dict[str, Any] = {"goal": GOAL, "commands": {}}
+    for name, seconds in times.items():
+        ratio = paired_ratio(seconds, times[BASE])
+        print(f"{name:<30} {statistics.median(seconds):7.3f} s  {ratio!s} times {BASE!r} (goal {GOAL:g})")
+        results["commands"][name] = {"wall_s": round(statistics.median(seconds), 3), "ratio": ratio}
+    keep("scenario", results, quick=options.quick)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main()

@@ -78,11 +78,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
-    """The commit that was measured, None outside of a checkout."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+def measured_commit() -> str | None:
+    """The last commit that changed what is measured, None outside of a checkout. "+" behind it: there are changes that
+    are not committed."""
+    measured = ["gradcheck_dist", "benchmarks/*.py"]
+    last = _git("log", "-1", "--format=%h", "--", *measured)
+    return f"{last}+" if last and _git("status", "--porcelain", "--", *measured) else last
+
+
+def _git(*command: str) -> str | None:
+    root = Path(__file__).parents[1]
+    try:
+        done = subprocess.run(["git", *command], capture_output=True, text=True, cwd=root)
+    except OSError:
+        return None
     return done.stdout.strip() or None
 
 
@@ -92,7 +101,7 @@ def keep(name: str, results: Any, *, quick: bool, folder: Path = RESULTS) -> Pat
         return None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    document = {"benchmark": name, "commit": commit(), "machine": machine(), "results": results}
+    document = {"benchmark": name, "commit": measured_commit(), "machine": machine(), "results": results}
     path.write_text(json.dumps(document, indent=1, default=_plain) + "\n", encoding="utf-8")
     return path
 

@@ -6,6 +6,7 @@ python benchmarks/page.py
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def overhead(results: dict[str, Any]) -> Iterator[str]:
         yield f"CPU time of a step as a multiple of the same step without any tool, {found['plain_ms']:.1f} ms{goal}.\n"
         rows = [[tool, ratio(of["ratio"]), f"{of['added_ms']:+.2f}"] for tool, of in found["tools"].items()]
         yield from table(["tool", "times the plain step", "added ms"], rows)
+        ours, other = (found["tools"].get(tool, {}).get("added_ms", 0) for tool in ("gradcheck", "CommDebugMode"))
+        if ours > 0 and other > 0:
+            aim = " (goal on the tiny one: 10)" if name.startswith("tiny") else ""
+            yield f"\nCommDebugMode adds {other / ours:.1f} times as much{aim}."
 
 
 def trace(results: dict[str, Any]) -> Iterator[str]:
@@ -108,6 +113,52 @@ def start(results: dict[str, Any]) -> Iterator[str]:
     yield f"\nThe `.pth` file costs every Python without the variable {results['pth_us']} us (goal: below 1000)."
 
 
+def scenario(results: dict[str, Any]) -> Iterator[str]:
+    """A bug reproduced, with all its variants."""
+    yield "\n## Reproducing a bug\n"
+    yield f"Wall time from start to exit, all variants trained and judged; goal {results['goal']:g}.\n"
+    rows = [[f"`{name}`", f"{of['wall_s']:.2f}", ratio(of["ratio"])] for name, of in results["commands"].items()]
+    yield from table(["process", "wall s", "times `import torch.distributed`"], rows)
+
+
+def scenarios(results: dict[str, Any]) -> Iterator[str]:
+    """Every scenario's variants, real processes."""
+    rows = results["rows"]
+    right = sum(row["as_expected"] for row in rows)
+    yield "\n## Detection in the scenario library\n"
+    yield f"{right} of {len(rows)} variants of {len({row['scenario'] for row in rows})} scenarios are judged as their "
+    yield "files say, trained on real processes; faulty ones with code, factor and culprit, healthy ones as clean.\n"
+    cells = [
+        [row["scenario"], row["variant"], row["found"] or "could not run", row["factor"],
+         "yes" if row["as_expected"] else f"**no**: {row['note']}"]
+        for row in rows
+    ]  # fmt: skip
+    yield from table(
+        ["scenario", "variant", "found", "factor", "as its file says"], [list(map(cell, of)) for of in cells]
+    )
+
+
+def matrix(results: dict[str, Any]) -> Iterator[str]:
+    """Correct configurations, real processes."""
+    rows = results["rows"]
+    verdicts = Counter(row["verdict"] or "could not run" for row in rows)
+    off = [abs(row["grad_norm"] / row["control_norm"] - 1) for row in rows if row["grad_norm"] and row["control_norm"]]
+    yield "\n## False alarms on correct configurations\n"
+    yield f"{len(rows)} correct configurations of every axis, trained on real processes: "
+    yield ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()) + "."
+    if off:
+        yield f"Their gradient norm differs from that of one process by at most {max(off):.1e}."
+    wrong = [[cell(row["name"]), cell(row["note"])] for row in rows if row["note"]]
+    if wrong:
+        yield ""
+        yield from table(["not as it should be", "why"], wrong)
+
+
+def cell(text: str) -> str:
+    """Text that does not break a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
 def reports(results: dict[str, Any]) -> Iterator[str]:
     """Sizes and times of reports."""
     yield "\n## Reports\n"
@@ -172,8 +223,11 @@ SECTIONS = {
     "scale_1e7": scale,
     "scale_65.5e6": scale,
     "start": start,
+    "scenario": scenario,
     "tui": tui,
     "reports": reports,
+    "scenarios": scenarios,
+    "matrix": matrix,
     "detection": detection,
 }
 
