@@ -10,6 +10,7 @@ nothing happened behind the records' back. Steps name culprits by their event, g
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -227,31 +228,45 @@ def event_at(data: StepData, rank: int, seq: int) -> Event | None:
 
 
 def _route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
-    """The entries that concern a contribution: on its origin until a reduction carried it over, then on the holder.
+    """The entries that concern a contribution: on its origin until a reduction carried it over, on as many further
+    ranks as it went through (a reduction over cp, then one over dp), then on the holder.
 
-    The second value tells whether a recorded reduction carried it.
+    The second value tells whether recorded reductions carried it. Of several ways the one over the fewest ranks.
     """
-    own = replay.history(holder)
-    first = next((i for i, entry in enumerate(own) if _contains(entry, column)), None)
+    history = replay.history(origin)
+    start = next((i for i, entry in enumerate(history) if _contains(entry, column)), None)
+    if start is None:
+        return [], False
+    own = _one_buffer(history[start:])
     if origin == holder:
-        return (_one_buffer(own[first:]) if first is not None else []), False
-    before: list[Entry] = []
-    elsewhere = replay.history(origin)
-    start = next((i for i, entry in enumerate(elsewhere) if _contains(entry, column)), None)
-    carried = False
-    for entry in _one_buffer(elsewhere[start:]) if start is not None else ():
-        if isinstance(entry.event, Reduce) and holder in entry.sources:
-            carried = True
-            break
-        before.append(entry)
-    if not carried:
-        return before, False
-    received = next((i for i, entry in enumerate(own) if _brings(entry, column, origin)), None)
-    return before + (_one_buffer(own[received:]) if received is not None else []), True
+        return own, False
+    ways: dict[int, list[Entry]] = {origin: []}
+    since = {origin: own}
+    todo = deque([origin])
+    while todo:
+        rank = todo.popleft()
+        for index, entry in enumerate(since[rank]):
+            if not isinstance(entry.event, Reduce):
+                continue
+            for other in entry.sources:
+                received = None if other in ways else _received(replay, column, rank, other)
+                if received is None:
+                    continue
+                ways[other] = [*ways[rank], *since[rank][:index]]
+                since[other] = received
+                if other == holder:
+                    return [*ways[other], *received], True
+                todo.append(other)
+    return own, False
 
 
-def _brings(entry: Entry, column: int, origin: int) -> bool:
-    return isinstance(entry.event, Reduce) and origin in entry.sources and bool(entry.nominal[column] != 0)
+def _received(replay: Replay, column: int, sender: int, rank: int) -> list[Entry] | None:
+    """The entries of a rank from the reduction on that brought it a contribution from another one."""
+    history = replay.history(rank)
+    for index, entry in enumerate(history):
+        if isinstance(entry.event, Reduce) and sender in entry.sources and bool(entry.nominal[column] != 0):
+            return _one_buffer(history[index:])
+    return None
 
 
 def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None]:

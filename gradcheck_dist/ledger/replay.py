@@ -61,20 +61,27 @@ def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
     A rank that waits for another reduction, or for none, is a member that is not ready; -1 - rank stands for it.
     """
     members: set[int] = set()
-    todo = [(rank, ready[rank])]
+    todo: list[tuple[int, Reduce, tuple[int, ...]]] = [(rank, ready[rank], ())]
     while todo:
-        current, wanted = todo.pop()
+        current, wanted, over = todo.pop()
         event = ready.get(current)
         if current in members or -1 - current in members:
             continue
-        if event is None or event.impl != wanted.impl or event.all_reduced != wanted.all_reduced:
+        if event is None or not _same_reduction(event, wanted, over):
             members.add(-1 - current)
             continue
         members.add(current)
-        todo += [(peer, event) for peer in event.group]
+        todo += [(peer, event, event.group) for peer in event.group]
         if event.all_reduced:
-            todo += [(peer, event) for peer in event.replicate_group]
+            todo += [(peer, event, event.replicate_group) for peer in event.replicate_group]
     return members
+
+
+def _same_reduction(event: Reduce, wanted: Reduce, over: tuple[int, ...]) -> bool:
+    """Whether a peer that was found in the group `over` waits for the same: one over cp is none over dp."""
+    if event.impl != wanted.impl or event.all_reduced != wanted.all_reduced:
+        return False
+    return not over or set(over) in (set(event.group), set(event.replicate_group))
 
 
 def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:

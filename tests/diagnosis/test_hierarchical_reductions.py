@@ -1,0 +1,74 @@
+"""Gradients that are reduced over one mesh axis after the other: a contribution reaches its holder over other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from random_trainers import global_mean
+from simulated_step import _backward, _scale, _sum
+from simulator import AFTER, BEFORE, OptimizerStep, Reduce, Trainer, World
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import Run
+
+CP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+CP_LINE, DP_LINE = 16, 18
+
+
+def all_reduce(world: World, groups: tuple[tuple[int, ...], ...], line: int) -> None:
+    """A recorded all-reduce by hand of every gradient."""
+    for group in groups:
+        members = [world.ranks[rank] for rank in group]
+        seqs = {rank.rank: rank.next_seq() for rank in members}
+        for rank in members:
+            rank.sample_grads(seqs[rank.rank], BEFORE, list(rank.ids))
+        for name in members[0].ids:
+            total = _sum(world, [rank.grad[name] for rank in members], 1.0)
+            for rank in members:
+                rank.grad[name] = total
+        for rank in members:
+            rank.sample_grads(seqs[rank.rank], AFTER, list(rank.ids))
+            rank.emit(Reduce, seq=seqs[rank.rank], line=line, impl="all_reduce", op="sum", group=group,
+                      params=rank.everything, accumulation_step=world.trainer.accumulation)  # fmt: skip
+
+
+def judged(between: float = 1.0, behind: float = 1.0) -> Report:
+    """Four ranks, reduced over cp, multiplied by `between`, reduced over dp, multiplied by `behind`."""
+    world = World(Trainer(root=global_mean(1), impl="none", data_ranks=4, accumulation=2), 3)
+    for k in range(2):
+        _backward(world, k, 0)
+    for groups, line, factor in ((CP, CP_LINE, between), (DP, DP_LINE, behind)):
+        all_reduce(world, groups, line)
+        for rank in world.ranks:
+            if factor != 1:
+                _scale(world, rank, factor, list(rank.ids))
+    for rank in world.ranks:
+        seq = rank.next_seq()
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+        rank.emit(OptimizerStep, seq=seq, optimizer="SGD", params=rank.everything)
+        rank.flush()
+    run = Run(Path("simulated"), {"world_size": 4})
+    run.ranks = {rank.rank: rank.trace for rank in world.ranks}
+    return diagnose(run)
+
+
+def test_two_reductions_in_turn_are_right() -> None:
+    assert judged().verdict == "clean"
+
+
+@pytest.mark.parametrize(
+    ("factors", "line", "before"),
+    [({"between": 0.5}, CP_LINE, "reduce"), ({"behind": 0.5}, DP_LINE, "optimizer_step")],
+)
+def test_what_happens_between_them_or_behind_them_is_one_finding(
+    factors: dict[str, float], line: int, before: str
+) -> None:
+    (finding,) = judged(**factors).findings
+    assert finding.code == "GS000"
+    assert finding.factor.observed == pytest.approx(0.5, rel=1e-5)
+    assert finding.pattern == "every contribution x 0.5"
+    event = finding.first_event
+    assert event is not None and event.before is not None
+    assert (event.line, event.before["kind"]) == (line, before)
