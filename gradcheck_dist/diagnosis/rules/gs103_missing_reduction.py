@@ -6,8 +6,8 @@ own rank's keep the weight that they had before the reduction that did not come.
 
 ## Why it matters
 Every rank now trains its own model on its own data. Replicas drift apart, each prints a plausible norm and loss, and
-the checkpoint keeps one of them. Where parameters are averaged instead (local SGD, DiLoCo), which is seen when it happens,
-nobody is accused.
+the checkpoint keeps one of them. Where parameters are averaged instead (local SGD, DiLoCo), which is seen when it
+happens, nobody is accused.
 
 ## Example
     for i, microbatch in enumerate(microbatches):
