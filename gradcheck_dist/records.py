@@ -33,6 +33,8 @@ class Param(Record, tag="param"):
     parameter; `positions` of a Plan index into them. `fingerprint` is a checksum of the values at these positions when
     the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
     parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
+    `start` is such a checksum of whatever part this rank holds, None where that is empty or all one number;
+    `looked_up`: it is the weight of an embedding.
     """
 
     id: int
@@ -46,6 +48,8 @@ class Param(Record, tag="param"):
     requires_grad: bool = True
     fingerprint: int | None = None
     sampled_every: int = 1
+    start: int | None = None
+    looked_up: bool = False
 
 
 class ParamSet(Record, tag="param_set"):

@@ -36,6 +36,7 @@ from gradcheck_dist.ledger.apart import apart, own_coordinates
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
+from gradcheck_dist.ledger.tied import told
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.trace.run import Run
@@ -116,6 +117,7 @@ def judge_step(
     verdict = StepVerdict(context, data, contributions)
     verdict.reasons += [*_why_not(run, data, contributions), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
+    verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     if not _tokens_known(run, data):
         return verdict
     on_the_way = transits(data, contributions)

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradcheck_dist.events import Clip, PipelineStep, Reduce
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
 from gradcheck_dist.trace.run import Run
 
 SAME_COPY = {"float32": 1e-5, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1e-2}
@@ -34,7 +34,8 @@ BASE = 2e-5
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of one gradient. `box` is its place in the parameter, None where that is not known."""
+    """What one rank holds of one gradient. `box` is its place in the parameter, None where that is not known; `own` the
+    name under which this rank has it, where it is tied to another."""
 
     key: ParamKey
     rank: int
@@ -45,6 +46,7 @@ class Part:
     num_nonfinite: int
     dtype: str
     size: int
+    own: ParamKey | None = None
 
     @property
     def square(self) -> float:
@@ -131,6 +133,7 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
                     num_nonfinite=num_nonfinite,
                     dtype=param.dtype,
                     size=prod(param.shape),
+                    own=param_key(param),
                 )
                 at[rank, norms.seq].append(part)
                 result.parts.setdefault((rank, key), part)
@@ -208,7 +211,8 @@ def _of_parameter(parts: list[Part]) -> tuple[float, float, bool]:
         squares = [part.square for part in copies]
         same = SAME_COPY.get(copies[0].dtype, SAME_COPY["float32"])
         if max(squares) <= min(squares) * (1 + same) ** 2:
-            low, high = low + squares[0], high + squares[0]
+            # Tied matrices may be counted once or each: both are done.
+            low, high = low + squares[0], high + squares[0] * len({part.own for part in copies})
         else:
             low, high = low + min(squares), high + sum(squares)
     return low, high, covered == parts[0].size

@@ -24,6 +24,7 @@ from gradcheck_dist.events import (
     Wrapper,
 )
 from gradcheck_dist.ledger.solve import EPSILON
+from gradcheck_dist.ledger.tied import ties
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -69,7 +70,10 @@ class Track:
 
 @dataclass
 class StepData:
-    """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`."""
+    """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`.
+
+    `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all.
+    """
 
     step: int
     events: dict[int, list[Event]]
@@ -77,6 +81,7 @@ class StepData:
     tracks: dict[ParamKey, dict[int, Track]]
     complete: bool
     wrappers: dict[int, dict[int, Wrapper]] = field(default_factory=dict)
+    tied: dict[ParamKey, list[ParamKey]] = field(default_factory=dict)
 
     def params_of(self, rank: int, param_set: int) -> tuple[int, ...]:
         return self.param_sets[rank].get(param_set, ())
@@ -111,10 +116,23 @@ def step_data(run: Run, step: int) -> StepData:
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
+    tied = _join_tied(tracks, ties(run, names))
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
-    return StepData(step, events, sets, dict(tracks), complete, wrappers)
+    return StepData(step, events, sets, dict(tracks), complete, wrappers, tied)
+
+
+def _join_tied(
+    tracks: dict[ParamKey, dict[int, Track]], first: dict[ParamKey, ParamKey]
+) -> dict[ParamKey, list[ParamKey]]:
+    """Give the first of several copies the tracks of all, where all got gradients; which they are."""
+    joined: dict[ParamKey, list[ParamKey]] = defaultdict(list)
+    for copy, one in first.items():
+        if all(any(track.leaves for track in tracks.get(key, {}).values()) for key in (copy, one)):
+            tracks[one] = {**tracks[one], **tracks.pop(copy)}
+            joined[one].append(copy)
+    return dict(joined)
 
 
 def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:

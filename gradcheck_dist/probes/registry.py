@@ -75,7 +75,7 @@ class ParamInfo:
         self.param = param
         self.stage = stage
         self.shape = tuple(param.shape)
-        self.positions = sample_positions(name, param.numel(), sample_size)
+        self.positions = sample_positions(str(self.shape), param.numel(), sample_size)
         self.plans: dict[Any, LocalPlan] = {}
         self.plain: LocalPlan | None = None
         self.managed_by: str | None = None
@@ -91,6 +91,24 @@ def _fingerprint(param: Tensor, positions: Any) -> int | None:
         return None
     values = param.detach().take(torch.as_tensor(positions, device=param.device)).cpu()
     return zlib.crc32(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _start(param: Tensor, sample_size: int) -> int | None:
+    """A checksum of the values that this rank holds of a parameter, at sampled positions; None for a constant."""
+    local = getattr(param, "_local_tensor", param).detach()
+    if not local.numel() or local.is_meta:
+        return None
+    positions = sample_positions("local", local.numel(), sample_size)
+    values = local.take(torch.as_tensor(positions, device=local.device)).cpu().contiguous()
+    if bool((values == values[0]).all()):
+        return None
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+
+
+def _looked_up(root: nn.Module) -> set[int]:
+    """Weights of embeddings, torch's and others' (Megatron's VocabParallelEmbedding)."""
+    modules = [m for m in root.modules() if isinstance(m, nn.Embedding) or "Embedding" in type(m).__name__]
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
 def clean_name(name: str) -> str:
@@ -173,20 +191,20 @@ class Registry:
         for module in root.modules():
             if not any(param.is_meta for param in module.parameters()):
                 self.known_modules[id(module)] = module
-        fallback = type(root).__name__
+        fallback, looked_up = type(root).__name__, _looked_up(root)
         trained = {id(param) for param in root.parameters() if param.requires_grad and not param.is_meta}
         trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
         self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
             if id(param) not in self._by_param and not param.is_meta:
-                yield self._add(clean_name(name), param, stage, fallback)
+                yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:
         """A parameter that an optimizer holds and no forward has shown yet."""
         return self._add(f"{UNNAMED}{len(self._by_param)}", param, None, "unnamed")
 
-    def _add(self, name: str, param: Tensor, stage: int | None, fallback: str) -> ParamInfo:
+    def _add(self, name: str, param: Tensor, stage: int | None, fallback: str, looked_up: bool = False) -> ParamInfo:
         while (stage, name) in self._names:
             name = f"{fallback}.{name}"
         self._names.add((stage, name))
@@ -207,6 +225,8 @@ class Registry:
                 requires_grad=param.requires_grad,
                 fingerprint=None if stage is not None else _fingerprint(param, info.positions),
                 sampled_every=info.period,
+                start=_start(param, len(info.positions)),
+                looked_up=looked_up,
             )
         )
         return info

@@ -10,8 +10,8 @@ import numpy as np
 def sample_positions(key: str, num_elements: int, sample_size: int) -> np.ndarray:
     """Sorted flat positions in the global parameter, int64, shape (min(num_elements, sample_size),).
 
-    Drawn without replacement by a generator seeded with `key` (the parameter's name), so that ranks that hold
-    different shards agree without talking to each other.
+    Drawn without replacement by a generator seeded with `key` (the parameter's shape), so that ranks that hold
+    different shards, or copies under other names, agree without talking to each other.
     """
     if num_elements <= sample_size:
         return np.arange(num_elements, dtype=np.int64)

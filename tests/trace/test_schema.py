@@ -44,7 +44,10 @@ FROZEN = {
         "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "
         "objective axes sample_size columns"
     ),
-    "param": "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint sampled_every",
+    "param": (
+        "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint sampled_every start "
+        "looked_up"
+    ),
     "param_set": "id params",
     "plan": "id param num_values positions partial offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",

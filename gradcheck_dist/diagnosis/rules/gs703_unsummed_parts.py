@@ -3,7 +3,8 @@
 ## What it does
 Finds parameters whose gradient on each rank holds that rank's summand alone, although the summands of all ranks that
 share these tokens (tensor, sequence or expert parallel) make the gradient: norm weights under sequence parallelism, a
-router behind a `to_local()`, anything replicated that sees only a part of the activations.
+router behind a `to_local()`, anything replicated that sees only a part of the activations. A matrix that is embedding
+on the first pipeline stage and output head on the last is one parameter too, and both stages' parts are its gradient.
 
 ## Why it matters
 Each rank steps with another part, about 1/sqrt(tp) of the norm: the copies of the parameter drift apart, and every
@@ -23,6 +24,7 @@ With DTensors: `parallelize_module(model, tp_mesh, {"norm": SequenceParallel()})
 `allreduce_layernorm_grads` sums it.
 
 ## References
+- Tied embeddings over stages: Megatron-LM, arXiv 1909.08053, embedding all-reduce; NVIDIA/Megatron-LM#844, #656.
 - NVIDIA/Megatron-LM#1446; pytorch/torchtitan#2217, #2387, #2416, #4054; ColossalAI#4926; TransformerEngine#435.
 """
 
@@ -59,6 +61,7 @@ def judge(case: Case) -> Answer | None:
         explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
         f"{len({held.param for held, _ in wrong})} parameters; the sum over the ranks that share these tokens, which "
         "is the gradient, was never taken. The copies of these parameters drift apart.",
-        fix="All-reduce (sum) the gradients of these parameters over the tensor-parallel group after the last "
-        "backward, or give them a DTensor layout that does.",
+        fix="All-reduce (sum) the gradients of these parameters over the ranks that share these tokens after the last "
+        "backward: the tensor-parallel group, or, for a matrix that is tied over pipeline stages, the stages that hold "
+        "it. A DTensor layout does it for the former.",
     )
