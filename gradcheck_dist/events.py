@@ -239,6 +239,13 @@ class GradientCheck(Event, tag="gradient_check"):
     reason: str = ""
 
 
+class Recompute(Event, tag="recompute"):
+    """A checkpointed region that draws random numbers was run again in backward from another random state than in
+    forward. `params` are those of its module, `site` is where forward ran it."""
+
+    params: int | None = None
+
+
 class Metric(Event, tag="metric"):
     """A number that the user logged (TensorBoard scalar)."""
 
@@ -299,6 +306,7 @@ AnyEvent = (
     | OptimizerStep
     | PipelineStep
     | GradientCheck
+    | Recompute
     | Metric
     | StepEnd
     | Replica

@@ -40,6 +40,7 @@ PROBES = (
     "pipeline",
     "stage_edges",
     "replicas",
+    "recompute",
 )
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"

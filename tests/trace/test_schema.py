@@ -34,6 +34,7 @@ FROZEN = {
         "module module_type target name outcome shape observed numerical error factor precision group reason "
         "seq t_ns step site"
     ),
+    "recompute": "params seq t_ns step site",
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s seq t_ns step site",
     "replica": "fingerprint after num_steps_later seq t_ns step site",

@@ -3,7 +3,8 @@
 ## What it does
 Notes parameters that an optimizer holds, that require gradients and whose module was called with gradients enabled,
 while no backward pass of the step reached them on any rank. Frozen parameters and modules that were not called are not
-meant. A remark and no accusation: an output that is on purpose not used by the loss looks the same.
+meant. A remark and no accusation: an output that is on purpose not used by the loss looks the same. An error where it
+is a whole pipeline stage that ran backward: what nothing depends on is no stage.
 
 ## Why it matters
 A `.detach()`, an `.item()`, a numpy round trip or a `torch.no_grad()` in the wrong place cuts a part of the model off.
@@ -19,9 +20,12 @@ Take the cut out; or, where the parameter is meant to stay, say so:
     for p in encoder.parameters():
         p.requires_grad_(False)
 DDP: `find_unused_parameters=True` hides this, without it DDP raises. Transformers: an unused pooler is harmless,
-`add_pooling_layer=False` takes it out.
+`add_pooling_layer=False` takes it out. FSDP2 below a schedule that computes the gradients of weights apart (zero
+bubble, ZBV, DualPipeV): `fully_shard(..., reshard_after_forward=False)`.
 
 ## References
+- A whole stage: FSDP2 that reshards below a zero-bubble schedule, measured with torch 2.13 (scenario
+  zero-bubble-reshards).
 - torch.Tensor.detach; DistributedDataParallel, "Expected to have finished reduction in the prior iteration".
 """
 
@@ -33,7 +37,7 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.events import OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS702"
@@ -72,8 +76,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     names = sorted(key[1] for key in found)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     rank, event = events[0]
+    stages = _whole_stages(facts, set(found))
     yield Remark(
-        answer=Answer(
+        answer=_stages_cut(stages)
+        if stages
+        else Answer(
             severity="info",
             explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
             "gradient. Either its output is not used by the loss, which may be meant, or something cuts it off.",
@@ -84,6 +91,31 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ranks=tuple(sorted({rank for ranks in found.values() for rank in ranks})),
         rank=rank,
         event=event,
+    )
+
+
+def _whole_stages(facts: StepFacts, cut: set[ParamKey]) -> list[int]:
+    """Pipeline stages that ran backward, and of which no parameter that is trained got a gradient."""
+    ran = {
+        stage
+        for of_rank in facts.data.events.values()
+        for event in of_rank
+        if isinstance(event, PipelineStep)
+        for stage in event.stages
+    }
+    return [
+        stage for stage in sorted(ran) if (of := {key for key in facts.data.tracks if key[0] == stage}) and of <= cut
+    ]
+
+
+def _stages_cut(stages: list[int]) -> Answer:
+    named = ", ".join(map(str, stages))
+    return Answer(
+        explanation=f"The schedule ran backward on pipeline stage {named}, and not one parameter of it got a gradient "
+        "on any rank: the optimizer leaves the whole stage as it was. What earlier stages were sent cannot be trusted "
+        "either.",
+        fix="Look for what the stage's backward lost: with FSDP2 below a schedule that computes the gradients of "
+        "weights apart, set reshard_after_forward=False; else a detach or no_grad in the stage.",
     )
 
 

@@ -1,0 +1,100 @@
+"""Checkpointed regions that draw other random numbers when they are run again: found, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+
+Region = Callable[[nn.Module, Tensor], Tensor]
+
+
+def region(**options: Any) -> Region:
+    return lambda block, x: checkpoint.checkpoint(block, x, **options)
+
+
+def weights_after(run: Path | None, region: Region, drop: float = 0.5) -> tuple[Report | None, list[Tensor]]:
+    """One step of a model with a checkpointed block; its report, if it was recorded."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 8), nn.Dropout(drop), nn.ReLU(), nn.Linear(8, 4))
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(4, 5)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for _ in range(2):
+            hidden = region(block, torch.randn(16, 4, requires_grad=True))
+            nn.functional.cross_entropy(model["head"](hidden), torch.randint(5, (16,))).div(2).backward()
+        optimizer.step()
+
+    if run is None:
+        step()
+        return None, [param.detach().clone() for param in model.parameters()]
+    with gradcheck_dist.attach(run):
+        step()
+    return diagnose(read_run(run)), [param.detach().clone() for param in model.parameters()]
+
+
+OFF = {
+    "not reentrant": region(use_reentrant=False, preserve_rng_state=False),
+    "reentrant": region(use_reentrant=True, preserve_rng_state=False),
+}
+ON = {
+    "not reentrant": region(use_reentrant=False),
+    "reentrant": region(use_reentrant=True),
+    "recomputed to the end": region(use_reentrant=False, early_stop=False),
+    "not checkpointed": lambda block, x: block(x),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_other_random_numbers_in_backward_are_found(tmp_path: Path, name: str) -> None:
+    report, watched = weights_after(tmp_path / "run", OFF[name])
+    assert report is not None
+    assert [finding.code for finding in report.findings] == ["GS704"]
+    finding = report.findings[0]
+    assert (finding.num_parameters, finding.pattern) == (
+        4,
+        "2 checkpointed regions recomputed with other random numbers",
+    )
+    assert finding.first_event is not None
+    assert finding.first_event.file == __file__
+    assert all(map(torch.equal, watched, weights_after(None, OFF[name])[1]))
+
+
+@pytest.mark.parametrize("name", ON)
+def test_kept_random_numbers_are_not_accused_and_training_is_untouched(tmp_path: Path, name: str) -> None:
+    report, watched = weights_after(tmp_path / "run", ON[name])
+    assert report is not None
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert all(map(torch.equal, watched, weights_after(None, ON[name])[1]))
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_a_region_that_draws_nothing_needs_no_state(tmp_path: Path, name: str) -> None:
+    report, _ = weights_after(tmp_path / "run", OFF[name], drop=0.0)
+    assert report is not None
+    assert report.findings == []
+
+
+def test_an_error_in_the_region_comes_through_and_torch_is_put_back(tmp_path: Path) -> None:
+    before = checkpoint._checkpoint_without_reentrant_generator
+
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("inside")
+
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for reentrant in (False, True):
+            with pytest.raises(ValueError, match="inside"):
+                checkpoint.checkpoint(fails, torch.randn(2, requires_grad=True), use_reentrant=reentrant)
+    assert checkpoint._checkpoint_without_reentrant_generator is before
+    assert "apply" not in vars(checkpoint.CheckpointFunction)
