@@ -40,6 +40,17 @@ def stage_without_shapes(
     return PipelineStage(part, index, config.num_stages, device, group=group)
 
 
+def stage_of_torch(
+    part: nn.Module, index: int, config: TrainConfig, device: torch.device, group: dist.ProcessGroup
+) -> Any:
+    """Stands in for pipeline.build_stage."""
+    from torch.distributed.pipelining import PipelineStage
+
+    from gradcheck_dist.trainer.pipeline import stage_shapes
+
+    return PipelineStage(part, index, config.num_stages, device, group=group, **stage_shapes(index, config))
+
+
 def force_sum_over_one_rank(model: nn.Module, config: TrainConfig) -> None:
     """Stands in for parallelize.divide_expert_gradients."""
     from gradcheck_dist.trainer.parallelize import expert_units, set_divisor
@@ -70,6 +81,13 @@ FAULTS = (
         "first step is reduced twice and weighs dp_replicate under a summing hook, all others 1.",
         "gradcheck_dist.trainer.pipeline:build_stage",
         stage_without_shapes,
+    ),
+    Fault(
+        "pipeline-ignores-no-sync",
+        "The schedule arms DDP's reducer in every accumulation step, also below no_sync: under a summing hook step k "
+        "weighs dp_replicate^(K-1-k).",
+        "gradcheck_dist.trainer.pipeline:build_stage",
+        stage_of_torch,
     ),
     Fault(
         "fsdp-divides-twice-over-one-rank",

@@ -233,14 +233,6 @@ def _check_pipeline_with_others(config: TrainConfig) -> None:
                 f"schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
                 "E217",
             )
-        if config.accum > 1 and config.gradient_reduction == "sum":
-            _refuse(
-                f"dp_replicate={config.axes.dp_replicate} with pp={config.axes.pp}, accum={config.accum} and "
-                "gradient_reduction=sum: the schedule has DistributedDataParallel reduce in every accumulation step, "
-                "and the sum of what was summed before counts it again. Set gradient_reduction=average, accum=1 or "
-                "replication=composable.",
-                "E217",
-            )
     if split and uses_fsdp(config) and config.reshard_after_forward == "always":
         _refuse(
             f"reshard_after_forward=always with schedule={config.schedule}: FSDP2 frees weights that the schedule's "

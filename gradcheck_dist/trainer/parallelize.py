@@ -4,6 +4,7 @@ Wrappers are imported where they are needed, for each costs up to a second and m
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -226,13 +227,23 @@ def sum_gradients(
 
 def sync_context(model: nn.Module, config: TrainConfig, is_last: bool) -> contextlib.AbstractContextManager[None]:
     """Around forward and backward of one accumulation step: reduce gradients in the last one only."""
-    if config.axes.pp > 1:
-        return contextlib.nullcontext()  # the schedule sets FSDP2's flags itself, microbatch by microbatch
+    if config.axes.pp > 1:  # the schedule sets FSDP2's flags itself, microbatch by microbatch
+        return contextlib.nullcontext() if is_last else without_reduction(model)
     if uses_fsdp(config):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
     elif (uses_ddp(config) or uses_fsdp1(config)) and not is_last:
         return model.no_sync()  # type: ignore[operator, no-any-return]
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """No part of the model that lies in DDP reduces."""
+    with contextlib.ExitStack() as stack:
+        for part in (model, *model.children()):
+            if hasattr(part, "no_sync"):
+                stack.enter_context(part.no_sync())  # type: ignore[operator]
+        yield
 
 
 def finish_gradients(model: nn.Module, config: TrainConfig) -> None:

@@ -56,19 +56,17 @@ def build_schedule(
 def build_stage(
     part: nn.Module, index: int, config: TrainConfig, device: torch.device, group: dist.ProcessGroup
 ) -> "PipelineStage":
-    """One stage. With shapes given, torch does not send a trial batch through model and loss first."""
-    from torch.distributed.pipelining import PipelineStage
+    """One stage."""
+    from gradcheck_dist.trainer.stages import AccumulatingStage
 
+    return AccumulatingStage(part, index, config.num_stages, device, group=group, **stage_shapes(index, config))
+
+
+def stage_shapes(index: int, config: TrainConfig) -> dict[str, Tensor]:
+    """What goes into a stage and comes out. Given these, torch sends no trial batch through model and loss first."""
     ids, hidden, logits = _shapes(config)
-    return PipelineStage(
-        part,
-        index,
-        config.num_stages,
-        device,
-        input_args=hidden if index else ids,
-        output_args=hidden if index < config.num_stages - 1 else logits,
-        group=group,
-    )
+    is_last = index == config.num_stages - 1
+    return {"input_args": hidden if index else ids, "output_args": logits if is_last else hidden}
 
 
 def _shapes(config: TrainConfig) -> tuple[Tensor, Tensor, Tensor]:

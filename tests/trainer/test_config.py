@@ -74,7 +74,6 @@ def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> No
             "E217",
             "gpipe, 1f1b, interleaved1f1b, loopedbfs",
         ),
-        ({"dp_replicate": 2, "pp": 2, "microbatches": 2, "accum": 2}, "E217", "gradient_reduction=average"),
         (
             {"dp_shard": 2, "pp": 2, "microbatches": 4, "schedule": "zbv", "reshard_after_forward": "always"},
             "E217",
