@@ -200,7 +200,7 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     params = {param_key(p): p for trace in run.ranks.values() for p in trace.params.values() if p.requires_grad}
     judged = {held.param for step in steps for held in step}
     apart = {(stage, name.partition(" (as on rank ")[0]) for stage, name in judged} - judged
-    apart |= {copy for copy, first in ties(run).items() if first in judged}
+    apart |= {copy for copy, first in ties(run).items() if first in judged | apart}
     all_params = (set(params) - apart) | judged
     observed: set[ParamKey] = set()
     reasons: dict[ParamKey, str] = {}

@@ -223,7 +223,7 @@ class Registry:
                 stage=stage,
                 placements=str(getattr(param, "placements", "")),
                 requires_grad=param.requires_grad,
-                fingerprint=None if stage is not None else _fingerprint(param, info.positions),
+                fingerprint=_fingerprint(param, info.positions),
                 sampled_every=info.period,
                 start=_start(param, len(info.positions)),
                 looked_up=looked_up,

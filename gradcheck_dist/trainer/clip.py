@@ -30,15 +30,25 @@ def by_mesh(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     groups: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            groups[hash(getattr(parameter.grad, "device_mesh", None))].append(parameter)
+            groups[hash(getattr(whole_gradient(parameter), "device_mesh", None))].append(parameter)
     return groups
 
 
 def whole_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The norm of gradients on one mesh, over all ranks of the mesh."""
     counted = [parameter for parameter in parameters if not getattr(parameter, "counted_elsewhere", False)]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in counted if parameter.grad is not None])
+    norm = torch.nn.utils.get_total_norm([whole_gradient(one) for one in counted if one.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's gradient; below DDP what is this rank's part of one is told to be so."""
+    assert parameter.grad is not None
+    if hasattr(parameter, "gradcheck_layout"):
+        from gradcheck_dist.trainer.local_parameters import as_distributed
+
+        return as_distributed(parameter, parameter.grad)
+    return parameter.grad
 
 
 def combined_norm(norms: Sequence[Tensor], pipeline_group: dist.ProcessGroup | None) -> Tensor:

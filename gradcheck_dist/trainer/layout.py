@@ -133,10 +133,11 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
             f"of {tp * config.axes.cp}.",
             "E214",
         )
-    if uses_ddp(config):
+    if uses_ddp(config) and (config.resume is not None or config.save_checkpoint is not None):
         _refuse(
-            f"dp_replicate={config.axes.dp_replicate} with tp={tp} and replication=ddp: DistributedDataParallel does "
-            "not know tensors that are split over tp. Set replication=composable, or dp_shard=2 and up.",
+            f"dp_replicate={config.axes.dp_replicate} with tp={tp} and replication=ddp: the optimizer's state lies in "
+            "plain parts of tensors, which no checkpoint can join. Set replication=composable, or resume and "
+            "save_checkpoint to null.",
             "E214",
         )
     if config.float8:
@@ -171,16 +172,10 @@ def _check_experts(config: TrainConfig) -> None:
             "E216",
         )
     sharded = axes.dp_shard * axes.cp // axes.ep
-    if axes.ep > 1 and (config.ffn_dim % sharded or config.dim % sharded):
+    if axes.ep > 1 and (config.ffn_dim % (sharded * axes.tp) or config.dim % sharded):
         _refuse(
             f"each expert is sharded over dp_shard*cp/ep={sharded} ranks along dim={config.dim} and ffn_dim="
-            f"{config.ffn_dim}, which that number must divide. Change one of them.",
-            "E216",
-        )
-    if axes.ep > 1 and axes.tp > 1:
-        _refuse(
-            f"ep={axes.ep} with tp={axes.tp}: this trainer splits experts over one of the two. Set ep=1, where tp "
-            "splits each expert, or tp=1.",
+            f"{config.ffn_dim}, and split over tp={axes.tp} along ffn_dim; these must divide them. Change one of them.",
             "E216",
         )
 
@@ -225,14 +220,13 @@ def _check_pipeline(config: TrainConfig) -> None:
 
 def _check_pipeline_with_others(config: TrainConfig) -> None:
     split = config.schedule in SPLIT_BACKWARD_SCHEDULES
-    if uses_ddp(config):
-        if split:
-            _refuse(
-                f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel "
-                "does not reduce every stage of schedules that compute weight gradients apart (pytorch#144530). Legal "
-                f"schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
-                "E217",
-            )
+    if uses_ddp(config) and split:
+        _refuse(
+            f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel does "
+            "not reduce every stage of schedules that compute weight gradients apart (pytorch#144530). Legal "
+            f"schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
+            "E217",
+        )
     if split and uses_fsdp(config) and config.reshard_after_forward == "always":
         _refuse(
             f"reshard_after_forward=always with schedule={config.schedule}: FSDP2 frees weights that the schedule's "

@@ -38,6 +38,13 @@ class Meshes:
         mesh = self.submesh(axis)
         return mesh.get_group() if mesh is not None else None
 
+    def experts(self) -> DeviceMesh | None:
+        """What experts are spread and split over: ep, and tp inside of it where there is one; None with ep = 1."""
+        names = self.expert.mesh_dim_names or () if self.expert is not None else ()
+        if self.expert is None or "ep" not in names:
+            return None
+        return self.expert["ep", "tp"] if "tp" in names else self.expert["ep"]
+
     def data_parallel(self, *, experts: bool = False) -> DeviceMesh | None:
         """What FSDP2 shards over, inside of replicas where there are some; None when nothing is sharded."""
         mesh, shard = (self.expert, "expert_fsdp") if experts else (self.dense, "fsdp")

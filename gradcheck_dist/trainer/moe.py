@@ -154,10 +154,18 @@ def _exchange(rows: Tensor, out_sizes: list[int], in_sizes: list[int], group: di
     return received
 
 
+SPLIT_OVER_TP = {"w_gate": 1, "w_up": 1, "w_down": 2}
+"""The dimension of each expert's weights along which tp splits them: that of the hidden features."""
+
+
 def apply_expert_parallel(moe: MixtureOfExperts, mesh: Any) -> None:
-    """Split the experts over a one-dimensional mesh, in place; every rank holds the same weights before."""
+    """Spread the experts over the mesh's axis ep, and split each over its axis tp where it has one, in place.
+
+    Every rank holds the same weights before.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, weight in list(moe.experts.named_parameters()):
-        moe.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
-    moe.run_experts = ExpertParallel(mesh.get_group())
+        placements = [Shard(0), Shard(SPLIT_OVER_TP[name])][: mesh.ndim]
+        moe.experts.register_parameter(name, nn.Parameter(distribute_tensor(weight.detach(), mesh, placements)))
+    moe.run_experts = ExpertParallel(mesh.get_group("ep"))

@@ -39,6 +39,11 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
         precision.convert_to_float8(model)
     if meshes is None:
         return apply_compile(apply_checkpointing(model, config), config)
+    if (expert := meshes.experts()) is not None:
+        from gradcheck_dist.trainer.moe import apply_expert_parallel
+
+        for block in model.blocks():
+            apply_expert_parallel(cast("MixtureOfExperts", block.ffn), expert)
     if (tensor := meshes.submesh("tp")) is not None:
         from gradcheck_dist.trainer.tensor_parallel import apply_tensor_parallel
 
@@ -47,11 +52,6 @@ def build_part(config: TrainConfig, stage: int, meshes: Meshes | None, device: t
         from gradcheck_dist.trainer.context_parallel import apply_context_parallel
 
         apply_context_parallel(model, context.get_group(), context.get_local_rank())
-    if (expert := meshes.submesh("ep")) is not None:
-        from gradcheck_dist.trainer.moe import apply_expert_parallel
-
-        for block in model.blocks():
-            apply_expert_parallel(cast("MixtureOfExperts", block.ffn), expert)
     apply_compile(apply_checkpointing(model, config), config)
     parallel = wrap(model, config, meshes)
     combine_gradients(parallel, config)
@@ -100,6 +100,10 @@ def apply_ddp(model: Decoder, config: TrainConfig, meshes: Meshes) -> nn.Module:
 
     # Below a pipeline the reducer meets microbatches that it was not armed for; this keeps it from asserting.
     below_pipeline = config.axes.pp > 1
+    if config.axes.tp > 1:
+        from gradcheck_dist.trainer.local_parameters import use_local_parameters
+
+        use_local_parameters(model)
     return DistributedDataParallel(
         model, process_group=meshes.group("dp_replicate"), find_unused_parameters=below_pipeline
     )

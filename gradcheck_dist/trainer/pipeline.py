@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ def build_stage(
     return AccumulatingStage(part, index, config.num_stages, device, group=group, **stage_shapes(index, config))
 
 
-def stage_shapes(index: int, config: TrainConfig) -> dict[str, Tensor]:
+def stage_shapes(index: int, config: TrainConfig) -> dict[str, Any]:
     """What goes into a stage and comes out. Given these, torch sends no trial batch through model and loss first."""
     ids, hidden, logits = _shapes(config)
     is_last = index == config.num_stages - 1

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.model import Decoder
+from gradcheck_dist.trainer.moe import SPLIT_OVER_TP
 
 
 class Replicated(ParallelStyle):
@@ -43,19 +44,20 @@ class Replicated(ParallelStyle):
 class MixtureParallel(ParallelStyle):
     """A mixture of experts that sees whole sequences on every rank and holds a part of each expert.
 
-    Every rank computes a summand of the output, and so of what flows back to input and router. Source: torchtitan's
-    plan for its mixture of experts.
+    Experts that are spread over ep as well are split together with that: `splits_experts` is False. Every rank
+    computes a summand of the output, and so of what flows back to input and router. Source: torchtitan's plan for its
+    mixture of experts.
     """
 
-    def __init__(self, between: Placement) -> None:
+    def __init__(self, between: Placement, splits_experts: bool) -> None:
         super().__init__()
-        self._between = between
+        self._between, self._splits_experts = between, splits_experts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements = {"w_gate": Shard(1), "w_up": Shard(1), "w_down": Shard(2), "weight": Replicate()}
-        for part in (module.experts, module.router):
+        for part in (module.experts, module.router) if self._splits_experts else (module.router,):
             for name, parameter in list(part.named_parameters()):  # type: ignore[union-attr]
-                split = distribute_tensor(parameter.detach(), device_mesh, [placements[name]])
+                placement = Shard(SPLIT_OVER_TP[name]) if name in SPLIT_OVER_TP else Replicate()
+                split = distribute_tensor(parameter.detach(), device_mesh, [placement])
                 part.register_parameter(name, nn.Parameter(split))  # type: ignore[union-attr]
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]
 
@@ -106,7 +108,7 @@ def _block_plan(
         f"{name}.ffn_norm": norm(),
     }
     if config.num_experts:
-        return plan | {f"{name}.ffn": MixtureParallel(between)}
+        return plan | {f"{name}.ffn": MixtureParallel(between, splits_experts=config.axes.ep == 1)}
     return plan | {
         f"{name}.ffn": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
         f"{name}.ffn.w_gate": ColwiseParallel(),

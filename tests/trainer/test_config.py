@@ -55,7 +55,7 @@ def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> No
         ({"tp": 4}, "E214", r"n_kv_heads=2.*\[1, 2\]"),
         ({"tp": 2, "loss_parallel": True}, "E214", "Set vocab_size=260"),
         ({"tp": 2, "sequence_parallel": True, "seq_len": 33}, "E214", "multiple of 2"),
-        ({"tp": 2, "dp_replicate": 2}, "E214", "replication=composable"),
+        ({"tp": 2, "dp_replicate": 2, "save_checkpoint": "a"}, "E214", "replication=composable"),
         ({"tp": 2, "float8": True}, "E214", "float8=false"),
         ({"float8": True, "dim": 40}, "E207", "multiples of 16"),
         ({"resume": "a", "seed_checkpoint": "b"}, "E205", "Set one of them to null"),
@@ -66,7 +66,7 @@ def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> No
         ({"dp_shard": 2, "ep": 2}, "E216", "no experts to spread"),
         ({"dp_shard": 2, "ep": 2, "num_experts": 3}, "E216", r"\[1, 3\]"),
         ({"dp_shard": 6, "ep": 2, "num_experts": 4}, "E216", "must divide"),
-        ({"tp": 2, "dp_shard": 2, "ep": 2, "num_experts": 4}, "E216", "Set ep=1"),
+        ({"tp": 2, "dp_shard": 4, "ep": 2, "num_experts": 4, "ffn_dim": 6}, "E216", "must divide"),
         ({"num_mtp_heads": 128}, "E207", "0 to seq_len - 1 = 127"),
         ({"dp_shard": 2, "ep": 4, "num_experts": 4}, "E102", r"\[1, 2\]"),
         (

@@ -54,7 +54,7 @@ def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
     """Whole gradients, by name, as the optimizer of this rank finds them in the first step; and the result."""
     from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-    from gradcheck_dist.trainer import loop
+    from gradcheck_dist.trainer import clip, loop
 
     seen: list[Gradients] = []
     models: list[Any] = []
@@ -66,7 +66,8 @@ def step_gradients(config: TrainConfig) -> tuple[Gradients, Any]:
 
     def look(*_: Any) -> None:
         with whole_parameters(models[0]):
-            grads = {plain_name(name): parameter.grad for name, parameter in models[0].named_parameters()}
+            named = models[0].named_parameters()
+            grads = {plain_name(name): clip.whole_gradient(one) for name, one in named if one.grad is not None}
             keep(grads)
 
     def keep(grads: dict[str, Any]) -> None:
