@@ -17,26 +17,30 @@ SMALL = 0.01
 
 
 def consequence(effects: Sequence[Effect]) -> str:
-    """One paragraph for a fault that was found in these steps, the first one described and all counted.
+    """A line each on gradient, clipping and optimizer, for a fault found in these steps: the first one described, all
+    counted.
 
     Says what is not recorded instead of guessing it.
     """
     if not effects or effects[0].scale is None:
         return ""
     if effects[0].clip_factors is not None:
-        return " ".join([*_clip_alone(effects), *_optimizer(effects)])
-    return " ".join([*_gradient(effects), *_clipping(effects), *_optimizer(effects)])
+        lines = {"In this run": _clip_alone(effects)}
+    else:
+        lines = {"Gradient": _gradient(effects), "Clipping": _clipping(effects)}
+    told = {about: " ".join(words) for about, words in (lines | {"Optimizer": _optimizer(effects)}).items()}
+    return "\n".join(f"{about}: {words}" for about, words in told.items() if words)
 
 
 def _clip_alone(effects: Sequence[Effect]) -> Iterator[str]:
     factors = [factor for effect in effects for factor in effect.clip_factors or ()]
     low, high = min(factors), max(factors)
     if max(abs(low - 1), abs(high - 1)) <= SMALL:
-        yield "For this run: so far no gradient was scaled wrongly by it."
+        yield "so far no gradient was scaled wrongly by it."
         return
     how = f"x {low:.4g}" if high <= low * (1 + SMALL) else f"x {low:.4g} to x {high:.4g}"
     where = " in the recorded steps" if len(effects) > 1 else ""
-    yield f"For this run: gradients are right up to the clip and {how} of what they should be behind it{where}."
+    yield f"gradients are right up to the clip and {how} of what they should be behind it{where}."
     if len(effects) > 1:
         off = sum(any(abs(factor - 1) > SMALL for factor in effect.clip_factors or ()) for effect in effects)
         yield f"Of {len(effects)} recorded steps {off} were scaled wrongly."
@@ -48,15 +52,14 @@ def _gradient(effects: Sequence[Effect]) -> Iterator[str]:
     varies = max(scales) > min(scales) * (1 + SMALL)
     norm = f"x {min(scales):.4g} to x {max(scales):.4g} over the steps" if varies else f"x {scales[0]:.4g}"
     if _straight(first) and first.keeps_directions:
-        yield f"For this run: the gradient's norm is {norm} of the right one's; its direction is right."
+        yield f"norm {norm} of the right one's, direction right."
         return
     yield (
-        f"For this run: the gradient's norm is {norm} of the right one's, and it points {first.angle:.2g} degrees away "
-        "from it (estimated from the sampled elements)."
+        f"norm {norm} of the right one's, direction {first.angle:.2g} degrees away from it (estimated from samples)."
     )
     if first.keeps_directions and first.param_scales is not None:
         low, high = first.param_scales
-        yield f"Each parameter keeps its own direction; their factors run from x {low:.4g} to x {high:.4g}."
+        yield f"Each parameter keeps its direction; factors run from x {low:.4g} to x {high:.4g}."
     elif first.ratios is not None:
         low, middle, high = first.ratios
         yield f"Tokens weigh from x {low:.4g} to x {high:.4g} of what they should, median x {middle:.4g}."
@@ -69,19 +72,19 @@ def _straight(effect: Effect) -> bool:
 def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
     first = effects[0]
     if first.total_norm is None or first.right_norm is None:
-        yield "No clip by norm was recorded."
+        yield "no clip by norm was recorded."
         return
     now, then = first.coefficient < 1, first.right_coefficient < 1
-    norms = f"norm {first.total_norm:.4g} now, about {first.right_norm:.4g} without the fault"
+    norms = f"norm {first.total_norm:.4g}, about {first.right_norm:.4g} without the fault"
     if now and then:
         left = "the factor is gone" if first.keeps_directions and _straight(first) else "the direction alone is wrong"
-        text = f"Both are clipped to {first.max_norm:g} ({norms}): behind the clip of this step {left}"
+        text = f"to {first.max_norm:g}, with the fault and without ({norms}): behind it {left}"
     elif now:
-        text = f"It is clipped to {first.max_norm:g} and should not be ({norms})"
+        text = f"to {first.max_norm:g}, where nothing should be clipped ({norms})"
     elif then:
-        text = f"It is not clipped to {first.max_norm:g} and should be, x {first.right_coefficient:.4g} ({norms})"
+        text = f"none, where it should be to {first.max_norm:g}, x {first.right_coefficient:.4g} ({norms})"
     else:
-        text = f"Neither reaches max_norm {first.max_norm:g} ({norms})"
+        text = f"none, with the fault or without: below max_norm {first.max_norm:g} ({norms})"
     yield text + "."
     if len(effects) > 1:
         clipped = sum(effect.coefficient < 1 for effect in effects)
@@ -92,7 +95,7 @@ def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
 def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:
     step = effects[0].optimizer
     if step is None:
-        yield "No optimizer step was recorded."
+        yield "no step was recorded."
         return
     name = step.optimizer.lower()
     if any(part in name for part in NORMALIZING):
@@ -102,7 +105,7 @@ def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:
     elif "sgd" in name:
         yield from _proportional(effects[0], step)
     else:
-        yield f"What {step.optimizer} makes of a factor is not known here."
+        yield f"what {step.optimizer} makes of a factor is not known here."
 
 
 def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str]:
@@ -126,8 +129,8 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
     if first.left_by_epsilon is not None and first.keeps_directions:
         largest, middle = first.left_by_epsilon
         yield (
-            f"What is left is epsilon: with gradients as in this step it changes updates by {_percent(largest)} at "
-            f"most, median {_percent(middle)} (the optimizer's own state is not recorded)."
+            f"Epsilon lets an update differ by {_percent(largest)} at most, median {_percent(middle)} (by this step's "
+            "gradients: the optimizer's state is not recorded)."
         )
     yield from _decay(first, step)
 
@@ -138,7 +141,7 @@ def _decay(effect: Effect, step: OptimizerStep) -> Iterator[str]:
         return
     decoupled = step.optimizer.lower().startswith("adamw") or step.hyperparameters.get("decoupled_weight_decay") == 1.0
     if decoupled:
-        yield "Weight decay is apart from the gradient and keeps its share."
+        yield "Weight decay is apart from it, and right."
     elif abs(effect.factor - 1) > SMALL:
         yield f"Weight decay is added to the gradient: against it, it counts x {1 / effect.factor:.4g}."
 

@@ -10,6 +10,7 @@ from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
 from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
+MAX_CONSEQUENCES = 8
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
 
 
@@ -155,7 +156,7 @@ def _next(report: Report) -> str:
 
 
 def _finding(finding: Finding) -> FindingText:
-    facts = [prose(finding.consequence)] if finding.consequence else []
+    facts = [prose(line) for line in finding.consequence.split("\n")[:MAX_CONSEQUENCES] if line]
     others = _rivals(finding)
     if others:
         facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
@@ -12,7 +12,8 @@ from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.reports.weights import shown_step, tolerance
 
 MAX_STEPS = 10
-_METRICS = {"grad_norm": "gradient norm", "loss": "loss", "num_tokens": "tokens"}
+WEIGHTS, NORM = "weights, observed / expected", "gradient norm"
+_METRICS = {"grad_norm": NORM, "loss": "loss", "num_tokens": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Row:
     before: str
     after: str
     relation: str
+
+
+_NOTHING = Row("", "-", "-", "")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,23 @@ class Pair:
     rows: tuple[Row, ...]
     before: Document
     after: Document
+
+
+def side_by_side(pairs: Sequence[Pair]) -> tuple[tuple[str, ...], ...]:
+    """Several pairs in one table, a row each (one model under DDP, FSDP, HSDP): mesh, weights and first norm, each
+    before and after. The head comes first; () for less than two pairs."""
+    if len(pairs) < 2:
+        return ()
+    rows = [("run", "result", "weights before", "weights after", "norm before", "norm after", "norm x")]
+    for pair in pairs:
+        found = {row.what: row for row in pair.rows}
+        weights = found.get(WEIGHTS, _NOTHING)
+        norm = next((row for row in pair.rows if row.what.startswith(NORM)), _NOTHING)
+        rows.append(
+            (pair.title, pair.headline.partition(":")[0], weights.before, weights.after,
+             norm.before, norm.after, norm.relation.removeprefix("x ") or "-")
+        )  # fmt: skip
+    return tuple(rows)
 
 
 def compare(before: Report, after: Report) -> Pair:
@@ -128,12 +149,12 @@ def _norm_fact(before: Report, after: Report) -> list[str]:
 def _rows(before: Report, after: Report) -> Iterable[Row]:
     yield Row("verdict", before.verdict, after.verdict, "")
     old, now = _ratios(before), _ratios(after)
-    yield Row("weights, observed / expected", _span(old), _span(now), _relation(_middle(old), _middle(now)))
+    yield Row(WEIGHTS, _span(old), _span(now), _relation(_middle(old), _middle(now)))
     yield Row("weights off", _off(before, old), _off(after, now), "")
     for name, words in _METRICS.items():
-        pairs = zip(before.metrics.get(name, []), after.metrics.get(name, []), strict=False)
-        for index, (one, other) in enumerate(list(pairs)[:MAX_STEPS]):
-            step = after.run.steps[index] if index < len(after.run.steps) else index
+        old_of = dict(before.series(name))
+        pairs = [(step, old_of[step], value) for step, value in after.series(name) if step in old_of]
+        for step, one, other in pairs[:MAX_STEPS]:
             yield Row(f"{words}, step {step}", number(one), number(other), _relation(one, other))
 
 

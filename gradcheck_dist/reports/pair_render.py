@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gradcheck_dist import __version__
 from gradcheck_dist.reports import html_report, markdown
 from gradcheck_dist.reports.page import escape, page, prose_html
-from gradcheck_dist.reports.pair import Pair
+from gradcheck_dist.reports.pair import Pair, side_by_side
 
 _SIGNS = {"clean": "✅", "findings": "❌", "undetermined": "⚠️"}
 _HEADS = ("", "before", "after", "change")
@@ -16,6 +16,10 @@ _HEADS = ("", "before", "after", "change")
 def as_markdown(pairs: Sequence[Pair]) -> str:
     """One comment for all pairs, below the size of a comment."""
     parts = [markdown.MARK]
+    table = side_by_side(pairs)
+    if table:
+        lines = ["| " + " | ".join(markdown.text(cell) for cell in row) + " |" for row in table]
+        parts.append("\n".join([lines[0], "|---" * len(table[0]) + "|", *lines[1:]]))
     for pair in pairs:
         parts += _markdown_parts(pair)
     parts.append(f"<sub>gradcheck {markdown.text(__version__)}</sub>")
@@ -38,9 +42,23 @@ def _markdown_parts(pair: Pair) -> Iterator[str]:
 
 def as_html(pairs: Sequence[Pair]) -> str:
     """One page for all pairs."""
-    body = [part for pair in pairs for part in _html_parts(pair)]
+    body = [*_table_html(side_by_side(pairs)), *(part for pair in pairs for part in _html_parts(pair))]
     title = "; ".join(pair.headline for pair in pairs)
     return page(f"gradcheck, before and after: {title}", body)
+
+
+def _table_html(table: tuple[tuple[str, ...], ...]) -> Iterator[str]:
+    if not table:
+        return
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table[0])
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in table[1:]
+    )
+    yield (
+        '<h2>Side by side</h2><div class="scroll" tabindex="0" role="region" aria-label="all pairs"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _html_parts(pair: Pair) -> Iterator[str]:

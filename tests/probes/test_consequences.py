@@ -76,10 +76,10 @@ def adamw(model: Net) -> torch.optim.Optimizer:
 
 def test_sgd_takes_a_factor_for_another_learning_rate(tmp_path: Path) -> None:
     text = found(tmp_path, third, sgd).consequence
-    assert "norm is x 0.3333 of the right one's; its direction is right" in text
+    assert "Gradient: norm x 0.3333 of the right one's, direction right." in text
     assert "as if the learning rate were 0.1, not 0.3" in text
     assert "Weight decay is added to the gradient: against it, it counts x 3." in text
-    assert "No clip by norm was recorded" in text
+    assert "Clipping: no clip by norm was recorded." in text.splitlines()
 
 
 def test_adamw_leaves_of_a_factor_what_epsilon_leaves(tmp_path: Path) -> None:
@@ -90,16 +90,16 @@ def test_adamw_leaves_of_a_factor_what_epsilon_leaves(tmp_path: Path) -> None:
     sizes = [float(param.grad.norm()) / param.numel() ** 0.5 for param in model.parameters() if param.grad is not None]
     changes = sorted(abs((size / 3) / (size / 3 + 1e-3) * (size + 1e-3) / size - 1) for size in sizes)
     assert "divides away a factor that is the same in every step" in text
-    assert f"changes updates by {100 * changes[-1]:.2g} % at most, median {100 * changes[2]:.2g} %" in text
-    assert "Weight decay is apart from the gradient and keeps its share" in text
+    assert f"an update differ by {100 * changes[-1]:.2g} % at most, median {100 * changes[2]:.2g} %" in text
+    assert "Weight decay is apart from it, and right." in text
 
 
 def test_weights_that_differ_turn_the_gradient(tmp_path: Path) -> None:
     text = found(tmp_path, means, adamw).consequence
     good, bad = gradient(right), gradient(means)
     angle = degrees(acos(float(good @ bad / good.norm() / bad.norm())))
-    assert f"norm is x {float(bad.norm() / good.norm()):.4g} of the right one's" in text
-    assert f"points {angle:.2g} degrees away" in text
+    assert f"norm x {float(bad.norm() / good.norm()):.4g} of the right one's" in text
+    assert f"direction {angle:.2g} degrees away" in text
     ratios = sorted(TOTAL / (NUM * tokens(k)) for k in range(NUM))
     assert f"from x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should, median x {ratios[1]:.4g}" in text
     assert "hides what a whole parameter shares, not this" in text
@@ -108,10 +108,10 @@ def test_weights_that_differ_turn_the_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_norm", "said"),
     [
-        (1e-3, "Both are clipped to 0.001 (norm {now} now, about {then} without the fault): behind the clip of this "
-         "step the factor is gone."),
-        (0.3, "It is not clipped to 0.3 and should be"),
-        (100.0, "Neither reaches max_norm 100"),
+        (1e-3, "Clipping: to 0.001, with the fault and without (norm {now}, about {then} without the fault): behind it "
+         "the factor is gone."),
+        (0.3, "Clipping: none, where it should be to 0.3"),
+        (100.0, "Clipping: none, with the fault or without: below max_norm 100"),
     ],
 )  # fmt: skip
 def test_the_clip_is_told_with_and_without_the_fault(max_norm: float, said: str, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_an_optimizer_that_nobody_knows_is_not_judged(tmp_path: Path) -> None:
         pass
 
     text = found(tmp_path, third, lambda model: Mine(model.parameters(), lr=0.1)).consequence
-    assert "What Mine makes of a factor is not known here." in text
+    assert "Optimizer: what Mine makes of a factor is not known here." in text
 
 
 def test_a_clip_without_effect_lengthens_the_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from sample_reports import finding, report, weight
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports import golden
-from gradcheck_dist.reports.pair import compare
+from gradcheck_dist.reports.pair import compare, side_by_side
 from gradcheck_dist.reports.pair_render import as_html, as_markdown
 from gradcheck_dist.trace.run import Run
 
@@ -63,6 +64,23 @@ def test_several_pairs_make_one_comment_that_fits(faulty: Judged, fixed: Judged)
     assert len(text.encode()) < 60_000
     assert text.count("MENDED: GS101") >= 3
     assert "<img" not in as_html([huge])
+
+
+def test_norms_and_weights_of_several_meshes_stand_side_by_side(faulty: Judged, fixed: Judged) -> None:
+    pairs = []
+    for axes in ({"dp_replicate": 2}, {"dp_shard": 2}, {"dp_replicate": 1, "dp_shard": 2, "tp": 2}):
+        before, after = copy.deepcopy(faulty[0]), copy.deepcopy(fixed[0])
+        before.run.axes = after.run.axes = axes
+        pairs.append(compare(before, after))
+    head, *rows = side_by_side(pairs)
+    assert [row[0] for row in rows] == ["dp_replicate=2", "dp_shard=2", "dp_shard=2 tp=2"]
+    norms = [faulty[0].series("grad_norm")[0][1], fixed[0].series("grad_norm")[0][1]]
+    assert {row[1:] for row in rows} == {("MENDED", "0.5", "1", *(f"{norm:.5g}" for norm in norms), "2")}
+    assert len(head) == len(rows[0])
+    text = as_markdown(pairs)
+    assert text.index("| run | result |") < text.index("### ")
+    assert '<th scope="row">dp_shard=2 tp=2</th><td>MENDED</td>' in as_html(pairs)
+    assert side_by_side(pairs[:1]) == ()
 
 
 def test_a_run_agrees_with_itself(faulty: Judged, fixed: Judged) -> None:
