@@ -146,7 +146,7 @@ def _next(report: Report) -> str:
     if report.verdict == "findings" and report.findings:
         finding = report.findings[0]
         if _rivals(finding) and finding.suggested_experiment:
-            return prose(f"{finding.fix} First tell the explanations apart: {finding.suggested_experiment}")
+            return prose(f"{finding.fix} But first: {finding.suggested_experiment}")
         return prose(finding.fix)
     if report.next_step:
         return prose(report.next_step)
