@@ -25,6 +25,9 @@ class CompareFormat(StrEnum):
     json = "json"
 
 
+BY_SUFFIX = {".md": CompareFormat.md, ".html": CompareFormat.html, ".json": CompareFormat.json}
+
+
 class By(StrEnum):
     """What the curves are aligned by."""
 
@@ -44,7 +47,10 @@ def compare(
     loss: Annotated[str | None, typer.Option(metavar="NAME", help="The loss's name in the logs.")] = None,
     grad_norm: Annotated[str | None, typer.Option(metavar="NAME", help="The gradient norm's name.")] = None,
     tokens: Annotated[str | None, typer.Option(metavar="NAME", help="The tokens' name.")] = None,
-    form: Annotated[CompareFormat, typer.Option("--format", help="html shows the curves.")] = CompareFormat.text,
+    form: Annotated[
+        CompareFormat | None,
+        typer.Option("--format", help="html shows the curves. Default: as the file to write is called, else text."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: stdout.")] = None,
 ) -> None:
     """Compare runs or logs: does a constant factor lie between their gradient norms, and which?
@@ -63,7 +69,8 @@ def compare(
         read = sources.read_all([control, *tests], wanted)
         progress.update("comparing")
         found = comparison.compare(read[0], read[1:], degrees, by.value)
-        text = _render(found, form)
+        suffix = output.suffix.lower() if output is not None else ""
+        text = _render(found, form or BY_SUFFIX.get(suffix, CompareFormat.text))
     if output is None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")

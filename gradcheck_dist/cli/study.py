@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.compare import CompareFormat
+from gradcheck_dist.cli.compare import BY_SUFFIX, CompareFormat
 from gradcheck_dist.cli.output import check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 
 if TYPE_CHECKING:
     from gradcheck_dist.scenarios.study import Result
-
-_BY_SUFFIX = {".md": CompareFormat.md, ".html": CompareFormat.html, ".json": CompareFormat.json}
 
 
 def study(
@@ -64,9 +62,9 @@ def study(
 def _form_of(report: Path) -> CompareFormat:
     from gradcheck_dist.errors import unknown_value
 
-    if report.suffix not in _BY_SUFFIX:
-        raise unknown_value("ending of --report", report.suffix, [*_BY_SUFFIX, ".svg"], code="E711")
-    return _BY_SUFFIX[report.suffix]
+    if report.suffix not in BY_SUFFIX:
+        raise unknown_value("ending of --report", report.suffix, [*BY_SUFFIX, ".svg"], code="E711")
+    return BY_SUFFIX[report.suffix]
 
 
 def _picture(result: Result) -> str:

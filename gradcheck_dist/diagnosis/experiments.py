@@ -31,7 +31,7 @@ def between_rivals(case: Case) -> str | None:
     for rival in case.culprit.rivals:
         experiment = separate(case.context, dict(rival.against), dict(rival.powers))
         if experiment is not None:
-            told.append(f"it may as well be that {rival.words}, since sizes are equal in this run; to tell, {experiment}")
+            told.append(f"it may as well be that {rival.words}, as sizes are equal in this run; to tell, {experiment}")
     return "; ".join(told) or None
 
 

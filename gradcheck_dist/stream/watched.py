@@ -101,10 +101,10 @@ def result_of(watch: Watch, groups: Groups, run: Run) -> Watched:
 
 def _say(watch: Watch, groups: Groups, result: Watched) -> None:
     if watch.first_step is not None:
+        off = "1 step is off" if groups.num_steps == 1 else f"{groups.num_steps} steps are off"
         result.notes.append(
             f"steps {watch.first_step} to {watch.last_step}, {_how(groups)}: documented weights of "
-            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {groups.num_steps} "
-            "steps are off"
+            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {off}"
         )
     if watch.num_skipped:
         result.notes.append(f"{watch.num_skipped} steps in columns never reached an optimizer")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from logs import curves
+from typer.testing import CliRunner
 
+from gradcheck_dist.cli.main import build
 from gradcheck_dist.compare import comparison
 from gradcheck_dist.compare.comparison import Metric, compare, explanations, parse_axes
 from gradcheck_dist.compare.sources import Source
@@ -177,3 +181,16 @@ def test_axes_are_names_and_numbers() -> None:
 @pytest.mark.parametrize(("freedom", "point"), [(3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042), (1000, 1.962)])
 def test_student_s_t_is_as_in_the_tables(freedom: float, point: float) -> None:
     assert student_t(freedom) == pytest.approx(point, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [("c.html", "<!doctype html>"), ("c.md", "<!-- gradcheck -->"), ("c.json", "{"), ("c", "1 of 1 test off")],
+)
+def test_a_file_s_name_tells_the_format(tmp_path: Path, name: str, head: str) -> None:
+    for job, scale in (("control", 1.0), ("test", 0.25)):
+        rows = "".join(f"{step},{scale * (2 + step % 3)}\n" for step in range(40))
+        (tmp_path / f"{job}.csv").write_text(f"step,grad_norm\n{rows}")
+    words = [str(tmp_path / "control.csv"), str(tmp_path / "test.csv"), "-o", str(tmp_path / name)]
+    assert CliRunner().invoke(build("compare"), words).exit_code == 1
+    assert (tmp_path / name).read_text().startswith(head)

@@ -46,7 +46,7 @@ def test_one_contribution_of_one_step_is_found_and_described(tmp_path: Path) -> 
     assert finding.first_event is not None
     assert (finding.first_event.kind, finding.first_event.file, finding.first_event.line) == ("loss", "train.py", 14)
     assert report.exit_code == 1
-    assert any("12 steps (72 contributions) were compared, 1 steps are off" in text for text in report.coverage.notes)
+    assert any("12 steps (72 contributions) were compared, 1 step is off" in text for text in report.coverage.notes)
 
 
 def test_right_steps_alone_prove_nothing_but_beside_measured_ones_they_are_clean(tmp_path: Path) -> None:
