@@ -62,7 +62,7 @@ def export(
             progress=lambda done: progress.update(f"judging {run}: {done}"),
         )
         progress.update(f"reading {run}")
-        recorded = read_run(run)
+        recorded = read_run(run, samples=False)
         place = output or run / "export" / (f"{form.value}.json" if is_file else form.value)
         progress.update(f"writing {place}")
         try:

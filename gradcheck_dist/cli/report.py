@@ -69,7 +69,7 @@ def report(
         from gradcheck_dist.reports import formats
 
         judged = _load(run, objective, steps)
-        recorded = _events(run) if form == FileFormat.html and run.is_dir() else None
+        recorded = _events(run, judged) if form == FileFormat.html and run.is_dir() else None
         text = formats.write(judged, form.value, run=recorded, plotlyjs=plotlyjs.value)
     else:
         text = _pairs(faults, fixes, form, objective, steps)
@@ -108,12 +108,15 @@ def _load(path: Path, objective: str | None, steps: str | None) -> Report | Scen
         )
 
 
-def _events(run: Path) -> Run:
-    """The events themselves: what a timeline is drawn from."""
-    from gradcheck_dist.trace.run import read_run
+def _events(run: Path, judged: Report | ScenarioReport) -> Run:
+    """The events that a timeline is drawn from."""
+    from gradcheck_dist.diagnosis.finding import Report
+    from gradcheck_dist.reports.timeline import chosen_ranks
+    from gradcheck_dist.trace.run import read_run, trace_files
 
+    ranks = chosen_ranks(list(trace_files(run)), judged) if isinstance(judged, Report) else None
     with Progress(f"reading {run}"):
-        return read_run(run)
+        return read_run(run, ranks=ranks, samples=False)
 
 
 def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: str | None, steps: str | None) -> str:

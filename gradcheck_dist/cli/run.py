@@ -156,7 +156,7 @@ def _add_scalars(judged: Report, folder: Path, log: Path) -> None:
     from gradcheck_dist.trace.run import read_run
 
     try:
-        for path in exports.write(judged, read_run(folder), "tensorboard", log):
+        for path in exports.write(judged, read_run(folder, samples=False), "tensorboard", log):
             _say(f"wrote {path}")
     except (OSError, GradcheckError) as error:
         _say(f"could not write to {log}: {error}")

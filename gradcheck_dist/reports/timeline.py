@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,7 @@ def timeline_figure(report: Report, run: Run) -> Figure | None:
     if step is None:
         step = min((event.step for trace in run.ranks.values() for event in trace.events), default=0)
     ranks = sorted(run.ranks)
-    chosen = _chosen(ranks, report)
+    chosen = chosen_ranks(ranks, report)
     found = [span for span in spans(run, step) if span.rank in chosen and span.kind != "step_end"]
     if not found:
         return None
@@ -132,8 +132,9 @@ def timeline_figure(report: Report, run: Run) -> Figure | None:
     if marked:
         traces.append(_culprits(marked, origin))
     notes = []
-    if len(chosen) < len(ranks):
-        notes.append(f"{len(chosen)} of {len(ranks)} ranks are shown, those with a culprit first.")
+    num_ranks = max(len(ranks), report.run.world_size)
+    if len(chosen) < num_ranks:
+        notes.append(f"{len(chosen)} of {num_ranks} ranks are shown, those with a culprit first.")
     if len(shown) < len(found):
         notes.append(f"{len(shown)} of {len(found)} events are shown.")
     if len(ranks) > 1:
@@ -149,7 +150,7 @@ def timeline_figure(report: Report, run: Run) -> Figure | None:
     )
 
 
-def _chosen(ranks: list[int], report: Report) -> list[int]:
+def chosen_ranks(ranks: Sequence[int], report: Report) -> list[int]:
     """The ranks that are shown: those with a culprit, then evenly over all."""
     wanted = [finding.first_event.rank for finding in report.findings if finding.first_event]
     wanted += ranks[:: -(-len(ranks) // MAX_LANES)]

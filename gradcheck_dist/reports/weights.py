@@ -155,7 +155,9 @@ def _caption(group: _Group, step: int, sizes: dict[str, int], alone: bool) -> st
     units = list(dict.fromkeys(unit for unit, _ in group.members))
     parameters = plural(sum(sizes.get(unit, 1) for unit in units), "parameter")
     ranks = spans(rank for _, rank in group.members)
-    which = f"all {parameters}" if alone else f"{parameters} of {some(units)}"
+    which = f"{parameters} of {some(units)}"
+    if alone:
+        which = f"all {parameters}" if parameters != "1 parameter" else "its parameter"
     holders = "rank" if ranks.isdigit() else "ranks"
     relative = all(weight.expected is None for weights in group.weights.values() for weight in weights)
     what = (

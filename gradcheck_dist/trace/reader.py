@@ -224,13 +224,20 @@ def read_header(path: Path, payload: memoryview) -> Header:
         raise no_header(path, Damage(len(MAGIC), len(payload), f"it cannot be decoded: {error}")) from error
 
 
-def read_trace(path: str | os.PathLike[str]) -> RankTrace:
-    """Read one rank's trace file as far as it goes.
+class _EventsTail(TraceTail):
+    """Keeps all but samples and norms, which are nearly all of a file."""
+
+    def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
+        trace.add([record for record in records if not isinstance(record, Samples | Norms)])
+
+
+def read_trace(path: str | os.PathLike[str], *, samples: bool = True) -> RankTrace:
+    """Read one rank's trace file as far as it goes; without `samples` its events only.
 
     Raises:
         GradcheckError: E501 no trace, E502 other schema version, E503 the header itself is damaged or missing.
     """
-    tail = TraceTail(path)
+    tail = TraceTail(path) if samples else _EventsTail(path)
     tail.poll(final=True)
     if tail.trace is None:
         raise GradcheckError(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,13 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
     return run_dir
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str], *, ranks: Collection[int] | None = None, samples: bool = True) -> Run:
     """Read a run folder as far as it goes: a missing or damaged rank is named in `problems`, the rest is read.
+
+    Args:
+        path: the run folder.
+        ranks: those that are read; None takes all.
+        samples: False leaves out samples and norms, nearly all of a run: for what shows events.
 
     Raises:
         GradcheckError: E504 no such folder, E505 a folder without any trace, E502 another schema version.
@@ -163,8 +168,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     run = Run(run_dir, read_manifest(run_dir))
     unreadable: dict[int, str] = {}
     for rank, file in trace_files(run_dir).items():
+        if ranks is not None and rank not in ranks:
+            continue
         try:
-            run.ranks[rank] = read_trace(file)
+            run.ranks[rank] = read_trace(file, samples=samples)
         except GradcheckError as error:
             if error.code == "E502":
                 raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,11 +14,14 @@ import plotly.graph_objects as go
 import pytest
 from hostile import ATTACK, hostile_report
 from sample_reports import report, weight
+from small_runs import write_run
+from typer.testing import CliRunner
 
+from gradcheck_dist.cli.main import build
 from gradcheck_dist.diagnosis.finding import Report, RunInfo
 from gradcheck_dist.reports import figures, formats, html_report, json_report, timeline
 from gradcheck_dist.reports.figure import label
-from gradcheck_dist.trace.run import Run
+from gradcheck_dist.trace.run import Run, read_run
 
 NUM_RANKS, NUM_STEPS = 1024, 10
 
@@ -127,6 +132,34 @@ def test_a_thousand_ranks_and_ten_steps_are_written_in_time_and_size(form: str) 
     assert time.perf_counter() - started < 5
     if form != "json":
         assert len(text.encode()) < 8_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process's memory is read from there")
+def test_a_report_of_that_size_stays_below_200_mib(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_bytes(json_report.encode(large_report()))
+    code = (
+        "import sys\nfrom gradcheck_dist.cli.main import run\n"
+        "try:\n    run(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print(open('/proc/self/status').read())"
+    )
+    words = [sys.executable, "-c", code, "report", str(file), "-o", str(tmp_path / "report.html")]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    peak = re.search(r"VmHWM:\s+(\d+) kB", told)
+    assert peak
+    assert int(peak[1]) / 1024 < 200
+
+
+def test_a_timeline_of_a_page_reads_the_events_of_the_ranks_that_it_shows(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ranks=20, steps=1)
+    page = tmp_path / "page.html"
+    assert CliRunner().invoke(build("report"), [str(folder), "-o", str(page)]).exit_code == 0
+    assert re.search(r"1\d of 20 ranks are shown", page.read_text())
+    some = read_run(folder, ranks=[3], samples=False)
+    whole = read_run(folder)
+    assert list(some.ranks) == [3]
+    assert some.ranks[3].events == whole.ranks[3].events
+    assert (some.ranks[3].samples, len(whole.ranks[3].samples) > 0) == ([], True)
 
 
 def test_the_assets_are_shipped_beside_the_code() -> None:
