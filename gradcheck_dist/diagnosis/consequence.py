@@ -141,7 +141,7 @@ def _decay(effect: Effect, step: OptimizerStep) -> Iterator[str]:
         return
     decoupled = step.optimizer.lower().startswith("adamw") or step.hyperparameters.get("decoupled_weight_decay") == 1.0
     if decoupled:
-        yield "Weight decay is apart from it, and right."
+        yield "Weight decay is decoupled: unchanged."
     elif abs(effect.factor - 1) > SMALL:
         yield f"Weight decay is added to the gradient: against it, it counts x {1 / effect.factor:.4g}."
 

@@ -228,10 +228,10 @@ def culprit(event: FirstEvent) -> Culprit:
     where += [f"microbatch {event.microbatch}"] if event.microbatch is not None else []
     where += [f"stage {event.stage}"] if event.stage is not None else []
     facts = ["first on " + ", ".join(where)]
-    if event.nominal_factor is not None or event.observed_factor is not None:
-        facts.append(
-            f"multiplies by {number(event.nominal_factor)} as documented, {number(event.observed_factor)} as measured"
-        )
+    factors = {"documented": event.nominal_factor, "measured": event.observed_factor}
+    told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
+    if told:
+        facts.append(f"multiplies by {', '.join(told)}")
     if event.called_from:
         file, colon, line = event.called_from.rpartition(":")
         facts.append(f"called from {short_path(file)}{colon}{printable(line)}")

@@ -91,7 +91,7 @@ def test_adamw_leaves_of_a_factor_what_epsilon_leaves(tmp_path: Path) -> None:
     changes = sorted(abs((size / 3) / (size / 3 + 1e-3) * (size + 1e-3) / size - 1) for size in sizes)
     assert "divides away a factor that is the same in every step" in text
     assert f"an update differ by {100 * changes[-1]:.2g} % at most, median {100 * changes[2]:.2g} %" in text
-    assert "Weight decay is apart from it, and right." in text
+    assert "Weight decay is decoupled: unchanged." in text
 
 
 def test_weights_that_differ_turn_the_gradient(tmp_path: Path) -> None:
