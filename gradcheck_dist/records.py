@@ -124,7 +124,8 @@ class ParamGroup(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header(Record, tag="header"):
-    """First record of every trace file. `columns`: steps without samples stand in StepColumns."""
+    """First record of every trace file. `columns`: steps without samples stand in StepColumns. `agent_pid`: the process
+    of torchrun that started this one, None without torchrun."""
 
     schema_version: int
     tool_version: str
@@ -139,6 +140,7 @@ class Header(Record, tag="header"):
     axes: dict[str, int] | None = None
     sample_size: int = 0
     columns: bool = False
+    agent_pid: int | None = None
 
 
 class StepShape(Record, tag="step_shape"):

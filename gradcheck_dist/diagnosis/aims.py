@@ -130,7 +130,7 @@ def _relative(contributions: Contributions, measured: list[Held]) -> Aim:
 
 def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution]) -> Fraction:
     """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
-    ones that of the latest contributions, to which least was done. 1 where nothing arrived."""
+    ones that which is documented, and of the latest contributions, to which least was done. 1 where nothing arrived."""
     found: list[tuple[float, tuple[int, int], float]] = []
     for held in measured:
         if held.observed is None or held.stderr is None or held.nominal is None:
@@ -148,10 +148,15 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
             groups[-1].append(one)
         else:
             groups.append([one])
-    best = max(groups, key=lambda group: (len(group), max(slot for _, slot, _ in group)))
+    best = max(groups, key=lambda group: (len(group), _documented(group), max(slot for _, slot, _ in group)))
     value = float(np.median([value for value, _, _ in best]))
     documented = [nominal for _, _, nominal in best if abs(nominal - value) <= SAME * value]
     return Fraction(documented[0] if documented else value).limit_denominator(10**9)
+
+
+def _documented(group: list[tuple[float, tuple[int, int], float]]) -> int:
+    """How many transfers are what the recorded operations document."""
+    return sum(abs(nominal - value) <= SAME * value for value, _, nominal in group)
 
 
 def may_be_meant(case: Case) -> bool:

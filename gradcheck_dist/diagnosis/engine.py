@@ -7,14 +7,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist import __version__
-from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.alternatives import LOST, UNREDUCED, training_apart, without_warm_up
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
-from gradcheck_dist.diagnosis.cells import MAX_SPREAD, Cell, Held, average, judge, measure, pool
+from gradcheck_dist.diagnosis.cells import Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
@@ -24,20 +23,21 @@ from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, 
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.next_step import next_step
 from gradcheck_dist.diagnosis.norms import step_norms
+from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, is_objective, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import PipelineStep
 from gradcheck_dist.ledger.apart import apart, own_coordinates
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, collect, losses_of_rank
+from gradcheck_dist.ledger.contributions import ContributionKey, collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.tied import told
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, skipped_steps, step_data, steps_of
+from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.trace.run import Run
 
@@ -115,21 +115,21 @@ def judge_step(
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
-    verdict.reasons += [*_why_not(run, data, contributions), *nothing_verified(data.events)]
+    verdict.reasons += [*why_not(run, data, contributions), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
-    if not _tokens_known(run, data):
+    if not tokens_known(run, data) or passes_unmatched(data):
         return verdict
     on_the_way = transits(data, contributions)
-    verdict.remarks += on_the_way.remarks
     context.num_handed_over = len(on_the_way.matched)
     measured = measure(data, contributions, on_the_way)
-    target = aim(objective, data, contributions, measured, drop_lost=drop_lost)
-    expected = target.expected
+    means = loss_by_loss(aim(objective, data, contributions, measured, drop_lost=drop_lost), objective, data, measured)
+    target, expected = means.aim, means.aim.expected
     verdict.contributions = context.contributions = target.contributions
     context.relative = target.relative
     name_places(measured, data, target.contributions, expected)
-    verdict.reasons += target.reasons
+    verdict.remarks += [*on_the_way.remarks, *means.remarks]
+    verdict.reasons += [*target.reasons, *means.reasons]
     verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected, own)
     verdict.units = summary.unit_of(verdict.held)
@@ -206,48 +206,6 @@ def _all_cases(
         for cell in held.cells
     ]
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells))), *rest]
-
-
-def _tokens_known(run: Run, data: StepData) -> bool:
-    """Whether every missing rank shares its tokens with one that is there; else no expected weight is known."""
-    declared = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
-    known: set[int] = set()
-    if declared:
-        axes = Axes(**declared)
-        names = ("dp_replicate", "dp_shard", "cp")
-        place = {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(run.world_size)}
-        present = {place[rank] for rank in run.ranks}
-        known = {rank for rank, coordinate in place.items() if coordinate in present}
-    for of_rank in data.events.values():
-        for event in of_rank:
-            if isinstance(event, PipelineStep) and any(losses_of_rank(data.events.get(r, [])) for r in event.group):
-                known |= set(event.group)
-    return set(run.missing_ranks) <= known
-
-
-def _why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
-    """Reasons for which this step cannot be judged, or not wholly."""
-    reasons = []
-    if run.missing_ranks:
-        missing = ", ".join(map(str, run.missing_ranks))
-        reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
-    reasons += summary.foreign(run, data)
-    if not data.complete:
-        reasons.append(f"step {data.step} did not reach the optimizer on every rank")
-    if not contributions.by_key:
-        reasons.append(
-            "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
-        )
-    counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
-    if 0 < len(counted) < len(contributions.by_key):
-        reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
-    mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
-    if mixed:
-        reasons.append(
-            "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
-            "give each loss its own term with mark_loss"
-        )
-    return reasons
 
 
 def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:

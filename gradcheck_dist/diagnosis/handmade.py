@@ -68,6 +68,9 @@ def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | 
     kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step
     culprit = case.culprit
     event, before = culprit.event, culprit.before
+    parted = _replicas_part(case)
+    if parted:
+        finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
     return Change(
         place=(*culprit.start, before is not None and before.__struct_config__.tag, _line_of(before)),
         words=_words(culprit.kind, _line_of(event), before),
@@ -76,7 +79,8 @@ def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | 
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
         name=_name(case),
-        firm=finding.code == scaled_alike.CODE or _replicas_part(case) or _stands_written(case),
+        firm=finding.code == scaled_alike.CODE or parted or _stands_written(case),
+        parted=parted,
     )
 
 
@@ -195,6 +199,8 @@ def _name(case: Case) -> str | None:
 
 
 def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
+    if any(change.parted for _, change in members):
+        return True
     series, lost = _series(members, verdicts)
     several = {key: of_key for key, of_key in series.items() if len(of_key) > 1}
     if lost > len(series) // 2:

@@ -43,7 +43,7 @@ class Change:
 
     `place` is equal for the same lines in other steps; `factors` are (factor, relative tolerance) of some of the
     weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
-    stands among the findings.
+    stands among the findings. `parted`: copies of one gradient were changed apart on different ranks.
     """
 
     place: tuple[object, ...]
@@ -54,6 +54,7 @@ class Change:
     num_parameters: int
     name: str | None
     firm: bool
+    parted: bool
 
 
 @dataclass

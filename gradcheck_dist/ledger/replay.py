@@ -88,6 +88,9 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
     events = {rank: ready[rank] for rank in machines}
     inputs = {rank: machines[rank].take_input(event) for rank, event in events.items()}
     for rank, event in events.items():
+        if event.root is not None and event.root != rank:
+            machines[rank].left_out(event)
+            continue
         replicas = event.replicate_group if event.all_reduced and event.replicate_group else (rank,)
         sources: set[int] = set()
         for replica in replicas:
@@ -179,6 +182,11 @@ class _Machine:
         if name == "unsharded":
             buffer.clear()
         return taken
+
+    def left_out(self, event: Reduce) -> None:
+        """Others got the result: what is left in this rank's buffer nobody documents."""
+        self.position += 1
+        self._note(event.seq, EVENT_ORDER, event, "grad")
 
     def receive(self, event: Reduce, inputs: list[Buffer], sources: tuple[int, ...]) -> None:
         """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result."""

@@ -7,6 +7,7 @@ Gradients are known by address: a parameter's `.grad`, a buffer that hangs on th
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,27 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return reduce_scatter
 
+    def watch_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.recording or recorder.suspended or recorder.current is not None:
+                return original(*args, **kwargs)
+            call = bound(recorder, signature, args, kwargs)
+            opened = None
+            if call is not None:
+                tensor, group = call["tensor"], call["group"]
+                opened = before_manual(recorder, pending, tensor, "reduce", call["op"], group, root=root_of(call))
+            result = original(*args, **kwargs)
+            if opened is not None and call is not None:
+                after_manual(recorder, pending, opened, call["tensor"], opened, call["async_op"])
+            return result
+
+        return reduce
+
     _replace(patches, "all_reduce", watch_all_reduce)
+    _replace(patches, "reduce", watch_reduce)
     # The second is the older name; where both are, it calls the first through its module.
     names = ("reduce_scatter_single", "reduce_scatter_tensor")
     _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
@@ -83,6 +104,22 @@ def _replace(patches: Patches, name: str, watch: Callable[..., Any]) -> None:
 def op_name(op: Any) -> str:
     """ "sum", "avg", "premul_sum", ... of a ReduceOp."""
     return str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
+
+
+@guarded("collectives")
+def bound(
+    recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def root_of(call: dict[str, Any]) -> int:
+    """The global rank that a collective with a destination sends its result to."""
+    if call.get("group_dst") is not None:
+        return int(dist.get_global_rank(call["group"] or dist.distributed_c10d._get_default_group(), call["group_dst"]))
+    return int(call["dst"] or 0)
 
 
 @guarded("collectives")
@@ -108,12 +145,18 @@ def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
 
 @guarded("collectives")
 def before_manual(
-    recorder: Recorder, pending: dict[int, _Pending], tensor: Tensor, impl: str, op: Any, group: Any
+    recorder: Recorder,
+    pending: dict[int, _Pending],
+    tensor: Tensor,
+    impl: str,
+    op: Any,
+    group: Any,
+    root: int | None = None,
 ) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
     if local.dim() == 0 or not recorder.accumulation_step:
         return None
-    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
+    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
     for regions, buffer in buffers(recorder):
         for region in in_memory(local, [(regions, buffer)]):
@@ -156,8 +199,8 @@ def after_manual(
         if done is None or done.length < _local_size(info):
             continue
         del pending[info.id]
-        impl, op, group = done.how
-        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group)
+        impl, op, group, root = done.how
+        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root)
         if async_op:
             continue
         for part, tensor in done.outputs:

@@ -23,7 +23,7 @@ from gradcheck_dist.probes.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.trace.run import join_run_dir, note_restart, trace_files
+from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
 PROBES = (
@@ -146,8 +146,8 @@ def attach(
 
     def locate() -> tuple[Path, Header]:
         rank, world_size = _rank_and_world_size()
-        _join(folder, rank, world_size, restart)
-        return trace_path(folder, rank, restart), Header(
+        number = _join(folder, rank, world_size, restart)
+        return trace_path(folder, rank, number), Header(
             schema_version=SCHEMA_VERSION,
             tool_version=_version(),
             rank=rank,
@@ -161,6 +161,7 @@ def attach(
             axes=(axes.as_dict() if isinstance(axes, Axes) else dict(axes)) if axes is not None else None,
             sample_size=sample_size,
             columns=every_step,
+            agent_pid=_agent_pid(),
         )
 
     writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)
@@ -282,18 +283,29 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _join(folder: Path, rank: int, world_size: int, restart: int) -> None:
-    """Whoever finds no manifest in the run folder makes it. A rank never overwrites its own earlier trace."""
+def _join(folder: Path, rank: int, world_size: int, restart: int) -> int:
+    """Whoever finds no manifest in the run folder makes it. A rank never overwrites its own earlier trace. Returns the
+    number of the restart, which torchrun does not count where members come or go."""
     earlier = trace_files(folder).get(rank)
     if earlier is not None and (not restart or trace_path(folder, rank, restart).exists()):
-        raise GradcheckError(
-            f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. A second "
-            "training needs a run folder of its own: a `gradcheck run` of its own, or another name.",
-            code="E511",
-        )
+        again = next_restart(folder, rank, _agent_pid())
+        if again is None:
+            note_unrecorded(folder, rank)
+            raise GradcheckError(
+                f"{folder} already holds a trace of rank {rank}, and nothing recorded is ever overwritten. A second "
+                "training needs a run folder of its own: a `gradcheck run` of its own, or another name.",
+                code="E511",
+            )
+        restart = again
     join_run_dir(folder, {"world_size": world_size, "command": sys.argv})
     if restart:
         note_restart(folder, restart, world_size)
+    return restart
+
+
+def _agent_pid() -> int | None:
+    """The process of torchrun that started this rank."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _version() -> str:

@@ -13,10 +13,13 @@ from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION
-from gradcheck_dist.trace.reader import RankTrace, read_trace
+from gradcheck_dist.trace.frames import MAGIC, iter_frames
+from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
 
 MANIFEST = "manifest.json"
+HEADER_BYTES = 1 << 16
 _TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
+_UNRECORDED_NAME = re.compile(r"unrecorded-(\d{5,})-\d+\.json")
 _RESTART_NAME = re.compile(r"restart-(\d{1,9})\.json")
 
 
@@ -95,10 +98,52 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     return {rank: path for rank, (_, path) in sorted(found.items()) if size is None or rank < size}
 
 
+def next_restart(run_dir: Path, rank: int, agent_pid: int | None) -> int | None:
+    """The number of a restart that torchrun did not count (a change of members): the agent that started the rank's last
+    trace starts it again. None where that was somebody else."""
+    last = trace_files(run_dir).get(rank)
+    if last is None or agent_pid is None:
+        return None
+    try:
+        with open(last, "rb") as file:
+            piece = next(iter(iter_frames(file.read(HEADER_BYTES), len(MAGIC))), None)
+        header = read_header(last, piece[0]) if piece is not None and isinstance(piece[0], memoryview) else None
+    except (OSError, GradcheckError):
+        return None
+    if header is None or header.agent_pid != agent_pid:
+        return None
+    match = _TRACE_NAME.fullmatch(last.name)
+    return int(match[2] or 0) + 1 if match else None
+
+
 def note_restart(run_dir: Path, restart: int, world_size: int) -> None:
     """Write down that the run began anew with this many ranks; the first rank that comes does."""
     with contextlib.suppress(OSError), open(run_dir / f"restart-{restart}.json", "x", encoding="utf-8") as file:
         file.write(json.dumps({"world_size": world_size}) + "\n")
+
+
+def note_unrecorded(run_dir: Path, rank: int) -> None:
+    """Write down that a process trained as this rank and was not recorded, since the rank had been recorded before."""
+    content = {"rank": rank, "pid": os.getpid()}
+    with (
+        contextlib.suppress(OSError),
+        open(run_dir / f"unrecorded-{rank:05d}-{os.getpid()}.json", "x", encoding="utf-8") as file,
+    ):
+        file.write(json.dumps(content) + "\n")
+
+
+def unrecorded(run_dir: Path) -> list[str]:
+    """What was trained under the same command and not recorded, in words."""
+    found: dict[int, int] = {}
+    for entry in run_dir.iterdir() if run_dir.is_dir() else ():
+        match = _UNRECORDED_NAME.fullmatch(entry.name)
+        if match:
+            found[int(match[1])] = found.get(int(match[1]), 0) + 1
+    return [
+        f"rank {rank}: {count} further training(s) under the same command were not recorded: each needs a run folder "
+        "of its own"
+        for rank, count in sorted(found.items())
+    ]
 
 
 def _restarted_world_size(run_dir: Path) -> int | None:

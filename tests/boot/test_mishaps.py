@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
 from .conftest import Run
@@ -149,3 +150,23 @@ if len(sys.argv) < 2:
     assert "already holds a trace of rank 0" in done.stdout
     assert "training needs a run folder of its own" in done.stdout
     assert "CLEAN" in done.stderr
+    (told,) = (problem for problem in diagnose_run(done.folder).coverage.problems if "further training" in problem)
+    assert told.startswith("rank 0: 1 further")
+
+
+def test_members_that_come_or_go_make_a_restart_that_torchrun_does_not_count(run: Run) -> None:
+    """The agent starts its ranks anew with the same TORCHELASTIC_RESTART_COUNT."""
+    body = """
+import subprocess
+if "RANK" not in os.environ:
+    for rank, world_size in ((0, 2), (1, 2), (0, 1)):
+        names = {"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "none"}
+        environment = os.environ | {name: str(value) for name, value in names.items()}
+        subprocess.run([sys.executable, __file__], env=environment, check=True)
+else:
+    train(2)
+"""
+    done = run(body)
+    assert done.traces == ["rank-00000.1.trace", "rank-00000.trace", "rank-00001.trace"]
+    recorded = read_run(done.folder)
+    assert (recorded.world_size, sorted(recorded.ranks), recorded.missing_ranks) == (1, [0], ())

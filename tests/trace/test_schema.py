@@ -19,7 +19,7 @@ FROZEN = {
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
-        "replicate_group replicate_op all_reduced seq t_ns step site"
+        "replicate_group replicate_op all_reduced root seq t_ns step site"
     ),
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
     "zero_grad": "params set_to_none seq t_ns step site",
@@ -43,7 +43,7 @@ FROZEN = {
     "run_end": "reason seq t_ns step site",
     "header": (
         "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "
-        "objective axes sample_size columns"
+        "objective axes sample_size columns agent_pid"
     ),
     "param": (
         "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint sampled_every start "

@@ -25,10 +25,16 @@ module (not through `module.module` or torch.autograd.grad); do not list a train
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import Reduce
+from gradcheck_dist.events import AFTER, BEFORE, Event, OptimizerStep, Reduce
+from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS103"
 NAME = "missing-reduction"
@@ -65,6 +71,54 @@ def judge(case: Case) -> Answer | None:
         fix="Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return any(_rooted(event) for of_rank in facts.data.events.values() for event in of_rank)
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers."""
+    found: dict[ParamKey, int] = {}
+    culprits: list[tuple[int, Reduce]] = []
+    for key, of_rank in facts.data.tracks.items():
+        for rank, track in of_rank.items():
+            events = [event for event in facts.data.events[rank] if isinstance(event, Reduce | OptimizerStep)]
+            mine = [event for event in events if track.param.id in facts.data.params_of(rank, event.params)]
+            if len(mine) < 2 or not isinstance(step := mine[-1], OptimizerStep):
+                continue
+            last = mine[-2]
+            if not isinstance(last, Reduce) or last.root in (None, rank):
+                continue
+            left, read = _values(track, last.seq, AFTER), _values(track, step.seq, BEFORE)
+            if left is not None and read is not None and read.any() and np.array_equal(left, read):
+                found[key] = rank
+                culprits.append((rank, last))
+    if not found or CODE in facts.found:
+        return
+    rank, event = culprits[0]
+    ranks = tuple(sorted({rank for rank, _ in culprits}))
+    yield Remark(
+        answer=Answer(
+            explanation=f"Gradients are reduced to rank {event.root} only, and rank(s) {', '.join(map(str, ranks))} "
+            "step an optimizer with what this left in their own buffers, which nobody documents.",
+            fix="Reduce to all ranks (dist.all_reduce), or broadcast the result, or step on that one rank only and "
+            "broadcast its parameters.",
+        ),
+        pattern=f"{len(found)} parameters hold no reduced gradient on rank(s) {', '.join(map(str, ranks))}",
+        params=frozenset(found),
+        ranks=ranks,
+        rank=rank,
+        event=event,
+    )
+
+
+def _rooted(event: Event) -> bool:
+    return isinstance(event, Reduce) and event.root is not None
+
+
+def _values(track: Track, seq: int, role: int) -> np.ndarray | None:
+    return next((point.values.data for point in track.points if (point.seq, point.role) == (seq, role)), None)
 
 
 def _is_foreign(case: Case, holder: int, data_rank: int) -> bool:

@@ -1,0 +1,103 @@
+"""Why a step cannot be judged, or not wholly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis import summary
+from gradcheck_dist.diagnosis.cells import MAX_SPREAD
+from gradcheck_dist.events import BEFORE, OptimizerStep, PipelineStep
+from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank, slots_of_rank
+from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.trace.run import Run
+
+
+def tokens_known(run: Run, data: StepData) -> bool:
+    """Whether every missing rank shares its tokens with one that is there; else no expected weight is known."""
+    declared = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
+    known: set[int] = set()
+    if declared:
+        axes = Axes(**declared)
+        names = ("dp_replicate", "dp_shard", "cp")
+        place = {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(run.world_size)}
+        present = {place[rank] for rank in run.ranks}
+        known = {rank for rank, coordinate in place.items() if coordinate in present}
+    for of_rank in data.events.values():
+        for event in of_rank:
+            if isinstance(event, PipelineStep) and any(losses_of_rank(data.events.get(r, [])) for r in event.group):
+                known |= set(event.group)
+    return set(run.missing_ranks) <= known
+
+
+def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
+    """Reasons for which this step cannot be judged, or not wholly."""
+    reasons = []
+    if run.missing_ranks:
+        missing = ", ".join(map(str, run.missing_ranks))
+        reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
+    reasons += summary.foreign(run, data)
+    if not data.complete:
+        reasons.append(f"step {data.step} did not reach the optimizer on every rank")
+    alone = ", ".join(map(str, passes_unmatched(data)))
+    if alone:
+        reasons.append(
+            f"rank(s) {alone} step no optimizer of their own and run other backward passes than the ranks that do: "
+            "which of their tokens belong to which step is not known"
+        )
+    if not contributions.by_key:
+        reasons.append(
+            "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
+        )
+    counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
+    if 0 < len(counted) < len(contributions.by_key):
+        reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
+    mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
+    if mixed:
+        reasons.append(
+            "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
+            "give each loss its own term with mark_loss"
+        )
+    unmade = _unmade(data)
+    if unmade:
+        shown = ", ".join(unmade[:3]) + (f" and {len(unmade) - 3} more" if len(unmade) > 3 else "")
+        reasons.append(
+            f"the optimizer reads a gradient of {shown} that no recorded backward pass of the step made: it was "
+            "computed by hand, is left from an earlier step, or came on a way that no probe follows"
+        )
+    return reasons
+
+
+def passes_unmatched(data: StepData) -> list[int]:
+    """Ranks that never step an optimizer in this step and ran other backward passes than those that do: which of their
+    tokens belong to it is not known (a parameter server's workers, a rank that died)."""
+    stepped = {
+        rank for rank, events in data.events.items() if any(isinstance(event, OptimizerStep) for event in events)
+    }
+    slots = {frozenset(slots_of_rank(data.events[rank])) for rank in stepped}
+    if not stepped:
+        return []
+    return sorted(
+        rank
+        for rank, events in data.events.items()
+        if rank not in stepped and (mine := slots_of_rank(events)) and frozenset(mine) not in slots
+    )
+
+
+def _unmade(data: StepData) -> list[str]:
+    """Parameters of an optimizer with a gradient, though no pass on any rank delivered one."""
+    found: list[str] = []
+    for key, of_rank in data.tracks.items():
+        if any(track.leaves for track in of_rank.values()):
+            continue
+        for rank, track in of_rank.items():
+            steps = {
+                event.seq
+                for event in data.events[rank]
+                if isinstance(event, OptimizerStep) and track.param.id in data.params_of(rank, event.params)
+            }
+            read = [point.values.data for point in track.points if point.seq in steps and point.role == BEFORE]
+            if any(np.nan_to_num(values).any() for values in read):
+                found.append(key[1])
+                break
+    return sorted(found)

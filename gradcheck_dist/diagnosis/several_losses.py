@@ -1,0 +1,122 @@
+"""Losses that are differentiated one by one: each is a mean of its own, with a coefficient that nobody declared.
+
+Multi-task trainers call backward once a task. Nothing says then that the tokens of all tasks share one mean, so where
+one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when
+they start from different lines, and either train different parameters (a head each) or count the same labels. Two
+branches of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and
+are one loss.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.aims import Aim
+from gradcheck_dist.diagnosis.cells import Held, judge
+from gradcheck_dist.events import Backward, Event
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+SAME = 1e-3
+"""Factors nearer to one another than this, relative, are one."""
+Place = tuple[str, str]
+"""The lines of a loss: where it was computed, where its backward pass began."""
+
+
+@dataclass
+class OwnMeans:
+    """What the weights are compared with. `remarks` say what was inferred, `reasons` what stays open."""
+
+    aim: Aim
+    remarks: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
+    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
+    counted = {key: c for key, c in target.contributions.by_key.items() if key in target.tokens}
+    losses: dict[Place, list[ContributionKey]] = defaultdict(list)
+    for key, contribution in sorted(counted.items()):
+        losses[_place(contribution)].append(key)
+    if target.relative or len(losses) < 2 or _fits(measured, target.contributions, target.expected):
+        return OwnMeans(target)
+    passes = _passes(data, target.contributions)
+    touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
+               for place, keys in losses.items()}  # fmt: skip
+    trained_apart = len(set(touched.values())) == len(losses)
+    if not trained_apart and not _same_labels(losses, counted):
+        return OwnMeans(target)
+    own: dict[ContributionKey, Fraction] = {}
+    for keys in losses.values():
+        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    shares = {place: _usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
+    lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in losses))
+    if trained_apart and all(abs(share - 1) <= SAME for share in shares.values()):
+        inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
+        return OwnMeans(replace(target, expected=own), remarks=[f"the losses at {lines} {inferred} (inferred)"])
+    scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
+    shown = " and ".join(f"x {share:.4g}" for share in shares.values())
+    reason = (
+        f"the losses at {lines} are differentiated one by one, and weigh {shown} of a mean over their own tokens: "
+        "whether these are coefficients that are meant or wrong normalisers is not known. "
+        "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
+    )
+    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+
+
+def _place(contribution: Contribution) -> Place:
+    return (_line(contribution.loss), _line(contribution.gradient))
+
+
+def _line(event: Event | None) -> str:
+    site = event.site if event is not None else None
+    return f"{site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+
+
+def _fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:
+    return all(cell.right for held in judge(measured, contributions, dict(expected)) for cell in held.cells)
+
+
+def _passes(data: StepData, contributions: Contributions) -> dict[ContributionKey, frozenset[ParamKey]]:
+    """The parameters that a contribution's backward pass reached, on the rank of its loss."""
+    names = {(rank, track.param.id): key for key, of_rank in data.tracks.items() for rank, track in of_rank.items()}
+    found: dict[ContributionKey, frozenset[ParamKey]] = {}
+    for key, contribution in contributions.by_key.items():
+        rank = contribution.loss_rank
+        for event in data.events.get(rank, ()) if rank is not None else ():
+            if isinstance(event, Backward) and (event.accumulation_step, event.microbatch) == key[1:]:
+                reached = data.params_of(rank or 0, event.params) if event.params is not None else ()
+                found[key] = frozenset(names[rank or 0, param] for param in reached if (rank or 0, param) in names)
+    return found
+
+
+def _same_labels(
+    losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution]
+) -> bool:
+    """Whether every loss counts the same labels."""
+    hashes = [{(key[0], counted[key].label_hash) for key in keys} for keys in losses.values()]
+    return all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
+
+
+def _usual(
+    measured: list[Held],
+    contributions: Contributions,
+    expected: Mapping[ContributionKey, Fraction],
+    keys: Iterable[ContributionKey],
+) -> float:
+    """By what most of a loss's weights are off, of several as frequent factors the one at the loss; 1 where none is
+    known."""
+    found = [
+        (cell.ratio, cell.root_ratio)
+        for held in judge(measured, contributions, dict(expected))
+        for cell in held.cells
+        if cell.key in set(keys) and cell.ratio > SAME
+    ]
+    if not found:
+        return 1.0
+    alike = {ratio: sum(abs(other / ratio - 1) <= SAME for other, _ in found) for ratio, _ in found}
+    return max(found, key=lambda item: (alike[item[0]], abs(item[0] / item[1] - 1) <= SAME if item[1] else False))[0]

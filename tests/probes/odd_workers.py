@@ -1,0 +1,40 @@
+"""Two ranks of trainers that few people write, for test_odd_trainers.py."""
+
+import torch
+import torch.distributed as dist
+from probe_workers import Net, batch, token_sum
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 2
+
+
+def train(variant: str, run_dir: str) -> None:
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        wrapped = DistributedDataParallel(model) if "wrapper" in variant else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
+        for _ in range(STEPS):
+            share = world if "wrapper" in variant else 1
+            loss = sum(token_sum(wrapped, batch(rank, k)) * share / num_tokens for k in range(2))
+            loss.backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                if "reduced to one" in variant:
+                    dist.reduce(param.grad, 0)
+                if "and sent back" in variant:
+                    dist.broadcast(param.grad, 0)
+                if "own loss" in variant:
+                    param.grad.mul_(1 / (1 + float(loss.detach())))
+            if "one steps" not in variant or rank == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            if "one steps" in variant:
+                for param in model.parameters():
+                    dist.broadcast(param.data, 0)
+    dist.barrier()
+    dist.destroy_process_group()

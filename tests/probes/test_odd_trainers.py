@@ -1,0 +1,120 @@
+"""Trainers that few people write: the right ones are not accused, the wrong ones are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+RANKS = {
+    "reduced to one, and sent back": ("clean", []),
+    "reduced to one": ("findings", ["GS103"]),
+    "reduced to one, one steps": ("undetermined", []),
+    "a wrapper, then by its own loss": ("findings", ["GS000"]),
+}
+
+
+@pytest.mark.parametrize("variant", RANKS)
+def test_two_ranks(variant: str, tmp_path: Path) -> None:
+    warm_up()
+    launch("odd_workers:train", (variant, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, [finding.code for finding in report.findings]) == RANKS[variant], report.reasons
+    if variant == "reduced to one":
+        assert report.findings[0].ranks == [1]
+    elif variant == "reduced to one, one steps":
+        assert any("rank(s) 1 step no optimizer" in reason for reason in report.reasons)
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def two_tasks(folder: Path, shares: tuple[float, float], factor: float = 1.0) -> Report:
+    """A body, two heads, a backward pass for each task."""
+    model, other = Net(), nn.Linear(16, 20)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.05)
+    with attach(folder / "run"):
+        for step in range(2):
+            tokens, labels = batch(0, step)
+            (shares[0] * mean(model(tokens), labels)).backward()
+            hidden = torch.tanh(model.inner(model.embedding(tokens)))
+            (shares[1] * mean(other(hidden), labels)).backward()
+            for param in other.parameters():
+                assert param.grad is not None
+                param.grad.mul_(factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(folder / "run"))
+
+
+def test_losses_of_several_tasks_are_means_of_their_own(tmp_path: Path) -> None:
+    report = two_tasks(tmp_path, (1.0, 1.0))
+    assert report.verdict == "clean"
+    assert any("objectives of their own" in problem for problem in report.coverage.problems)
+
+
+def test_coefficients_of_several_tasks_leave_the_verdict_open(tmp_path: Path) -> None:
+    report = two_tasks(tmp_path, (0.7, 0.3))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("x 0.7 and x 0.3" in reason for reason in report.reasons)
+
+
+def test_a_factor_behind_one_task_is_found(tmp_path: Path) -> None:
+    (finding,) = two_tasks(tmp_path, (0.7, 0.3), factor=0.5).findings
+    assert (finding.code, finding.factor.observed, finding.num_parameters) == ("GS000", pytest.approx(0.5), 2)
+
+
+def test_two_branches_of_one_loop_are_one_loss(tmp_path: Path) -> None:
+    """The last pass stands on a line of its own, and a mean of means is found all the same."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            (tokens, labels), (later, others) = batch(0, 0), batch(0, 2)
+            (mean(model(tokens), labels) / 2).backward()
+            (mean(model(later), others) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [finding.code for finding in diagnose(read_run(tmp_path / "run")).findings] == ["GS301"]
+
+
+def test_a_gradient_that_no_pass_made_is_told(tmp_path: Path) -> None:
+    model, extra = Net(), nn.Parameter(torch.randn(5, 5))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.05)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            tokens, labels = batch(0, step)
+            mean(model(tokens), labels).backward()
+            extra.grad = torch.randn_like(extra)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("no recorded backward pass" in reason for reason in report.reasons)
+
+
+def test_of_losses_that_count_nothing_the_documented_weights_are_the_right_ones(tmp_path: Path) -> None:
+    """As many weights are off as are right."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            for param in model[0].parameters():
+                assert param.grad is not None
+                param.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.5))
