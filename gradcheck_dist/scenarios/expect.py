@@ -74,7 +74,7 @@ def _wrong_finding(expected: Expectation, finding: Finding, report: Report, conf
     if expected.factor is not None and named != expected.factor:
         yield f"the factor is called {printable(named or 'nothing')}, not {expected.factor}"
     if expected.terms:
-        yield from _wrong_terms(expected, finding, config)
+        yield from _wrong_terms(expected, finding, report, config)
     if expected.parameters:
         concerned = {name for unit in report.units for name in unit.parameters if expected.concerns(name)}
         if finding.num_parameters != len(concerned):
@@ -84,11 +84,14 @@ def _wrong_finding(expected: Expectation, finding: Finding, report: Report, conf
             )
 
 
-def _wrong_terms(expected: Expectation, finding: Finding, config: TrainConfig) -> Iterator[str]:
+def _wrong_terms(
+    expected: Expectation, finding: Finding, report: Report, config: TrainConfig
+) -> Iterator[str]:
     for term in expected.terms:
         if term not in finding.pattern:
             yield f"the finding says {printable(finding.pattern)}, and nothing of the loss term {term}"
-    values = {**sizes_of(config), **dict.fromkeys(("N", "N_r", "n_c", "k", "m", "r", "h"), 0)}
+    counted = {_key(weight): weight.num_tokens or 0 for weight in report.weights if weight.step == finding.step}
+    values = {**sizes_of(config), **dict.fromkeys(("N_r", "n_c", "k", "m", "r", "h"), 0), "N": sum(counted.values())}
     wanted, found = float(expected.ratio.evaluate(values)), finding.factor.observed
     if found is None or abs(found - wanted) > TOLERANCE[config.dtype] * abs(wanted):
         yield f"the term's factor is {found}, not {expected.ratio.text} = {number(wanted, 7)}"

@@ -71,7 +71,8 @@ def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainC
 
 def sizes_of(config: TrainConfig) -> dict[str, int]:
     """The values of the names in formulas that are the same for every weight of a job."""
-    return {"R": config.gradient_ranks, "K": config.accum, "M": config.microbatches, **config.axes.as_dict()}
+    sizes = {"R": config.gradient_ranks, "K": config.accum, "M": config.microbatches}
+    return {**sizes, "S": config.sequences_per_step, **config.axes.as_dict()}
 
 
 def _shows(ratio: Formula, config: TrainConfig) -> bool:

@@ -26,7 +26,7 @@ variants:
     expect:                        # or a list of such, or gradients-right where nothing may be found
       code: GS101
       name: double-averaging
-      ratio: 1/R                   # observed / expected of every weight, out of R K M N N_r n_c k m r h and the axes
+      ratio: 1/R                   # observed / expected of every weight, out of R K M S N N_r n_c k m r h and the axes
       # terms: load_balance        # auxiliary loss terms whose ratio it is, where the main loss is right
       # parameters: layers.0.*     # those that it concerns, where it does not concern all
       # factor: 1/dp_replicate     # what the factor has to be called
