@@ -7,7 +7,13 @@ from gradcheck_dist.ledger.apart import averaged
 from gradcheck_dist.trace.run import Run
 
 LOST = "GS401"
+SKIPPED_APART = "GS607"
 UNREDUCED = "GS103"
+
+
+def skipped_apart(verdict: StepVerdict) -> bool:
+    """Whether some ranks skipped a step that others took: it stands, although not all optimizers came to it."""
+    return any(finding.code == SKIPPED_APART for finding in verdict.findings)
 
 
 def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
-from gradcheck_dist.diagnosis.alternatives import LOST, UNREDUCED, training_apart, without_warm_up
+from gradcheck_dist.diagnosis.alternatives import LOST, UNREDUCED, skipped_apart, training_apart, without_warm_up
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
@@ -79,10 +79,10 @@ def not_recorded(recorded: list[int]) -> GradcheckError:
 def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objective: str, objective_from: str) -> Report:
     """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
-    whole = [verdict for verdict in verdicts if verdict.data.complete]
+    whole = [verdict for verdict in verdicts if verdict.data.complete or skipped_apart(verdict)]
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
-        cut = [verdict.context.step for verdict in verdicts if not verdict.data.complete]
+        cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))

@@ -120,6 +120,19 @@ def checkpoint_without_rng(model: Decoder, config: TrainConfig) -> Decoder:
     return model
 
 
+def unscale_alone(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+    """Stands in for precision.unscale."""
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+
+
+def overflow_in_first_stage(model: nn.Module, config: TrainConfig) -> None:
+    """Stands in for parallelize.finish_gradients."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("embedding.weight") and parameter.grad is not None:
+            parameter.grad.view(-1)[0] = float("inf")
+
+
 FAULTS = (
     Fault(
         "clip-norm-pp-local",
@@ -183,6 +196,20 @@ FAULTS = (
         "the norm max_norm / S.",
         "gradcheck_dist.trainer.precision:unscale",
         leave_scaled,
+    ),
+    Fault(
+        "found-inf-not-shared",
+        "Each rank asks its own gradients whether the loss scale overflowed. Where one did, that rank skips the step "
+        "and lowers its scale, and the others go on.",
+        "gradcheck_dist.trainer.precision:unscale",
+        unscale_alone,
+    ),
+    Fault(
+        "overflow-in-first-stage",
+        "One element of the embedding's gradient is infinite, as after an overflow. Nothing is wrong where all ranks "
+        "skip the step.",
+        "gradcheck_dist.trainer.parallelize:finish_gradients",
+        overflow_in_first_stage,
     ),
     Fault(
         "bf16-loss-scale",

@@ -90,6 +90,10 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
         {"dp_replicate": 2, "pp": 2, "microbatches": M},
         lambda c, key, rank: 1 if key[2] else 2,
     ),
+    "pipeline-ignores-no-sync": (
+        {"dp_replicate": 2, "pp": 2, "microbatches": M, "accum": K},
+        lambda c, key, rank: 2 ** (K - 1 - key[1]),
+    ),
     "same-batch-on-every-rank": (
         DDP,
         lambda c, key, rank: (
@@ -107,6 +111,7 @@ OTHERS = (
     *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
+    *("found-inf-not-shared", "overflow-in-first-stage"),
 )
 """Faults with a test of their own below."""
 
@@ -329,3 +334,21 @@ def test_the_logged_loss_does_not_show_a_gradient_bug(fault: str) -> None:
     assert faulty(fault, **values)[1][0].steps[0].loss == pytest.approx(
         run(small(**values))[1][0].steps[0].loss, rel=1e-6
     )
+
+
+def test_an_overflow_of_the_first_stage_is_its_own_alone() -> None:
+    import torch
+
+    from gradcheck_dist.trainer.faults_update import overflow_in_first_stage, unscale_alone
+
+    found = []
+    for name in ("embedding", "head"):
+        stage = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2)})
+        optimizer, scaler = torch.optim.SGD(stage.parameters(), lr=1.0), torch.amp.GradScaler("cpu")
+        scaler.scale(stage[name](torch.ones(2)).sum()).backward()
+        overflow_in_first_stage(stage, small())
+        unscale_alone(scaler, optimizer)
+        found += [
+            float(value) for value in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        ]
+    assert found == [1.0, 0.0]
