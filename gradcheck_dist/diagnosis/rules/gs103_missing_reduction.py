@@ -20,7 +20,8 @@ Make the last backward of the step reduce, for forward and backward alike; compu
 module (not through `module.module` or torch.autograd.grad); do not list a trained parameter as ignored.
 
 ## References
-- huggingface/transformers#34645 (4.46.2); Lightning #4916; karpathy/build-nanogpt #30; pytorch #144530.
+- karpathy/build-nanogpt#30; modelscope/FunASR#3472; pytorch/pytorch#144530; transformers 4.46.2 (measured).
+- Unverified: huggingface/transformers#34645, Lightning-AI/pytorch-lightning#4916.
 """
 
 from __future__ import annotations

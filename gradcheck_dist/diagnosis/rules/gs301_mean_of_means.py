@@ -26,7 +26,8 @@ Count the tokens of the whole step first, over all ranks, and divide the sum by 
 If a mean over microbatches is what you want, declare it: `--objective microbatch-mean`.
 
 ## References
-- huggingface/transformers up to 4.45.2; pytorch/torchtune#1875; pytorch/torchtitan#1842, #2206; OpenRLHF#1249.
+- huggingface/transformers up to 4.45.2 (measured); verl-project/verl#5625; pytorch/torchtitan#2206.
+- Unverified: pytorch/torchtune#1875, pytorch/torchtitan#1842, OpenRLHF/OpenRLHF#1249.
 """
 
 from __future__ import annotations

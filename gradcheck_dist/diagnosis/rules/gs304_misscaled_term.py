@@ -19,7 +19,8 @@ microbatches, what undoes an average over ranks, and the loss scale. A term over
 is divided by its own number of them.
 
 ## References
-- NVIDIA/Megatron-LM#2237, #5047, #1532, #3159; NVIDIA-NeMo/Automodel#3359; volcengine/verl#6836.
+- NVIDIA/Megatron-LM#2237, #5047, #1532, #3159; NVIDIA-NeMo/Automodel#3359.
+- Unverified: volcengine/verl#6836.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ instead of the gradient. With Adam, epsilon begins to dominate; without, trainin
 accelerate: `accelerator.clip_grad_norm_` unscales by itself. FSDP: `ShardedGradScaler`, the same order.
 
 ## References
-- pytorch/pytorch#115710; pytorch/torchtitan#803; torch.amp examples, "Gradient clipping".
+- pytorch/examples#1196; torch.amp examples, "Gradient clipping".
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ It may be off where nothing in the region draws. Tensor-parallel trainers that k
 these as well (Megatron-LM: `tensor_parallel.random.checkpoint`).
 
 ## References
-- torch.utils.checkpoint, `preserve_rng_state`.
+- torch.utils.checkpoint, `preserve_rng_state`; pytorch/torchtitan#1323, #2380; allenai/OLMo-core#828, where the
+  loss after 150 steps was 2.49 instead of 2.19.
 """
 
 from __future__ import annotations
