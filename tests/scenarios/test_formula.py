@@ -12,9 +12,19 @@ from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.scenarios.formula import NAMES, Formula
 
-VALUES = {"R": 4, "K": 3, "M": 2, "S": 12, "N": 296, "N_r": 100, "n_c": 37, "k": 0, "m": 1, "r": 2, "h": 3} | dict.fromkeys(
-    AXIS_NAMES, 2
-)
+VALUES = {
+    "R": 4,
+    "K": 3,
+    "M": 2,
+    "S": 12,
+    "N": 296,
+    "N_r": 100,
+    "n_c": 37,
+    "k": 0,
+    "m": 1,
+    "r": 2,
+    "h": 3,
+} | dict.fromkeys(AXIS_NAMES, 2)
 
 
 @pytest.mark.parametrize(
