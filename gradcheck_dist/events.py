@@ -8,6 +8,7 @@ samples, the header) is defined in `records.py` and named here too.
 
 from __future__ import annotations
 
+from gradcheck_dist.records import Count, Index, Rank, Step
 from gradcheck_dist.records import Header as Header
 from gradcheck_dist.records import Norms as Norms
 from gradcheck_dist.records import Param as Param
@@ -36,7 +37,7 @@ class Event(Record, kw_only=True):
 
     seq: int
     t_ns: int
-    step: int
+    step: Step
     site: Site | None = None
 
 
@@ -53,8 +54,8 @@ class Loss(Event, tag="loss"):
     coefficient: float | None = None
     op: str = "cross_entropy"
     reduction: str = "mean"
-    num_tokens: int | None = None
-    num_labels: int | None = None
+    num_tokens: Count | None = None
+    num_labels: Count | None = None
     label_hash: int | None = None
     value: float | None = None
     requires_grad: bool = True
@@ -71,14 +72,14 @@ class LossGradient(Event, tag="loss_gradient"):
     """
 
     loss_id: int
-    accumulation_step: int
-    microbatch: int
+    accumulation_step: Index
+    microbatch: Index
     weight: float
     weight_min: float | None = None
     weight_max: float | None = None
-    num_tokens: int | None = None
-    stage: int | None = None
-    other_losses: int = 0
+    num_tokens: Count | None = None
+    stage: Index | None = None
+    other_losses: Count = 0
 
 
 class Backward(Event, tag="backward"):
@@ -88,12 +89,12 @@ class Backward(Event, tag="backward"):
     begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
     """
 
-    accumulation_step: int
-    microbatch: int = 0
-    stage: int | None = None
+    accumulation_step: Index
+    microbatch: Index = 0
+    stage: Index | None = None
     sync: bool | None = None
     params: int | None = None
-    duration_ns: int = 0
+    duration_ns: Count = 0
 
 
 class StageGradient(Event, tag="stage_gradient"):
@@ -104,13 +105,13 @@ class StageGradient(Event, tag="stage_gradient"):
     positions of the flattened tensor, equal for equal `shape`.
     """
 
-    accumulation_step: int
-    microbatch: int
+    accumulation_step: Index
+    microbatch: Index
     side: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     values: bytes
-    stage: int | None = None
+    stage: Index | None = None
 
 
 class Reduce(Event, tag="reduce"):
@@ -124,16 +125,16 @@ class Reduce(Event, tag="reduce"):
 
     impl: str
     op: str
-    group: tuple[int, ...]
+    group: tuple[Rank, ...]
     params: int
     wrapper: int | None = None
-    accumulation_step: int = 0
-    microbatch: int = 0
+    accumulation_step: Index = 0
+    microbatch: Index = 0
     pre_divide: float | None = None
     post_divide: float | None = None
     premul: float | None = None
     hook: str | None = None
-    replicate_group: tuple[int, ...] = ()
+    replicate_group: tuple[Rank, ...] = ()
     replicate_op: str | None = None
     all_reduced: bool = True
     root: int | None = None
@@ -144,8 +145,8 @@ class ScaleGrads(Event, tag="scale_grads"):
 
     divisor: float
     params: int
-    stage: int | None = None
-    accumulation_step: int = 0
+    stage: Index | None = None
+    accumulation_step: Index = 0
 
 
 class ZeroGrad(Event, tag="zero_grad"):
@@ -197,7 +198,7 @@ class OptimizerStep(Event, tag="optimizer_step"):
     params: int
     lr: float | None = None
     hyperparameters: dict[str, float] = {}
-    grads_missing: int | None = None
+    grads_missing: Count | None = None
     groups: tuple[ParamGroup, ...] = ()
     unreached: int | None = None
 
@@ -206,12 +207,12 @@ class PipelineStep(Event, tag="pipeline_step"):
     """One schedule.step of a pipeline. `group` are the ranks of this pipeline, `stages` those that this rank runs."""
 
     schedule: str
-    num_microbatches: int
+    num_microbatches: Count
     scale_grads: bool | None
-    group: tuple[int, ...]
-    stages: tuple[int, ...]
-    num_stages: int
-    accumulation_step: int
+    group: tuple[Rank, ...]
+    stages: tuple[Index, ...]
+    num_stages: Count
+    accumulation_step: Index
 
 
 class GradientCheck(Event, tag="gradient_check"):
@@ -237,7 +238,7 @@ class GradientCheck(Event, tag="gradient_check"):
     error: float | None = None
     factor: float | None = None
     precision: str = ""
-    group: tuple[int, ...] = ()
+    group: tuple[Rank, ...] = ()
     reason: str = ""
 
 
@@ -269,7 +270,7 @@ class Replica(Event, tag="replica"):
 
     fingerprint: int
     after: bool = False
-    num_steps_later: int = 0
+    num_steps_later: Count = 0
 
 
 class ProbeStatus(Event, tag="probe_status"):
@@ -285,7 +286,7 @@ class ProbeError(Event, tag="probe_error"):
 
     probe: str
     message: str
-    count: int = 1
+    count: Count = 1
 
 
 class RunEnd(Event, tag="run_end"):

@@ -5,7 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Degree = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+"""What a number may be is checked as a frame is read: one that no training can have had is named as damage."""
 
 
 class Site(msgspec.Struct, array_like=True, frozen=True):
@@ -39,15 +49,15 @@ class Param(Record, tag="param"):
 
     id: int
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
-    num_positions: int
-    stage: int | None = None
+    num_positions: Length
+    stage: Index | None = None
     placements: str = ""
     wrapper: int | None = None
     requires_grad: bool = True
     fingerprint: int | None = None
-    sampled_every: int = 1
+    sampled_every: Degree = 1
     start: int | None = None
     looked_up: bool = False
 
@@ -69,11 +79,11 @@ class Plan(Record, tag="plan"):
 
     id: int
     param: int
-    num_values: int
+    num_values: Length
     positions: bytes | None = None
     partial: bool = False
-    offset: tuple[int, ...] | None = None
-    extent: tuple[int, ...] | None = None
+    offset: tuple[Count, ...] | None = None
+    extent: tuple[Count, ...] | None = None
 
 
 class Wrapper(Record, tag="wrapper"):
@@ -82,9 +92,9 @@ class Wrapper(Record, tag="wrapper"):
     id: int
     impl: str  # "ddp" | "fsdp" | "hsdp" | "replicate"
     name: str
-    group: tuple[int, ...]
-    shard_group: tuple[int, ...] = ()
-    replicate_group: tuple[int, ...] = ()
+    group: tuple[Rank, ...]
+    shard_group: tuple[Rank, ...] = ()
+    replicate_group: tuple[Rank, ...] = ()
     site: Site | None = None
 
 
@@ -95,7 +105,7 @@ class Samples(Record, tag="samples"):
     the other in `dtype` ("float32", "float64", "float16" or "bfloat16"), each as long as its plan says.
     """
 
-    step: int
+    step: Step
     rows: bytes
     dtype: str
     values: bytes
@@ -109,7 +119,7 @@ class Norms(Record, tag="norms"):
     gradient as float64.
     """
 
-    step: int
+    step: Step
     seq: int
     rows: bytes
     values: bytes
@@ -129,15 +139,15 @@ class Header(Record, tag="header"):
 
     schema_version: int
     tool_version: str
-    rank: int
-    world_size: int
+    rank: Rank
+    world_size: Degree
     pid: int
     started_unix_s: float
     torch_version: str = ""
     device_type: str = "cpu"
     command: tuple[str, ...] = ()
     objective: str | None = None
-    axes: dict[str, int] | None = None
+    axes: dict[str, Degree] | None = None
     sample_size: int = 0
     columns: bool = False
     agent_pid: int | None = None
@@ -162,7 +172,7 @@ class StepColumns(Record, tag="step_columns"):
     """
 
     shape: int
-    first_step: int
-    num_steps: int
+    first_step: Step
+    num_steps: Index
     first_seqs: bytes
     numbers: memoryview

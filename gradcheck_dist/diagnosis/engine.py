@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.cells import Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.context import step_context
+from gradcheck_dist.diagnosis.contradiction import left_open
 from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
@@ -103,6 +104,7 @@ def objective_of(run: Run, given: str | None) -> tuple[str, str]:
     return DEFAULT_OBJECTIVE, "assumed: none was declared; --objective sets it"
 
 
+@left_open
 def judge_step(
     run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False, alone: bool = False
 ) -> StepVerdict:

@@ -24,6 +24,7 @@ from gradcheck_dist.events import (
     StepShape,
     Wrapper,
 )
+from gradcheck_dist.trace.checks import Checks, header_problem
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 
 _DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
@@ -116,6 +117,7 @@ class TraceTail:
         self.trace: RankTrace | None = None
         self.at_end = False
         self._offset = 0
+        self._checks = Checks()
 
     @property
     def offset(self) -> int:
@@ -174,8 +176,9 @@ class TraceTail:
         except UNDECODABLE as error:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0
-        self._receive(self.trace, records)
-        return len(records)
+        sound = self._checks.sort(records, lambda words: self._note_damage(Damage(offset, len(payload), words)))
+        self._receive(self.trace, sound)
+        return len(sound)
 
     def _receive(self, trace: RankTrace, records: list[AnyRecord]) -> None:
         """What becomes of decoded records; a reader that keeps less of them overrides this."""
@@ -219,9 +222,13 @@ def read_header(path: Path, payload: memoryview) -> Header:
             code="E502",
         )
     try:
-        return msgspec.convert(header, Header)
+        found = msgspec.convert(header, Header)
     except UNDECODABLE as error:
         raise no_header(path, Damage(len(MAGIC), len(payload), f"it cannot be decoded: {error}")) from error
+    problem = header_problem(found)
+    if problem:
+        raise no_header(path, Damage(len(MAGIC), len(payload), problem))
+    return found
 
 
 class _EventsTail(TraceTail):

@@ -18,9 +18,14 @@ from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 1 << 16
+MAX_RANKS = 1 << 20
 _TRACE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d+))?\.trace")
 _UNRECORDED_NAME = re.compile(r"unrecorded-(\d{5,})-\d+\.json")
 _RESTART_NAME = re.compile(r"restart-(\d{1,9})\.json")
+
+
+_MANIFEST = {"world_size": int, "command": list, "id": str, "scenario": str, "variant": str}
+"""Types of what a manifest may say about a run."""
 
 
 @dataclass
@@ -35,7 +40,7 @@ class Run:
     @property
     def world_size(self) -> int:
         sizes = [trace.header.world_size for trace in self.ranks.values()]
-        return max([*sizes, int(self.manifest.get("world_size") or 0)], default=0)
+        return max([*sizes, min(self.manifest.get("world_size", 0), MAX_RANKS)], default=0)
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -169,6 +174,8 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
         manifest = None
     if not isinstance(manifest, dict):
         manifest = {}
+    # Whatever else stands there was not written by gradcheck.
+    manifest = {name: value for name, value in manifest.items() if isinstance(value, _MANIFEST.get(name, object))}
     size = _restarted_world_size(run_dir) if run_dir.is_dir() else None
     if size is not None:
         manifest["world_size"] = size

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-
 from gradcheck_dist.events import StepColumns, StepShape
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.stream.findings import Groups

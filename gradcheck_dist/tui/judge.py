@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,12 +240,15 @@ def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watch
 
 
 def words(error: Exception) -> str:
-    """An error for a screen: a message to the user as it is, anything else with its kind."""
+    """An error for a screen: a message to the user as it is; of anything else what to do, and where it came up."""
     if isinstance(error, GradcheckError):
         return str(error)
+    if isinstance(error, OSError):
+        return f"This run cannot be read: {error.strerror or error}. Look at the folder, then open it again."
+    place = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        f"This run cannot be judged ({type(error).__name__}: {error}). If gradcheck recorded it and nobody changed it "
-        "since, this is a bug: please report it."
+        "This run cannot be shown: what its files hold does not fit together. If gradcheck recorded it and nobody "
+        f"changed it since, this is a bug: please report it, with {Path(place.filename).name}:{place.lineno}."
     )
 
 

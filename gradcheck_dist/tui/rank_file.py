@@ -34,6 +34,7 @@ from gradcheck_dist.events import (
     StepColumns,
     StepEnd,
 )
+from gradcheck_dist.trace.checks import Checks
 from gradcheck_dist.trace.columns import expand
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 from gradcheck_dist.trace.reader import UNDECODABLE, RankTrace, no_header, no_trace, read_header
@@ -100,6 +101,7 @@ class RankFile:
         self._first, self._last = array("q"), array("q")
         self._reduced: set[tuple[int, int]] = set()
         self._columns: TakeColumns | None = None
+        self._checks = Checks()
 
     @property
     def begun(self) -> bool:
@@ -207,7 +209,9 @@ class RankFile:
                 if type(record) is StepColumns:
                     steps.update(self._take_columns(self.trace, record))
                 else:
-                    self.trace.add([record])
+                    self.trace.add(
+                        self._checks.sort([record], lambda words: self._damage(Damage(at, len(payload), words)))
+                    )
                 continue
             kind: Any = type(record)
             if kind in _KEPT:
@@ -255,7 +259,8 @@ class RankFile:
         with open(self.path, "rb") as file:
             for at, length in self._frames(wanted):
                 file.seek(at)
-                found = _decoded(_WHOLE, file.read(length))
+                note = _noter(trace, at, length)
+                found = self._checks.sort(_decoded(_WHOLE, file.read(length)), note)
                 trace.add([one for one in found if getattr(one, "step", None) in wanted and type(one) not in _KEPT])
                 self._add_columns(trace, [one for one in found if type(one) is StepColumns], wanted, expanded)
                 trace.num_bytes += length
@@ -286,6 +291,10 @@ class RankFile:
             hit |= (first <= step) & (step <= last)
         where = np.flatnonzero(hit)
         return list(zip(np.array(self._offsets)[where].tolist(), np.array(self._lengths)[where].tolist(), strict=True))
+
+
+def _noter(trace: RankTrace, at: int, length: int) -> Callable[[str], None]:
+    return lambda words: trace.damage.append(Damage(at, length, words))
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[list[Any]], payload: memoryview | bytes) -> list[Any]:

@@ -1,0 +1,95 @@
+"""What a frame holds is checked as it is read: damage is named with its value, and what is sound stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from tiny_runs import write_run
+
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.frames import MAGIC, frame, iter_frames
+from gradcheck_dist.trace.reader import read_trace
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trace.writer import trace_path
+
+Forge = Callable[[dict[str, object]], object]
+
+
+def forged(folder: Path, kind: str, forge: Forge) -> Path:
+    """A run in which the first record of a kind is another one, with a right checksum."""
+    file = trace_path(write_run(folder, steps=2), 0)
+    done = False
+    parts = [MAGIC]
+    for piece, _ in iter_frames(file.read_bytes(), len(MAGIC)):
+        records = msgspec.msgpack.decode(piece)
+        for record in records:
+            if record["kind"] == kind and not done:
+                forge(record)
+                done = True
+        parts.append(frame(msgspec.msgpack.encode(records)))
+    file.write_bytes(b"".join(parts))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("samples", {"dtype": "int8"}, "a samples record of step 0 has dtype 'int8'; legal are float32"),
+        ("samples", {"rows": b"123"}, "3 bytes of rows, no multiple of 16"),
+        ("samples", {"values": b"12345678"}, "8 bytes of values, not"),
+        ("plan", {"num_values": 7}, "holds all 32 positions of 'embedding.weight', and 7 values"),
+        ("plan", {"positions": b"\x40\0\0\0" * 32}, "holds position 64 of 'embedding.weight', which has 32"),
+        ("plan", {"param": 77}, "names parameter 77, of which nothing was recorded"),
+        ("loss", {"step": -3}, "Expected `int` >= 0"),
+        ("reduce", {"group": [0, 1 << 40]}, "Expected `int` <= 1048576"),
+        ("backward", {"accumulation_step": "x"}, "Expected `int`, got `str`"),
+    ],
+)
+def test_a_record_that_cannot_be_is_named_with_its_value(
+    tmp_path: Path, kind: str, change: dict[str, object], words: str
+) -> None:
+    folder = forged(tmp_path / "run", kind, lambda record: record.update(change))
+    assert words in " ".join(map(str, read_trace(trace_path(folder, 0)).damage))
+    report = diagnose_run(folder)
+    assert any(words in problem for problem in report.coverage.problems)
+
+
+@pytest.mark.parametrize("change", [{"world_size": 1 << 50}, {"world_size": 0}, {"rank": 9}, {"axes": {"tp": -1}}])
+def test_a_header_that_cannot_be_leaves_its_rank_out(tmp_path: Path, change: dict[str, object]) -> None:
+    folder = forged(tmp_path / "run", "header", lambda record: record.update(change))
+    with pytest.raises(GradcheckError, match="the header cannot be read") as caught:
+        read_trace(trace_path(folder, 0))
+    assert caught.value.code == "E503"
+    assert list(read_run(folder).ranks) == [1]
+
+
+def test_a_step_whose_records_contradict_each_other_is_left_open_and_the_others_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradcheck_dist.diagnosis import engine
+
+    def breaks_at_1(run: object, step: int) -> object:
+        if step == 1:
+            raise KeyError("a rank that is not there")
+        return whole(run, step)
+
+    whole = engine.step_data
+    monkeypatch.setattr(engine, "step_data", breaks_at_1)
+    report = diagnose_run(write_run(tmp_path / "run", steps=3))
+    assert report.verdict == "findings"
+    assert report.findings[0].steps == [0, 2]
+    assert any(reason.startswith("step 1 cannot be judged") for reason in report.reasons)
+    assert "KeyError" not in str(report.reasons)
+
+
+def test_of_a_manifest_only_what_has_the_right_type_is_taken(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "manifest.json").write_text('{"world_size": "many", "command": 5, "scenario": [1], "id": "mine"}')
+    report = diagnose_run(folder)
+    assert report.run.id == "mine"
+    assert report.run.world_size == 2
+    assert report.run.scenario is None
