@@ -74,11 +74,16 @@ def test_without_a_tracker_s_package_the_way_out_is_told(
 
 def test_a_run_of_mlflow_holds_ratios_axes_and_the_report(faulty: Judged, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    exports.write(*faulty, "mlflow", tmp_path)
-    client = mlflow.MlflowClient(tmp_path.as_uri())
+    judged = msgspec.structs.replace(
+        faulty[0], metrics={"loss": [1.0] * 1500}, metric_steps={"loss": list(range(1500))}
+    )
+    exports.write(judged, faulty[1], "mlflow", tmp_path)
+    database = tmp_path / "mlflow.db"
+    client = mlflow.MlflowClient(f"sqlite:///{database}" if database.exists() else tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("gradcheck").experiment_id])
     assert run.data.metrics["gradcheck/ratio/all"] == pytest.approx(0.5)
     assert run.data.params["dp_replicate"] == "2"
+    assert len(client.get_metric_history(run.info.run_id, "gradcheck/loss")) == 1500
     assert "GS101" in mlflow.artifacts.load_text(f"{run.info.artifact_uri}/gradcheck.md")
 
 
