@@ -8,6 +8,7 @@ product a contribution, however many ranks there are. Where a shape does not say
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isnan, nan, prod
 
 from gradcheck_dist.diagnosis.cells import systematic
@@ -83,6 +84,20 @@ class ShapeWays:
     reasons: list[str] = field(default_factory=list)
     sites: list[Site | None] = field(default_factory=list)
     scaling: list[AnyEvent] = field(default_factory=list)
+
+    @cached_property
+    def loss_rows(self) -> list[int]:
+        """Where the values of the losses lie; [] unless all have one."""
+        rows = [row for row in self.value_rows if row is not None]
+        return rows if len(rows) == len(self.value_rows) else []
+
+    @cached_property
+    def all_mean(self) -> bool:
+        return all(self.is_mean)
+
+    @cached_property
+    def any_mean(self) -> bool:
+        return any(self.is_mean)
 
 
 @dataclass

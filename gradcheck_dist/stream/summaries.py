@@ -78,15 +78,19 @@ class Block:
             weights = weights * tokens.sum(axis=0)
         return weights if tokens.all() else np.where(tokens > 0, np.nan_to_num(weights, nan=np.inf), np.nan)
 
-    def losses(self) -> np.ndarray:
+    def losses(self, tokens: np.ndarray) -> np.ndarray:
         """The sum of all tokens' losses; NaN where some are not known. Shape (num_steps,)."""
-        rows = [row for row in self.shape.value_rows if row is not None]
-        if not rows or len(rows) < len(self.shape.value_rows):
+        rows = self.shape.loss_rows
+        if not rows:
             return np.full(self.num_steps, np.nan)
-        times = np.where(np.array(self.shape.is_mean)[:, None], self.tokens(), 1)
+        values = self.rows(rows, "<f8")
+        if not self.shape.any_mean:
+            return np.asarray(values.sum(axis=0))
+        if self.shape.all_mean and tokens.all():
+            return np.asarray((values * tokens).sum(axis=0))
         # A mean over no tokens is NaN, and adds nothing.
-        total: np.ndarray = np.where(times > 0, self.rows(rows, "<f8") * times, 0.0).sum(axis=0)
-        return total
+        times = np.where(np.array(self.shape.is_mean)[:, None], tokens, 1)
+        return np.asarray(np.where(times > 0, values * times, 0.0).sum(axis=0))
 
     def norms(self) -> np.ndarray:
         """The gradient norm that was clipped last; NaN where none was. Shape (num_steps,)."""
@@ -287,15 +291,17 @@ def summarise(rank: int, number: int, block: Block, objective: str) -> Summary:
     """What the comparison over ranks needs of a block; `number` stands for its shape."""
     shape, num_steps = block.shape, block.num_steps
     low = high = np.full(num_steps, np.nan)
+    loss = np.full(num_steps, np.nan)
     num_tokens = np.zeros(num_steps, dtype=np.int64)
     if shape.weight_rows and shape.ways:
         tokens = block.tokens()
         num_tokens = tokens.sum(axis=0)
         q = block.normalised(objective)
         low, high = _extremes(q, shape, bool(tokens.all()))
+        loss = block.losses(tokens)
     return Summary(
         rank, block.first_step, number, num_tokens, len(shape.weight_rows), low, high, block.hashes(),
-        block.losses(), block.norms(),
+        loss, block.norms(),
         block.is_mixed() if shape.spread_rows else None,
     )  # fmt: skip
 
