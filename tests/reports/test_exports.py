@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def test_tensorboard_reads_scalars_and_findings_and_keeps_what_was_there(faulty:
     log.Reload()
     tags = log.Tags()
     assert [event.value for event in log.Scalars("gradcheck/ratio/all")] == pytest.approx([0.5, 0.5])
+    assert all(event.wall_time == pytest.approx(time.time(), abs=600) for event in log.Scalars("gradcheck/ratio/all"))
     assert {"gradcheck/loss", "gradcheck/norm_after_clip", "gradcheck/ratio/data_rank/1"} <= set(tags["scalars"])
     assert b"GS101" in log.Tensors("gradcheck/findings")[0].tensor_proto.string_val[0]
 

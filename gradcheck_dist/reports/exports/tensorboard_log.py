@@ -3,6 +3,7 @@ lies there."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,18 +27,24 @@ def write(report: Report, run: Run | None, output: Path) -> list[Path]:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     output.mkdir(parents=True, exist_ok=True)
-    before = set(output.iterdir())
+    before, now = set(output.iterdir()), time.time()
     writer = EventFileWriter(str(output), filename_suffix=".gradcheck")
     for step, tag, value in scalars(report, run):
-        writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+        writer.add_event(
+            Event(wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
+        )
     text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     body = TensorProto(dtype=DT_STRING, string_val=[markdown.render(report).encode()])
     value = Summary.Value(tag="gradcheck/findings", metadata=text, tensor=body)
-    writer.add_event(Event(step=min(report.run.steps, default=0), summary=Summary(value=[value])))
+    writer.add_event(Event(wall_time=now, step=min(report.run.steps, default=0), summary=Summary(value=[value])))
     for step, (picture, width, height) in _pictures(report):
         image = Summary.Image(encoded_image_string=picture, width=width, height=height, colorspace=3)
-        writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag="gradcheck/weights", image=image)])))
-    writer.add_event(Event(summary=hparams.hparams_pb(facts(report), trial_id=report.run.id)))
+        writer.add_event(
+            Event(
+                wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag="gradcheck/weights", image=image)])
+            )
+        )
+    writer.add_event(Event(wall_time=now, summary=hparams.hparams_pb(facts(report), trial_id=report.run.id)))
     writer.close()
     return sorted(set(output.iterdir()) - before)
 
