@@ -73,7 +73,7 @@ class Plan(Record, tag="plan"):
     """Which of a parameter's sampled positions a row of samples holds.
 
     `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
-    of the gradient, the sum over the ranks of a tensor-parallel mesh is the gradient (DTensor Partial). `offset` and
+    of the gradient, the sum over the ranks `partial_over` of a mesh is the gradient (DTensor Partial). `offset` and
     `extent` are the box of the global parameter that this rank holds in such a layout; None where it is not known.
     """
 
@@ -82,6 +82,7 @@ class Plan(Record, tag="plan"):
     num_values: Length
     positions: bytes | None = None
     partial: bool = False
+    partial_over: tuple[Rank, ...] = ()
     offset: tuple[Count, ...] | None = None
     extent: tuple[Count, ...] | None = None
 

@@ -47,10 +47,12 @@ class Step:
         """Equal for events that are one and the same line doing one and the same thing."""
         event = self.event
         site = (event.site.file, event.site.line) if event.site is not None else None
-        group = len(getattr(event, "group", ()) or ())
+        group, op = len(getattr(event, "group", ()) or ()), getattr(event, "op", None)
+        if isinstance(event, Reduce) and event.replicate_group:
+            group, op = group * len(event.replicate_group), op if group > 1 else event.replicate_op
         constant = nominal_factor(event) if isinstance(event, Reduce) else getattr(event, "divisor", None)
         constant = None if constant is None or constant != constant else round(constant, 12)
-        return (type(event).__name__, getattr(event, "op", None), group, site, constant)
+        return (type(event).__name__, op, group, site, constant)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class Held:
     into the part of the parameter that this rank holds: an expert's leaf on its own rank holds the tokens of the whole
     expert-parallel group, and the other ranks' leaves are of other experts. `changed_in`: which lines made it something
     else than a combination of contributions, in words. `hops` changed a column's gradient on its way between pipeline
-    stages, before it came to the parameter; `observed` contains them.
+    stages, before it came to the parameter; `observed` contains them. `elsewhere` are data coordinates whose
+    tokens are in other ranks' summands of the same gradient.
     """
 
     param: ParamKey
@@ -78,6 +79,7 @@ class Held:
     nominal: np.ndarray | None = None
     partial: bool = False
     visible: list[bool] = field(default_factory=list)
+    elsewhere: frozenset[int] = frozenset()
     hops: dict[int, tuple[Hop, ...]] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
     num_unknown: int = 0
@@ -115,12 +117,25 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
             continue
         played = replay(data, tracks, basis)
         of_param = [_transfer(key, track, played) for _, track in sorted(tracks.items()) if _optimized(data, track)]
+        for one in of_param:
+            _leave_to_others(one, tracks[one.rank], contributions)
         _pool_shards(of_param, tracks, played)
         if on_the_way is not None and on_the_way.hops:
             for one in of_param:
                 _carry(one, key[0], on_the_way)
         held += of_param
     return held
+
+
+def _leave_to_others(held: Held, track: Track, contributions: Contributions) -> None:
+    """Of a gradient that is the sum over ranks with tokens of their own, each rank's summand holds its own tokens."""
+    over = track.points[-1].values.over if track.points else ()
+    place = contributions.coordinate
+    others = {place[rank] for rank in over if rank in place} - {place.get(held.rank)}
+    if others:
+        held.elsewhere = frozenset(others)
+        keys = held.replay.basis.keys
+        held.visible = [seen and key[0] not in others for seen, key in zip(held.visible, keys, strict=True)]
 
 
 def _carry(held: Held, stage: int, on_the_way: Transits) -> None:

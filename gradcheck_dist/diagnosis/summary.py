@@ -103,7 +103,8 @@ def unseen(
     seen: dict[tuple[int, int], set[ContributionKey]] = defaultdict(set)
     for one in held:
         if one.observed is not None:
-            seen[one.param[0], one.rank] |= {cell.key for cell in one.cells}
+            elsewhere = {key for key in expected if key[0] in one.elsewhere}
+            seen[one.param[0], one.rank] |= {cell.key for cell in one.cells} | elsewhere
     missing = {
         key
         for (_, rank), keys in seen.items()

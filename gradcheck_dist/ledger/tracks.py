@@ -37,10 +37,14 @@ Slot = tuple[int, int]
 
 @dataclass
 class Values:
-    """Sampled gradient values in the parameter's global sample space, shape (num_positions,); NaN where not held."""
+    """Sampled gradient values in the parameter's global sample space, shape (num_positions,); NaN where not held.
+
+    `partial`: they are a summand, the gradient is the sum over the ranks `over`.
+    """
 
     data: np.ndarray
     partial: bool = False
+    over: tuple[int, ...] = ()
 
 
 @dataclass
@@ -226,11 +230,11 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                     track.points.append(point)
                 else:  # a gradient that lies in pieces, in several tensors
                     hole = np.isnan(point.values.data)
-                    point.values = Values(np.where(hole, values.data, point.values.data), values.partial)
+                    point.values = Values(np.where(hole, values.data, point.values.data), values.partial, values.over)
             elif seq in slot_of:
                 slot = slot_of[seq]
                 if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
-                    values = Values(track.leaves[slot][1].data + values.data, values.partial)
+                    values = Values(track.leaves[slot][1].data + values.data, values.partial, values.over)
                 track.leaves[slot] = (seq, values)
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
@@ -274,4 +278,4 @@ def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, 
         else:
             full = np.full(param.num_positions, np.nan)
             full[np.frombuffer(plan.positions, dtype="<i4")] = held
-        yield (seq, role, param_id, plan_id), Values(full, plan.partial)
+        yield (seq, role, param_id, plan_id), Values(full, plan.partial, plan.partial_over)

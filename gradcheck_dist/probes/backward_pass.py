@@ -22,6 +22,7 @@ class BackwardPass:
         "microbatch",
         "other_losses",
         "reduce_ops",
+        "reduced_inside",
         "root_loss",
         "seq",
         "site",
@@ -44,6 +45,7 @@ class BackwardPass:
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss

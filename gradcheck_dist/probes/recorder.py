@@ -288,7 +288,7 @@ class Recorder(Sampler):
                 slot = plan.new_slot(grad.dtype)
             torch.take(grad, plan.indices, out=slot)
             current.leaves.append(plan)
-        else:
+        elif info.id not in current.reduced_inside:  # else what arrives is no contribution any more
             self.sample(current.seq, LEAF, info, grad)
 
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:

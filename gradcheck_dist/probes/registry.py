@@ -111,6 +111,16 @@ def _looked_up(root: nn.Module) -> set[int]:
     return {id(param) for module in modules for param in module.parameters(recurse=False)}
 
 
+def summed_over(tensor: Any) -> tuple[int, ...]:
+    """The ranks whose local parts of a DTensor are summands of one tensor; none where they are no summands."""
+    dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
+    if not dims:
+        return ()
+    place = tensor.device_mesh.get_coordinate()
+    index = tuple(slice(None) if dim in dims else one for dim, one in enumerate(place))
+    return tuple(tensor.device_mesh.mesh[index].flatten().tolist())
+
+
 def clean_name(name: str) -> str:
     """A fully qualified name without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
@@ -279,7 +289,7 @@ class Registry:
                 if tensor.numel() != info.param.numel():
                     return None
                 found = info.plans[key] = self._new_plan(
-                    info, None, info.positions, tensor.device, False, (0,) * len(info.shape), info.shape
+                    info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
                 )
                 if type(tensor) is Tensor and tensor.is_cpu:
                     info.plain = found
@@ -311,7 +321,7 @@ class Registry:
             which = ((info.positions >= start) & (info.positions < start + length)).nonzero()[0]
             indices = info.positions[which] - start + offset
             chosen = None if len(which) == len(info.positions) else which
-            found = info.plans[key] = self._new_plan(info, chosen, indices, device, False, None, None)
+            found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), None, None)
         return found
 
     def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:
@@ -319,7 +329,7 @@ class Registry:
 
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         which, indices = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
-        partial = any(placement.is_partial() for placement in tensor.placements)
+        partial = summed_over(tensor)
         chosen = None if len(which) == len(info.positions) else which
         known = tuple(shape) == tuple(local.shape)
         box = (tuple(offset), tuple(shape)) if known else (None, None)
@@ -331,7 +341,7 @@ class Registry:
         which: Any,
         indices: Any,
         device: torch.device,
-        partial: bool,
+        partial: tuple[int, ...],
         offset: tuple[int, ...] | None,
         extent: tuple[int, ...] | None,
     ) -> LocalPlan:
@@ -344,7 +354,8 @@ class Registry:
                 param=info.id,
                 num_values=len(indices),
                 positions=positions,
-                partial=partial,
+                partial=bool(partial),
+                partial_over=partial,
                 offset=offset,
                 extent=extent,
             )

@@ -39,6 +39,7 @@ PROBES = (
     "fsdp",
     "pipeline",
     "stage_edges",
+    "redistribute",
     "replicas",
     "recompute",
 )

@@ -50,7 +50,7 @@ FROZEN = {
         "looked_up"
     ),
     "param_set": "id params",
-    "plan": "id param num_values positions partial offset extent",
+    "plan": "id param num_values positions partial partial_over offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",
     "samples": "step rows dtype values",
     "norms": "step seq rows values",

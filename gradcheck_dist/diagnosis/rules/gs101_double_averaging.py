@@ -35,6 +35,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.events import BY_AUTOGRAD
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS101"
@@ -54,9 +55,12 @@ def judge(case: Case) -> Answer | None:
         return None
     size = len(event.group) * (len(event.replicate_group) or 1)
     name = case.names[0].expression if case.names else f"{factor:.6g}"
-    wrapper = event.impl.upper()
+    wrapper = event.impl.upper() if event.hook != BY_AUTOGRAD else "the DTensor's redistribution"
     sum_instead = (
-        "set_gradient_divide_factor(1.0) on every FSDP module (on gloo with set_force_sum_reduction_for_comms(True))"
+        'to_local(grad_placements=[Partial("sum")])'
+        if event.hook == BY_AUTOGRAD
+        else "set_gradient_divide_factor(1.0) on every FSDP module (on gloo with "
+        "set_force_sum_reduction_for_comms(True))"
         if event.impl in ("fsdp", "hsdp", "replicate")
         else "a communication hook that sums"
         if event.impl == "ddp"

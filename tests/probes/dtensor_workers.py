@@ -1,0 +1,80 @@
+"""Data parallelism that autograd does by itself, on two ranks, for test_dtensor.py."""
+
+import contextlib
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.nn.utils import parametrize
+
+WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
+VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "all DTensors")
+
+
+class Whole(nn.Module):
+    """Gathers a parameter in forward; its gradients are summands over the mesh."""
+
+    def __init__(self, reduce_op: str) -> None:
+        super().__init__()
+        self.reduce_op = reduce_op
+
+    def forward(self, param: Any) -> Tensor:
+        whole = param.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial(self.reduce_op)])
+
+
+def model_of(variant: str, mesh: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
+    if variant == "all DTensors":
+        return distribute_module(model, mesh)
+    placement = Shard(0) if "sharded" in variant else Replicate()
+    for layer in (model[0], model[2]):
+        for name, param in list(layer.named_parameters()):
+            layer.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [placement])))
+            parametrize.register_parametrization(
+                layer, name, Whole("avg" if "averaged" in variant else "sum"), unsafe=True
+            )
+    return model
+
+
+def train(variant: str) -> int:
+    """Two steps; returns a checksum of this rank's parameters."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = model_of(variant, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        for _ in range(ACCUMULATION):
+            ids, labels = torch.randint(WORDS, (2, TOKENS), generator=data)
+            inputs: Tensor = F.one_hot(ids, WORDS).float()
+            if variant == "all DTensors":
+                inputs, labels = (DTensor.from_local(one, mesh, [Shard(0)]) for one in (inputs, labels))
+            loss = F.cross_entropy(model(inputs), labels, reduction="sum") / (2 * ACCUMULATION * TOKENS)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.to_local().detach().numpy().tobytes() for param in model.parameters()))
+
+
+def train_all(folder: str) -> list[tuple[int, int]]:
+    """Every variant without probes and with them; checksums of both."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    found = []
+    for variant in VARIANTS:
+        checksums = []
+        for recorded in (False, True):
+            with attach(Path(folder) / variant) if recorded else contextlib.nullcontext():
+                checksums.append(train(variant))
+                dist.barrier()
+        found.append((checksums[0], checksums[1]))
+    dist.destroy_process_group()
+    return found

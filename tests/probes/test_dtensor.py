@@ -1,0 +1,41 @@
+"""Parameters that are DTensors and reduced inside of autograd are judged by what each rank contributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from dtensor_workers import VARIANTS
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    folder = tmp_path_factory.mktemp("dtensor")
+    checksums = launch("dtensor_workers:train_all", (str(folder),), 2, timeout_s=100)
+    assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
+    return {variant: diagnose(read_run(folder / variant)) for variant in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", ["sharded", "replicated", "all DTensors"])
+def test_what_autograd_sums_is_right(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert report.verdict == "clean"
+    assert len({str(weight.contribution) for weight in report.weights}) == 4
+
+
+@pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged"])
+def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Report], variant: str) -> None:
+    (finding,) = reports[variant].findings
+    assert finding.code == "GS101"
+    assert finding.factor.observed == pytest.approx(0.5, rel=1e-5)
+    assert 'grad_placements=[Partial("sum")]' in finding.fix
+    assert finding.first_event is not None
+    assert (
+        "loss.backward()"
+        in Path(str(finding.first_event.file)).read_text().splitlines()[(finding.first_event.line or 0) - 1]
+    )
