@@ -95,6 +95,23 @@ def parse_axes(text: str) -> Axes:
     return Axes(**degrees)
 
 
+def parse_same_data(text: str) -> tuple[tuple[int, ...], ...]:
+    """ "0,1/2,3" as sets of ranks that evaluate the same tokens; ranks that are not named have their own.
+
+    Raises:
+        GradcheckError: E105 it reads differently, or names a rank twice.
+    """
+    groups = [[word.strip() for word in group.split(",")] for group in text.split("/")]
+    words = [word for group in groups for word in group]
+    if not all(word.isdecimal() for word in words) or len(set(words)) < len(words):
+        raise GradcheckError(
+            f"--same-data is {text!r}, which names no sets of ranks. Write ranks that evaluate the same tokens with "
+            "commas and a slash between sets, each rank once, as in 0,1/2,3.",
+            code="E105",
+        )
+    return tuple(tuple(sorted(int(word) for word in group)) for group in groups)
+
+
 def divisors(number: int) -> list[int]:
     """All positive divisors of `number`, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -136,7 +136,8 @@ class ParamGroup(msgspec.Struct, array_like=True, frozen=True):
 
 class Header(Record, tag="header"):
     """First record of every trace file. `columns`: steps without samples stand in StepColumns. `agent_pid`: the process
-    of torchrun that started this one, None without torchrun."""
+    of torchrun that started this one, None without torchrun. `same_data`: sets of ranks that evaluate the same tokens,
+    where the user declared them."""
 
     schema_version: int
     tool_version: str
@@ -152,6 +153,7 @@ class Header(Record, tag="header"):
     sample_size: int = 0
     columns: bool = False
     agent_pid: int | None = None
+    same_data: tuple[tuple[int, ...], ...] | None = None
 
 
 class StepShape(Record, tag="step_shape"):

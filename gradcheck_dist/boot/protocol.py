@@ -46,6 +46,7 @@ class Boot:
     exact: bool = False
     every_step: bool = False
     axes: dict[str, int] | None = None
+    same_data: tuple[tuple[int, ...], ...] | None = None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -60,7 +61,10 @@ def decode(text: str) -> Boot:
     try:
         fields = json.loads(text)
         options = {name: bool(fields[name]) for name in ("verify", "exact", "every_step")}
-        return Boot(fields["run_dir"], Steps(**fields["steps"]), fields["objective"], **options, axes=fields["axes"])
+        shared = fields["same_data"]
+        same_data = tuple(tuple(group) for group in shared) if shared is not None else None
+        steps = Steps(**fields["steps"])
+        return Boot(fields["run_dir"], steps, fields["objective"], **options, axes=fields["axes"], same_data=same_data)
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{VARIABLE} is {text!r}, which this version of gradcheck did not write ({error!r})"

@@ -45,6 +45,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             deferred=True,
             exact=options.exact,
             axes=options.axes,
+            same_data=options.same_data,
             verify=options.verify,
             every_step=options.every_step,
         )

@@ -35,6 +35,10 @@ def run(
     axes: Annotated[
         str | None, typer.Option(metavar="NAME=N,...", help="Mesh degrees, as dp_shard=4,tp=2. Default: inferred.")
     ] = None,
+    same_data: Annotated[
+        str | None,
+        typer.Option(metavar="R,R/R,R", help="Ranks that evaluate the same tokens, as 0,1/2,3. Default: inferred."),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Weights to the last digit: replaces one step's gradients, then stops training."),
@@ -80,6 +84,11 @@ def run(
         from gradcheck_dist.axes import parse_axes
 
         degrees = parse_axes(axes).as_dict()
+    shared = None
+    if same_data is not None:
+        from gradcheck_dist.axes import parse_same_data
+
+        shared = parse_same_data(same_data)
     check_report(report)
     if live:
         from gradcheck_dist.cli.live import check_terminal
@@ -90,7 +99,9 @@ def run(
     if exact:
         chosen, every, every_step = range(chosen.start, chosen.start + 1), None, False
         _say(f"--exact: training stops in step {chosen.start}, before the optimizer")
-    boot = Boot(str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step, degrees)
+    boot = Boot(
+        str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step, degrees, shared
+    )
     environment = {**os.environ, VARIABLE: boot.encode()}
     if live:
         from gradcheck_dist.cli.live import run_beside

@@ -111,7 +111,7 @@ def judge_step(
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
     ranks that reduce no gradients between them train models of their own."""
     data = step_data(run, step)
-    contributions = same_tokens(data, collect(data.events))
+    contributions = same_tokens(data, collect(data.events, run.same_data))
     own = own_coordinates(data, contributions) if alone else None
     if own is not None:
         data = apart(data, own)

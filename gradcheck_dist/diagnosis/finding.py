@@ -119,7 +119,8 @@ class Coverage(msgspec.Struct, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, kw_only=True):
-    """Which run this is. `axes_from` and `objective_from` are "declared" or say what they were inferred from."""
+    """Which run this is. `data_ranks` are the ranks of each data coordinate: those that evaluate the same tokens.
+    `axes_from`, `data_ranks_from` and `objective_from` are "declared" or say what they were inferred from."""
 
     id: str
     command: list[str] = []
@@ -128,6 +129,8 @@ class RunInfo(msgspec.Struct, kw_only=True):
     device_type: str = ""
     axes: dict[str, int]
     axes_from: str = "declared"
+    data_ranks: list[list[int]] = []
+    data_ranks_from: str = "declared"
     objective: str
     objective_from: str = "declared"
     steps: list[int] = []

@@ -300,6 +300,8 @@ def run_info(run: Run, contexts: list[StepContext], objective: str, objective_fr
         device_type=header.device_type,
         axes=context.axes if context else dict(header.axes or {}),
         axes_from=context.axes_from if context else "declared",
+        data_ranks=context.contributions.ranks_of_coordinates() if context else [],
+        data_ranks_from=context.contributions.coordinate_from if context else "declared",
         objective=objective,
         objective_from=objective_from,
         steps=[context.step for context in contexts],

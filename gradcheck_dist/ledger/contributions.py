@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.events import Backward, Event, Loss, LossGradient, PipelineStep, Reduce
@@ -12,6 +13,8 @@ ContributionKey = tuple[int, int, int]
 
 UNKNOWN = "unknown"
 """Reduction of a loss of which no probe knows what it counts."""
+
+SAME_DATA_SETTING = "--same-data of `gradcheck run` sets it"
 
 _DATA_PARALLEL = {"ddp", "fsdp", "hsdp", "replicate"}
 
@@ -38,10 +41,12 @@ class Contribution:
 
 @dataclass
 class Contributions:
-    """All contributions of a step, and how ranks map to data coordinates."""
+    """All contributions of a step, and how ranks map to data coordinates. `coordinate_from` is "declared" or says what
+    they were inferred from."""
 
     by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
     coordinate: dict[int, int] = field(default_factory=dict)
+    coordinate_from: str = "declared"
     duplicates: list[tuple[int, int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -54,6 +59,13 @@ class Contributions:
     @property
     def num_coordinates(self) -> int:
         return len(set(self.coordinate.values()))
+
+    def ranks_of_coordinates(self) -> list[list[int]]:
+        """The ranks of each data coordinate, in order."""
+        return [
+            sorted(rank for rank, own in self.coordinate.items() if own == one)
+            for one in sorted(set(self.coordinate.values()))
+        ]
 
     def tokens_of_coordinate(self, data_rank: int) -> int:
         return sum(c.num_tokens or 0 for key, c in self.by_key.items() if key[0] == data_rank)
@@ -81,8 +93,11 @@ def losses_of_rank(events: list[Event]) -> LossesOfRank:
     return counted or dict(found)
 
 
-def collect(events: dict[int, list[Event]]) -> Contributions:
+def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] | None = None) -> Contributions:
     """Contributions of one step from the events of all ranks.
+
+    Args:
+        same_data: sets of ranks that evaluate the same tokens; None infers them.
 
     A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
     last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
@@ -107,9 +122,13 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
         for rank, of_rank in losses.items()
     }
     representative: dict[int, int] = {}
+    declared = {owner.get(rank, rank): owner.get(group[0], group[0]) for group in same_data or () for rank in group}
     for rank in sorted(events):
         own = owner.get(rank, rank)
         representative[rank] = own
+        if same_data is not None:
+            representative[rank] = declared.get(own, own)
+            continue
         signature = signatures.get(own, ())
         hashes = [value for _, values in signature for value in values]
         if not hashes or None in hashes:
@@ -121,6 +140,8 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
                 else:
                     representative[rank] = other
                 break
+    if same_data is None:
+        result.coordinate_from = _inferred(representative, owner, signatures)
     numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
     result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
     result.duplicates = sorted(set(result.duplicates))
@@ -130,6 +151,25 @@ def collect(events: dict[int, list[Event]]) -> Contributions:
             key = (data_rank, *slot)
             result.by_key[key] = _contribution(key, ranks, own, pairs)
     return result
+
+
+def _inferred(
+    representative: dict[int, int],
+    owner: dict[int, int],
+    signatures: Mapping[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]],
+) -> str:
+    """What the data coordinates rest on, in words."""
+    rests = []
+    if any(owner.get(rank, rank) != rank for rank in representative):
+        rests.append("ranks of one pipeline share the tokens of its last stage")
+    if any(of != owner.get(rank, rank) for rank, of in representative.items()):
+        rests.append("ranks with the same labels share their tokens")
+    hashes = [value for signature in signatures.values() for _, values in signature for value in values]
+    if None in hashes or not hashes:
+        rests.append("where no labels were seen, every rank is taken to have its own")
+    elif not rests:
+        rests.append("no two ranks have the same labels")
+    return f"inferred: {', '.join(rests)}; {SAME_DATA_SETTING}"
 
 
 def _contribution(

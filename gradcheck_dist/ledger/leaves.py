@@ -8,7 +8,12 @@ from itertools import combinations
 
 import numpy as np
 
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, data_parallel_groups
+from gradcheck_dist.ledger.contributions import (
+    SAME_DATA_SETTING,
+    ContributionKey,
+    Contributions,
+    data_parallel_groups,
+)
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 SAME = 1e-4
@@ -77,6 +82,8 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
         if 2 * sum(found) >= len(found) and one in representative and other in representative:
             old, new = representative[other], representative[one]
             representative = {rank: new if of == old else of for rank, of in representative.items()}
+    if representative == contributions.coordinate or contributions.coordinate_from == "declared":
+        return contributions
     kept = sorted(set(representative.values()))
     number = {of: index for index, of in enumerate(kept)}
     coordinate = {rank: number[of] for rank, of in representative.items()}
@@ -86,7 +93,8 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
             key = (number[of], slot[0], slot[1])
             ranks = tuple(rank for rank, index in coordinate.items() if index == number[of])
             by_key[key] = replace(one_of, key=key, ranks=ranks)
-    return replace(contributions, by_key=by_key, coordinate=coordinate)
+    rests = f"inferred: ranks whose gradients are the same share their tokens; {SAME_DATA_SETTING}"
+    return replace(contributions, by_key=by_key, coordinate=coordinate, coordinate_from=rests)
 
 
 def _same_leaves(one: Track, other: Track) -> bool:

@@ -98,6 +98,7 @@ def attach(
     *,
     objective: str | None = None,
     axes: Axes | Mapping[str, int] | None = None,
+    same_data: Sequence[Sequence[int]] | None = None,
     steps: Container[int] | None = None,
     sample_size: int = DEFAULT_SAMPLE_SIZE,
     only: Sequence[str] = PROBES,
@@ -113,6 +114,7 @@ def attach(
         run_dir: folder of the run, shared by all ranks; default $GRADCHECK_RUN_DIR, else runs/<time>-<pid>.
         objective: what one step's gradient is meant to be, e.g. "global-token-mean"; None infers it when judging.
         axes: mesh degrees; None infers them when judging.
+        same_data: sets of ranks that evaluate the same tokens (tensor parallel ones); None infers them when judging.
         steps: which optimizer steps to record (0-based); None records all. Behind the last one of a range the probes
             take themselves away.
         sample_size: sampled elements a parameter.
@@ -163,6 +165,7 @@ def attach(
             sample_size=sample_size,
             columns=every_step,
             agent_pid=_agent_pid(),
+            same_data=tuple(map(tuple, same_data)) if same_data is not None else None,
         )
 
     writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)

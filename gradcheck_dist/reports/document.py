@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent, Report, ScenarioReport, VariantReport
 from gradcheck_dist.diagnosis.rules import find_rule
 from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
-from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
+from gradcheck_dist.reports.text import data_ranks, number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
 MAX_CONSEQUENCES = 8
@@ -287,8 +287,9 @@ def _coverage(report: Report) -> list[str]:
         lines.append(f"probes took {overhead.share_of_step:.1%} of a step{size}")
     for what, value, source in (
         ("axes", " ".join(f"{axis}={degree}" for axis, degree in report.run.axes.items()), report.run.axes_from),
+        ("data ranks", data_ranks(report.run.data_ranks), report.run.data_ranks_from),
         ("objective", report.run.objective, report.run.objective_from),
     ):
-        if source != "declared":
+        if source != "declared" and value:
             lines.append(f"{what} {printable(value)}: {prose(source, 200)}")
     return lines

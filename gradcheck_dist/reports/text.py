@@ -55,6 +55,14 @@ def some(items: Sequence[str], count: int = 3, limit: int = 80) -> str:
     return f"{shown} and {len(items) - count} more" if len(items) > count else shown
 
 
+def data_ranks(groups: Sequence[Sequence[int]]) -> str:
+    """The ranks of each data coordinate, "0,1 | 2,3"; nothing for a single rank."""
+    if sum(map(len, groups)) < 2:
+        return ""
+    shown = [",".join(map(str, group[:8])) + (",..." if len(group) > 8 else "") for group in groups[:16]]
+    return " | ".join([*shown, "..."] if len(groups) > 16 else shown)
+
+
 def plural(count: int, noun: str) -> str:
     """1 parameter, 2 parameters."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -43,6 +43,12 @@ class Run:
         return max([*sizes, min(self.manifest.get("world_size", 0), MAX_RANKS)], default=0)
 
     @property
+    def same_data(self) -> tuple[tuple[int, ...], ...] | None:
+        """Sets of ranks that evaluate the same tokens, where the user declared them."""
+        found = (trace.header.same_data for trace in self.ranks.values())
+        return next((groups for groups in found if groups is not None), None)
+
+    @property
     def missing_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
 

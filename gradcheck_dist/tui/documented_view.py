@@ -56,7 +56,7 @@ def documented_view(
     """A step of `run`, which holds events of `lanes`, and every rank's own."""
     shown = Run(run.path, run.manifest, {rank: run.ranks[rank] for rank in lanes}, list(run.problems))
     data = step_data(shown, step)
-    contributions = collect(data.events)
+    contributions = collect(data.events, shown.same_data)
     context = step_context(shown, step, data.events, contributions, meant.objective, meant.objective_from)
     verdict = StepVerdict(context, data, contributions)
     verdict.findings = [_placed(finding, data.events) for finding in findings]

@@ -103,3 +103,8 @@ def test_without_the_variable_the_pth_file_costs_less_than_a_millisecond(monkeyp
 def test_declared_axes_reach_the_ranks() -> None:
     boot = Boot("/run", axes={"dp_shard": 2, "tp": 4})
     assert decode(boot.encode()).axes == {"dp_shard": 2, "tp": 4}
+
+
+def test_declared_data_ranks_reach_the_ranks() -> None:
+    assert decode(Boot("/run").encode()).same_data is None
+    assert decode(Boot("/run", same_data=((0, 1), (2, 3))).encode()).same_data == ((0, 1), (2, 3))

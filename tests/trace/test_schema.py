@@ -43,7 +43,7 @@ FROZEN = {
     "run_end": "reason seq t_ns step site",
     "header": (
         "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "
-        "objective axes sample_size columns agent_pid"
+        "objective axes sample_size columns agent_pid same_data"
     ),
     "param": (
         "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint sampled_every start "
