@@ -148,7 +148,7 @@ def _walk(
     Only measured states bound a gap: what is carried on by documentation proves nothing.
     """
     start, start_rank = leaf, entries[0].rank if entries else 0
-    measured, nominal, since = arrived, 1.0, 1.0
+    measured, nominal, since, spread = arrived, 1.0, 1.0, 0.0
     opaque: Step | None = None
     kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
     for entry in entries:
@@ -179,10 +179,20 @@ def _walk(
         if opaque is not None:
             result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))
             nominal, factor, opaque = seen, 1.0, None
-        noise = float(entry.stderr[column]) / entry.clip / max(abs(seen), 1e-30)
+        size = max(abs(seen), 1e-30)
+        noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
         inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
-        start, start_rank, measured, since = end, entry.rank, ratio, 1.0
+        start, start_rank, measured, since, spread = end, entry.rank, ratio, 1.0, float(entry.stderr[column]) / entry.clip
+
+
+def _own_noise(entry: Entry, column: int, before: float) -> float:
+    """The standard error of what happened since the measurement before, whose own error `before` is already in it:
+    what was inherited from there put both off alike."""
+    if entry.own is None or entry.stderr is None:
+        return 0.0
+    own, total = float(entry.own[column]) / entry.clip, float(entry.stderr[column]) / entry.clip
+    return float(np.sqrt(own**2 + max(before**2 - (total**2 - own**2), 0.0)))
 
 
 def _documented(event: Event, change: float) -> float:
@@ -226,7 +236,7 @@ def _leaf_event(data: StepData, held: Held, rank: int, slot: tuple[int, int]) ->
 
 
 def event_at(data: StepData, rank: int, seq: int) -> Event | None:
-    return next((event for event in data.events[rank] if event.seq == seq), None)
+    return data.event_of[rank].get(seq)
 
 
 def _route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
@@ -289,8 +299,7 @@ def _contains(entry: Entry, column: int) -> bool:
         return True
     if not entry.sampled or entry.observed is None or entry.stderr is None:
         return False
-    size = float(np.nanmax(np.abs(entry.observed)))
-    return bool(abs(entry.observed[column]) > max(SAME * size, 6 * entry.stderr[column]))
+    return bool(abs(entry.observed[column]) > max(SAME * entry.largest, 6 * entry.stderr[column]))
 
 
 def _one_buffer(entries: list[Entry]) -> list[Entry]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -37,20 +37,22 @@ class Aim:
     expected: dict[ContributionKey, Fraction]
     tokens: dict[ContributionKey, int]
     relative: bool = False
+    reasons: list[str] = field(default_factory=list)
 
-    @property
-    def reasons(self) -> list[str]:
-        if not self.relative:
-            return []
+    def __post_init__(self) -> None:
+        if self.relative:
+            self.reasons.append(self._why_relative())
+
+    def _why_relative(self) -> str:
         losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
         ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
         named = f" ({', '.join(ops)})" if ops else ""
         share = float(next(iter(self.expected.values())))
-        return [
+        return (
             f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
             f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
             "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
-        ]
+        )
 
 
 def aim(
@@ -59,8 +61,27 @@ def aim(
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
     the step, also where their tokens were not evaluated again."""
     lost = discarded(data, contributions)
-    if lost:
-        contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
+    if not lost:
+        return _aim(objective, data, contributions, measured)
+    contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
+    kept = _aim(objective, data, contributions, measured)
+    unlabelled = lost & {key for key, c in contributions.by_key.items() if c.label_hash is None}
+    if not unlabelled:
+        return kept
+    # Whether their tokens were evaluated again nobody knows, but the weights of the others tell what they count.
+    meant = _aim(objective, data, without(contributions, unlabelled), measured)
+    if not _wrong(meant, measured):
+        return meant
+    if kept.relative or _wrong(kept, measured) - lost:
+        meant.reasons.append(
+            f"{len(unlabelled)} backward pass(es) were emptied before the optimizer came, and their labels are not "
+            "known: whether that was meant, or their tokens are missing in the step, cannot be told"
+        )
+        return meant
+    return kept
+
+
+def _aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):
@@ -68,10 +89,10 @@ def aim(
     groups = independent(data, contributions)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
     weighted = _by_class_weights(contributions)
-    if weighted is not None and not _all_right(counted, measured):
+    if weighted is not None and _wrong(counted, measured):
         sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
         other = Aim(weighted, _expected(objective, sums, groups), sums)
-        if _all_right(other, measured):
+        if not _wrong(other, measured):
             return other
     return counted
 
@@ -115,8 +136,9 @@ def _by_class_weights(contributions: Contributions) -> Contributions | None:
     return replace(contributions, by_key=by_key) if by_key else None
 
 
-def _all_right(one: Aim, measured: list[Held]) -> bool:
-    return all(cell.right for held in judge(measured, one.contributions, one.expected) for cell in held.cells)
+def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
+    judged = judge(measured, one.contributions, one.expected)
+    return {cell.key for held in judged for cell in held.cells if not cell.right}
 
 
 def _relative(contributions: Contributions, measured: list[Held]) -> Aim:

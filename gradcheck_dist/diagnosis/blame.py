@@ -62,12 +62,10 @@ def blame(
         for one in every
         if one.account.by_hand and not one.gone and place.get(one.held.rank) != one.cell.key[0]
     }
+    _liken(wrong)
     wrong = _never_arrived(data, contributions, wrong, unseen)
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
-    quiet = [one for one in changed if not _give_loud(one)]
-    known = {culprit.identity for one in changed for culprit, _ in one.shares}
-    for one in quiet:
-        _give_likely(one, known)
+    _give_unseen(changed)
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
     _merge_gaps(wrong)
     # What came out right in spite of its records speaks for no record.
@@ -130,7 +128,7 @@ def _loud_gaps(one: Judged) -> list[Gap]:
     """The gaps in which a change was measured beyond doubt."""
     if one.gone:
         return [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
-    limit = max(SAME, 2 * one.cell.tolerance)
+    limit = max(SAME, 2 * (one.cell.tolerance - SIGMAS * one.cell.stderr))
     return [gap for gap in one.account.gaps if abs(gap.factor - 1) > max(limit, SIGMAS * gap.noise)]
 
 
@@ -145,6 +143,36 @@ def _give_loud(one: Judged) -> bool:
     for gap in loud:
         one.shares.append((_culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))
     return bool(loud)
+
+
+def _liken(wrong: list[Judged]) -> None:
+    """Of weights that went the same way, the better measured ones tell for the others, as far as these agree: what
+    differs within noise has no cause of its own."""
+    known: dict[tuple[object, ...], list[Judged]] = {}
+    for one in sorted(wrong, key=lambda one: one.tolerance):
+        tellers = known.setdefault(one.way, [])
+        one.like = next((other for other in tellers if _agree(one, other)), None)
+        if one.like is None:
+            tellers.append(one)
+
+
+def _give_unseen(changed: list[Judged]) -> None:
+    """Give what nobody recorded to the gaps in which it happened."""
+    quiet = [one for one in changed if one.like is None and not _give_loud(one)]
+    known = {culprit.identity for one in changed for culprit, _ in one.shares}
+    for one in quiet:
+        _give_likely(one, known)
+    for one in changed:
+        if one.like is not None and one.like.shares:
+            own = {culprit.identity: culprit for gap in one.account.gaps
+                   for culprit in (_culprit_of_gap(gap, one.account),)}  # fmt: skip
+            one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in one.like.shares]
+        elif one.like is not None and not _give_loud(one):
+            _give_likely(one, known)
+
+
+def _agree(one: Judged, other: Judged) -> bool:
+    return abs(one.cell.ratio - other.cell.ratio) <= one.cell.margin + other.cell.margin
 
 
 def _give_likely(one: Judged, known: set[tuple[object, ...]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
@@ -86,12 +87,12 @@ class Held:
     reason: str = ""
     changed_in: str = ""
 
-    @property
+    @cached_property
     def digits(self) -> tuple[object, ...]:
         """The cells, rounded: equal for parameters that came out the same."""
         return tuple((cell.key, cell.column, round(cell.ratio, 3)) for cell in self.cells)
 
-    @property
+    @cached_property
     def events(self) -> tuple[int, ...]:
         """The events that concerned the parameter: equal for parameters with one gradient path."""
         return tuple(entry.seq for entry in self.replay.history(self.rank) if entry.event is not None)
@@ -102,7 +103,7 @@ class Held:
         scaling = (Reduce, ScaleGrads, AmpUnscale, Clip)
         return sum(isinstance(entry.event, scaling) for entry in self.replay.history(self.rank))
 
-    @property
+    @cached_property
     def signature(self) -> tuple[object, ...]:
         """Equal for parameters that went the same way and came out the same."""
         return (self.param[0], self.rank, self.events, self.digits)

@@ -61,15 +61,15 @@ class Culprit:
             self.unrecorded,
             getattr(event, "op", None),
             len(getattr(event, "group", ()) or ()),
-            event is not None and _line(event),
+            event is not None and line_of(event),
             self.wrong_constant,
-            self.missing and _line(self.missing),
+            self.missing and line_of(self.missing),
             before is not None and type(before).__name__,
-            before is not None and _line(before),
+            before is not None and line_of(before),
         )
 
 
-def _line(event: Event) -> tuple[str, int] | None:
+def line_of(event: Event) -> tuple[str, int] | None:
     return (event.site.file, event.site.line) if event.site is not None else None
 
 

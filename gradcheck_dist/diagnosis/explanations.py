@@ -265,7 +265,8 @@ class Search:
         if abs(divisor - 1) <= 1e-6:
             return 0.0
         exponent = log2(divisor) if divisor > 0 else 0.0
-        if hand[0] == GAP and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2:
+        unscales = any(known[0] == "AmpUnscale" for known in self.hands)
+        if hand[0] == GAP and not unscales and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2:
             return 1.0  # unscaling that no probe saw
         meant = SCHEDULE if hand[0] == "ScaleGrads" else RANKS
         quantities = {name: value for name, value in self.quantities.items() if name in meant and value > 1}

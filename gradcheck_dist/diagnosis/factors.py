@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations, product
-from math import prod
+from math import comb, prod
+
+import numpy as np
 
 EXPONENTS = (-2, -1, 1, 2)
 MAX_DENOMINATOR = 4096
@@ -85,22 +88,31 @@ def name_number(
     for count in range(1, max_factors + 1):
         # Simple powers first: the wider the tolerance, the fewer kinds of names mean anything.
         for most in (1, 2):
-            choices = [
-                (names, powers)
-                for names in combinations(sorted(usable), count)
-                for powers in product(EXPONENTS, repeat=count)
-                if max(map(abs, powers)) == most
-            ]
-            if len(choices) * 2 * tolerance / SPAN > BY_CHANCE and (count, most) != (1, 1):
+            num_choices = comb(len(usable), count) * (2**count if most == 1 else 4**count - 2**count)
+            if num_choices * 2 * tolerance / SPAN > BY_CHANCE and (count, most) != (1, 1):
                 return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
-            for names, exponents in choices:
-                number = prod(usable[name] ** power for name, power in zip(names, exponents, strict=True))
-                if abs(number / value - 1.0) <= tolerance:
-                    powers = tuple(zip(names, exponents, strict=True))
-                    far = sum(name not in near for name in names)
-                    miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
-                    cost = sum(map(abs, exponents)) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
-                    found.append(Name(expression_of(powers), number, powers, cost))
+            choices, numbers = _products(tuple(sorted(usable.items())), count, most)
+            for index in np.flatnonzero(np.abs(numbers / value - 1.0) <= tolerance):
+                powers, number = choices[index], float(numbers[index])
+                far = sum(name not in near for name, _ in powers)
+                miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
+                cost = sum(abs(power) for _, power in powers) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
+                found.append(Name(expression_of(powers), number, powers, cost))
         if found:
             break
     return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+
+
+@lru_cache(maxsize=512)
+def _products(
+    usable: tuple[tuple[str, float], ...], count: int, most: int
+) -> tuple[list[tuple[tuple[str, int], ...]], np.ndarray]:
+    """All products of `count` quantities with exponents up to `most`, at least one as high: their powers and values."""
+    choices = [
+        tuple(zip(names, powers, strict=True))
+        for names in combinations([name for name, _ in usable], count)
+        for powers in product(EXPONENTS, repeat=count)
+        if max(map(abs, powers)) == most
+    ]
+    value_of = dict(usable)
+    return choices, np.array([prod(value_of[name] ** power for name, power in powers) for powers in choices])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import log2, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
-from gradcheck_dist.diagnosis.causes import GAP, NAMELESS, Explanation, Row
+from gradcheck_dist.diagnosis.causes import GAP, NAMELESS, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of, line_of
 from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.factors import name_number
 from gradcheck_dist.events import Event
@@ -46,7 +47,8 @@ class Surroundings:
 @dataclass(eq=False)
 class Judged:
     """A cell, its account and the shares of its ratio that were given to culprits. `largest` is the largest ratio of
-    the parameter, 1 at most; `rounding` how far the loss's dtype may have rounded the weight, relative."""
+    the parameter, 1 at most; `rounding` how far the loss's dtype may have rounded the weight, relative; `like` a better
+    measured weight that went the same way and came out the same within noise."""
 
     held: Held
     cell: Cell
@@ -55,6 +57,14 @@ class Judged:
     meant: float = 1.0
     largest: float = 1.0
     rounding: float = 1e-6
+    like: Judged | None = None
+
+    @cached_property
+    def way(self) -> tuple[object, ...]:
+        """Equal for weights that went through the same events, recorded and measured ones, from the same slot on."""
+        ends = tuple((gap.inside, *(event and (kind_of(event), line_of(event)) for event in (gap.start, gap.end)))
+                     for gap in self.account.gaps)  # fmt: skip
+        return (self.cell.key[1:], round(self.account.documented / self.account.root, 9), ends)
 
     @property
     def tolerance(self) -> float:
@@ -72,6 +82,8 @@ class Judged:
     @property
     def gone(self) -> bool:
         """The contribution weighs nothing, and not only because everything here weighs little."""
+        if self.like is not None:
+            return self.like.gone
         return abs(self.cell.ratio) <= max(SAME * self.largest, min(self.cell.margin, FAINT))
 
     @property
@@ -142,6 +154,7 @@ def settle(
     fits = search.best()
     if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
         return False
+    rivals = search.rivals(fits)
     for one in mine:
         gaps: dict[Hand, tuple[Culprit, float]] = {}
         for culprit, share in one.shares:
@@ -153,7 +166,7 @@ def settle(
         blamed |= {hand: value for hand, value in fits[0].others if hand in gaps}
         one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
         one.shares = [(gaps[hand][0], value) for hand, value in blamed.items() if value != 1]
-        _share(contributions, one, fits, search, around)
+        _share(contributions, one, fits[0], rivals, search, around)
         if len(one.shares) == 1:
             one.shares = [(one.shares[0][0], one.cell.ratio)]
     return True
@@ -234,17 +247,22 @@ def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judg
         if not explained:
             _unexplained(contributions, wrong, {one.cell.key for one in right}, around)
             return
+        rivals = search.rivals(fits)
         for one in explained:
-            _share(contributions, one, fits, search, around)
+            _share(contributions, one, fits[0], rivals, search, around)
         done = set(map(id, explained))
         wrong = [one for one in wrong if id(one) not in done]
 
 
 def _share(
-    contributions: Contributions, one: Judged, fits: list[Explanation], search: Search, around: Surroundings
+    contributions: Contributions,
+    one: Judged,
+    chosen: Explanation,
+    rivals: tuple[Rival, ...],
+    search: Search,
+    around: Surroundings,
 ) -> None:
     """Give a weight's factors to the causes of the cheapest explanation; the others that fit are kept as rivals."""
-    chosen, rivals = fits[0], search.rivals(fits)
     alone = not one.shares and len(chosen.edits) + len(chosen.others) + (chosen.loss is not None) == 1
     row, given = _row(one), []
     if chosen.loss is not None:

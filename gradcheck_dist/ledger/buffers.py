@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Entry:
     """The state of a buffer on a rank after something happened to it. Vectors run over the columns of the basis.
 
     `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
+    `own` is the part of `stderr` that this measurement added to what it inherited from earlier ones.
     `clip` is the product of the recorded clip coefficients so far, `leftover` tells whether the buffer holds gradients
     of earlier steps.
     """
@@ -38,11 +40,17 @@ class Entry:
     nominal: np.ndarray
     observed: np.ndarray | None = None
     stderr: np.ndarray | None = None
+    own: np.ndarray | None = None
     clip: float = 1.0
     sources: tuple[int, ...] = ()
     solution: Solution | None = None
     sampled: bool = False
     leftover: bool = False
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest observed weight, without its sign. Asked for when the replay is over."""
+        return float(np.nanmax(np.abs(self.observed))) if self.observed is not None else 0.0
 
 
 @dataclass

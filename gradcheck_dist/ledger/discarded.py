@@ -39,10 +39,10 @@ def without(contributions: Contributions, dropped: set[ContributionKey]) -> Cont
 
 
 def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
-    """Those whose labels were evaluated again on the same rank, or whose labels nobody knows."""
+    """Those whose labels were evaluated again on the same rank."""
     kept = {(key[0], c.label_hash) for key, c in contributions.by_key.items() if key not in lost}
     return {
         key
         for key in lost & set(contributions.by_key)
-        if contributions.by_key[key].label_hash is None or (key[0], contributions.by_key[key].label_hash) in kept
+        if contributions.by_key[key].label_hash is not None and (key[0], contributions.by_key[key].label_hash) in kept
     }

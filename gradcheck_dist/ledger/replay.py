@@ -31,6 +31,8 @@ LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
 
 
 Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
+Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
+"""Weights, their standard errors, the part of these that is the measurement's own, and the solution they are from."""
 
 
 def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
@@ -228,28 +230,28 @@ class _Machine:
             buffer.leftover = bool(np.nan_to_num(point.values.data).any())
             entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
             return
-        weights, stderr, solution = self._measure(point, buffer)
+        weights, stderr, entry.own, solution = self._measure(point, buffer)
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
         zeros = np.zeros(len(self.basis))
         buffer.columns = [Column(point.values.data, weights, stderr if stderr is not None else zeros, 1.0)]
 
-    def _measure(self, point: Point, buffer: Buffer) -> tuple[np.ndarray | None, np.ndarray | None, Solution | None]:
+    def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
-        if chain is not None and chain[2].residual <= HEALTHY * self.result.epsilon:
+        if chain is not None and chain[3].residual <= HEALTHY * self.result.epsilon:
             return chain
         if chain is None and all(column.weights is not None for column in buffer.columns):
-            return None, None, None  # too few elements for its few columns: more columns cannot help
+            return None, None, None, None  # too few elements for its few columns: more columns cannot help
         units, arrived = np.eye(len(self.basis)), self._arrived(point)
         everything = [
             Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
         ]
         direct = self._solve(point, everything, buffer.nominal[arrived])
-        if direct is not None and direct[2].fits and (chain is None or direct[2].sigma < 0.5 * chain[2].sigma):
+        if direct is not None and direct[3].fits and (chain is None or direct[3].sigma < 0.5 * chain[3].sigma):
             return direct
-        if chain is not None and chain[2].fits and direct is not None:
+        if chain is not None and chain[3].fits and direct is not None:
             return chain  # nor do all contributions explain what is left of it: it is noise
-        solution = chain[2] if chain is not None else direct[2] if direct is not None else None
-        return None, None, solution
+        solution = chain[3] if chain is not None else direct[3] if direct is not None else None
+        return None, None, None, solution
 
     def _arrived(self, point: Point) -> list[int]:
         """The contributions that can be in a buffer by now: what has not happened yet must not explain it."""
@@ -265,7 +267,7 @@ class _Machine:
 
     def _solve(
         self, point: Point, columns: list[Column], documented: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray, Solution] | None:
+    ) -> Measured | None:
         usable = [column for column in columns if column.weights is not None]
         if len(usable) < len(columns):
             return None
@@ -296,4 +298,4 @@ class _Machine:
             # What several columns have in common is known better than the share of each.
             stacked = np.stack([np.nan_to_num(column.weights) for column in usable if column.weights is not None])
             variance = variance + np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
-        return weights, np.sqrt(variance + inherited**2), solution
+        return weights, np.sqrt(variance + inherited**2), np.sqrt(variance), solution

@@ -6,6 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -86,6 +87,11 @@ class StepData:
     complete: bool
     wrappers: dict[int, dict[int, Wrapper]] = field(default_factory=dict)
     tied: dict[ParamKey, list[ParamKey]] = field(default_factory=dict)
+
+    @cached_property
+    def event_of(self) -> dict[int, dict[int, Event]]:
+        """The events of each rank by their number; of several with one number the first."""
+        return {rank: {event.seq: event for event in reversed(of_rank)} for rank, of_rank in self.events.items()}
 
     def params_of(self, rank: int, param_set: int) -> tuple[int, ...]:
         return self.param_sets[rank].get(param_set, ())
