@@ -183,7 +183,8 @@ def _walk(
         noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
         inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
-        start, start_rank, measured, since, spread = end, entry.rank, ratio, 1.0, float(entry.stderr[column]) / entry.clip
+        start, start_rank, measured, since = end, entry.rank, ratio, 1.0
+        spread = float(entry.stderr[column]) / entry.clip
 
 
 def _own_noise(entry: Entry, column: int, before: float) -> float:

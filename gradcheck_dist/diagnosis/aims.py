@@ -61,21 +61,21 @@ def aim(
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
     the step, also where their tokens were not evaluated again."""
     lost = discarded(data, contributions)
-    if not lost:
-        return _aim(objective, data, contributions, measured)
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured)
-    unlabelled = lost & {key for key, c in contributions.by_key.items() if c.label_hash is None}
-    if not unlabelled:
+    by_key = contributions.by_key
+    left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and c.label_hash is None)}
+    if not left_out or len(left_out) == len(by_key):
         return kept
-    # Whether their tokens were evaluated again nobody knows, but the weights of the others tell what they count.
-    meant = _aim(objective, data, without(contributions, unlabelled), measured)
+    # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
+    meant = _aim(objective, data, without(contributions, left_out), measured)
     if not _wrong(meant, measured):
         return meant
-    if kept.relative or _wrong(kept, measured) - lost:
+    if kept.relative or _wrong(kept, measured) - lost - left_out:
         meant.reasons.append(
-            f"{len(unlabelled)} backward pass(es) were emptied before the optimizer came, and their labels are not "
-            "known: whether that was meant, or their tokens are missing in the step, cannot be told"
+            f"{len(left_out)} contribution(s) were multiplied by zero at the loss, or their gradients emptied before "
+            "the optimizer came and their labels not seen: whether that was meant, or their tokens are missing in the "
+            "step, cannot be told"
         )
         return meant
     return kept

@@ -56,6 +56,8 @@ def blame(
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
     wrong = [one for one in every if not one.cell.right]
+    blame_losses(contributions, [one for one in wrong if one.account.root == 0])
+    wrong = [one for one in wrong if one.account.root != 0]
     place = contributions.coordinate
     unseen = {
         one.held.rank: one
@@ -154,6 +156,14 @@ def _liken(wrong: list[Judged]) -> None:
         one.like = next((other for other in tellers if _agree(one, other)), None)
         if one.like is None:
             tellers.append(one)
+    for one in wrong:
+        if one.account.arrived or one.cell.margin <= SAME * one.largest:
+            continue
+        # Too faint to be seen arriving: it went the way of the others of its slot, if that is within its noise.
+        others = (other for way, tellers in known.items() if way[0] == one.cell.key[1:] for other in tellers)
+        like = next((other for other in others if other.account.arrived and _agree(one, other)), None)
+        if like is not None:
+            one.like, one.account = like, replace(like.account, root=one.account.root)
 
 
 def _give_unseen(changed: list[Judged]) -> None:

@@ -117,7 +117,7 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
         power = "(K-1-k)" if pattern.kind == "geometric" else "(repetitions)"
         base = case.base_names[0].expression if case.base_names else f"{pattern.base:.6g}"
         base = f"({base})" if "/" in base or "*" in base else base
-        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{_lead(case)} * "
+        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{factor_in_words(case)} * "
         expression = f"{lead}{base}^{power}"
         if case.base_names and len(case.base_names[0].powers) == 1 and case.base_names[0].powers[0][1] == -1:
             expression = f"{lead}{case.base_names[0].powers[0][0]}^-{power}"
@@ -136,12 +136,12 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
         formula = {"microbatch-mean": "num_tokens/(contributions * n_c)", "rank-token-mean": "num_tokens/(R * N_r)"}
         expression = formula.get(pattern.objective or "", pattern.objective or "")
         if abs(pattern.factor - 1) > 2 * tolerance:
-            expression = f"{_lead(case)} * {expression}"
+            expression = f"{factor_in_words(case)} * {expression}"
         ratios = sorted(cell.ratio for _, cell in case.cells)
         return Factor(observed=ratios[len(ratios) // 2], expression=expression, tolerance=tolerance)
     if pattern.kind == "power":
         ratios = sorted(cell.ratio for _, cell in case.cells)
-        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{_lead(case)} * "
+        lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{factor_in_words(case)} * "
         return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{pattern.count}", tolerance=tolerance)
     wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
@@ -158,7 +158,8 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
     )
 
 
-def _lead(case: Case) -> str:
+def factor_in_words(case: Case) -> str:
+    """The name of the pattern's factor, else its number."""
     return case.names[0].expression if case.names else f"{case.pattern.factor:.6g}"
 
 

@@ -21,6 +21,8 @@ NAMELESS = 4.0
 ALIKE = 1.1
 """Explanations whose costs differ by less are both told, where another size would tell them apart: one cause more, or
 one more name."""
+TIE = 0.5
+"""Explanations whose costs differ by less are equally good: half a name."""
 MOST_RIVALS = 2
 MOST_EDITS = 3
 COARSE = 0.02
@@ -74,12 +76,19 @@ class Row:
 @dataclass(frozen=True)
 class Explanation:
     """`edits` with their hands; `loss` is the factor by which all losses are off, None when they are right; `others`
-    are hands that multiply by this factor too much each time a weight meets them."""
+    are hands that multiply by this factor too much each time a weight meets them. `names` is the part of `cost` that
+    the names of numbers make up."""
 
     edits: tuple[Edit, ...] = ()
     loss: float | None = None
     others: tuple[tuple[Hand, float], ...] = ()
     cost: float = 0.0
+    names: float = 0.0
+
+    @property
+    def gaps(self) -> frozenset[Hand]:
+        """The hands to blame that nobody recorded."""
+        return frozenset(hand for hand in self.hands if hand[0] == GAP)
 
     @property
     def hands(self) -> frozenset[Hand]:

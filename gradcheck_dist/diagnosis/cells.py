@@ -252,9 +252,11 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
         for group in groups:
             if not any(held.visible[column] for column in group):
                 continue
-            seen = float(held.observed[group].sum()) * root
-            size = max(abs(seen), float(weight))
-            error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / size
+            seen, size, error = 0.0, float(weight), 0.0  # what is multiplied by zero at the loss needs no measurement
+            if root:
+                seen = float(held.observed[group].sum()) * root
+                size = max(abs(seen), float(weight))
+                error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / size
             surely_wrong = abs(seen - float(weight)) > 2 * SIGMAS * error * size
             if np.isnan(seen) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1

@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.next_step import next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
-from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, is_objective, loss_rounding, own_objective
+from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
@@ -195,8 +195,8 @@ def _all_cases(
         return _cases(verdict, matrix)
     judged = judge(measured, verdict.contributions, own)
     rest = _cases(verdict, judged if held_alone else pool(judged))
-    if len(rest) == 1 and rest[0].everywhere and is_common_factor(rest[0]) and not is_objective(own, tokens):
-        # Nobody's objective has a total of its own: what all these losses share belongs to their weights.
+    if len(rest) == 1 and is_common_factor(rest[0]):
+        # What all losses share is one doing of theirs with what they do not share.
         own = {key: weight * Fraction(rest[0].pattern.factor) for key, weight in own.items()}
         rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))

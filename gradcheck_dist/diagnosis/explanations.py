@@ -34,6 +34,7 @@ from gradcheck_dist.diagnosis.causes import (
     OTHER_GAP,
     RANKS,
     SCHEDULE,
+    TIE,
     Edit,
     Explanation,
     Powers,
@@ -53,6 +54,7 @@ class Search:
     wrong: Sequence[Row]
     right: Sequence[Row]
     quantities: Mapping[str, float]
+    tied: list[Explanation] = field(default_factory=list)
     _names: dict[tuple[float, float], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,11 @@ class Search:
                 found.append(explanation)
                 limit = min(limit, explanation.cost)
         found.sort(key=lambda one: one.cost)
+        if min((row.allowed for row in self.wrong), default=0.0) > COARSE:  # numbers so vague speak for no name
+            least = min((one.cost - one.names for one in found), default=0.0)
+            self.tied = [one for one in found if one.cost - one.names <= least + TIE]
+        else:
+            self.tied = [one for one in found if one.cost <= limit + TIE]
         if not found:
             return []
         known = [self.powers(found[0])]
@@ -106,6 +113,16 @@ class Search:
                 best.append(one)
                 known.append(powers)
         return best
+
+    def loss_or_gap(self, chosen: Explanation) -> Hand | None:
+        """The hand that nobody recorded and that is to blame as well as the losses: of two that multiply the same
+        weights, which of them has the wrong number cannot be told."""
+        for other in self.tied:
+            if (other.loss is None) != (chosen.loss is None) and len(other.gaps ^ chosen.gaps) == 1:
+                (gap,) = other.gaps ^ chosen.gaps
+                if (gap in chosen.gaps) == (chosen.loss is None) and other.hands - {gap} == chosen.hands - {gap}:
+                    return gap
+        return None
 
     def rivals(self, found: Sequence[Explanation]) -> tuple[Rival, ...]:
         """The explanations behind the first, in words."""
@@ -218,13 +235,14 @@ class Search:
             constants = self._fit(rest, with_loss, hands) if least <= limit else None
             if constants is None:
                 continue
-            cost, loss = base, constants[0] if with_loss else None
+            cost, named, loss = base, 0.0, constants[0] if with_loss else None
             if loss is not None:
-                cost += LOSS + self._name_cost(loss)
+                cost, named = cost + LOSS, self._name_cost(loss)
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
-                cost += (OTHER_GAP if hand[0] == GAP else OTHER) + self.divisor_cost(hand, value / self.factor_of[hand])
-            yield Explanation(edits, loss, others, cost)
+                cost += OTHER_GAP if hand[0] == GAP else OTHER
+                named += self.divisor_cost(hand, value / self.factor_of[hand])
+            yield Explanation(edits, loss, others, cost + named, named)
 
     def _rest(self, edits: Iterable[Edit]) -> np.ndarray | None:
         """What is left of each row's ratio after the edits; None when a weight that is gone stays gone, or one that
@@ -264,16 +282,20 @@ class Search:
         microbatches."""
         if abs(divisor - 1) <= 1e-6:
             return 0.0
-        exponent = log2(divisor) if divisor > 0 else 0.0
-        unscales = any(known[0] == "AmpUnscale" for known in self.hands)
-        if hand[0] == GAP and not unscales and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2:
-            return 1.0  # unscaling that no probe saw
+        if hand[0] == GAP and self._is_loss_scale(divisor):
+            return 1.0
         meant = SCHEDULE if hand[0] == "ScaleGrads" else RANKS
         quantities = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
         tolerance = max(1e-3, *(2 * row.exact for row in self.wrong))
         names = name_number(divisor, quantities, min(tolerance, COARSE), max_factors=3)
         fitting = [name for name in names if all(power == 1 for _, power in name.powers)]
         return min((0.5 + 0.5 * len(name.powers) for name in fitting), default=NAMELESS)
+
+    def _is_loss_scale(self, value: float) -> bool:
+        """Whether this is a loss scale that nobody took away again, as far as was recorded."""
+        exponent = log2(value) if value > 0 else 0.0
+        unscaled = any(known[0] == "AmpUnscale" for known in self.hands)
+        return not unscaled and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2
 
     def _name_cost(self, value: float) -> float:
         tolerance = min(max(2 * min(row.exact for row in self.rows), 1e-6), COARSE)
@@ -282,6 +304,7 @@ class Search:
             names = name_number(abs(value), self.quantities, tolerance, max_factors=2)
             cost = min((sum(abs(power) for _, power in name.powers) + 0.5 * (len(name.powers) - 1) for name in names),
                        default=NAMELESS)  # fmt: skip
+            cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
             self._names[key] = min(cost, NAMELESS) + (1.0 if value < 0 else 0.0)
         return self._names[key]
 

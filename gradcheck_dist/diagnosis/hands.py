@@ -64,7 +64,7 @@ class Judged:
         """Equal for weights that went through the same events, recorded and measured ones, from the same slot on."""
         ends = tuple((gap.inside, *(event and (kind_of(event), line_of(event)) for event in (gap.start, gap.end)))
                      for gap in self.account.gaps)  # fmt: skip
-        return (self.cell.key[1:], round(self.account.documented / self.account.root, 9), ends)
+        return (self.cell.key[1:], round(prod(step.factor for step in self.account.steps), 9), ends)
 
     @property
     def tolerance(self) -> float:
@@ -154,7 +154,7 @@ def settle(
     fits = search.best()
     if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
         return False
-    rivals = search.rivals(fits)
+    rivals, doubtful = search.rivals(fits), search.loss_or_gap(fits[0])
     for one in mine:
         gaps: dict[Hand, tuple[Culprit, float]] = {}
         for culprit, share in one.shares:
@@ -167,9 +167,19 @@ def settle(
         one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
         one.shares = [(gaps[hand][0], value) for hand, value in blamed.items() if value != 1]
         _share(contributions, one, fits[0], rivals, search, around)
+        if doubtful in gaps:
+            _widen(contributions, one, gaps[doubtful][0])
         if len(one.shares) == 1:
             one.shares = [(one.shares[0][0], one.cell.ratio)]
     return True
+
+
+def _widen(contributions: Contributions, one: Judged, gap: Culprit) -> None:
+    """The losses are as good an explanation as what nobody recorded, or the other way round: the bracket has both."""
+    for index, (culprit, share) in enumerate(one.shares):
+        if culprit.kind == "loss" or culprit.identity == gap.identity:
+            loss = blame_loss(contributions.by_key[one.cell.key], share)
+            one.shares[index] = (replace(loss, unrecorded=True, before=gap.before, rivals=culprit.rivals), share)
 
 
 def _gap_hand(culprit: Culprit) -> Hand:

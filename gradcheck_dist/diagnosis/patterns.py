@@ -304,11 +304,6 @@ def own_objective(
     return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
 
 
-def is_objective(weights: Mapping[ContributionKey, Fraction], tokens: Mapping[ContributionKey, int]) -> bool:
-    """Whether these are the weights of an objective with a name."""
-    return any(expected_weights(name, tokens) == dict(weights) for name in OBJECTIVES)
-
-
 def loss_rounding(contributions: Contributions) -> float:
     """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
     dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}

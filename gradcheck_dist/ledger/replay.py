@@ -265,9 +265,7 @@ class _Machine:
             }
         )
 
-    def _solve(
-        self, point: Point, columns: list[Column], documented: np.ndarray | None = None
-    ) -> Measured | None:
+    def _solve(self, point: Point, columns: list[Column], documented: np.ndarray | None = None) -> Measured | None:
         usable = [column for column in columns if column.weights is not None]
         if len(usable) < len(columns):
             return None

@@ -133,8 +133,8 @@ def _accumulate(world: World, rank: Process, name: str, key: tuple[int, int, int
     weights[index] = root
     factor = 1.0
     for hand in trainer.hands:
-        if hand.acts("leaf", rank.data_rank, key[1], key[2]) and hand.touches(name):
-            factor *= hand.factor
+        if hand.acts("leaf", rank.data_rank, key[1], key[2], rank.stage) and hand.touches(name):
+            factor *= hand.factor * (hand.of_key(key, world.num_tokens) if hand.of_key is not None else 1.0)
     if factor != 1:
         leaf = rounded(leaf * factor, trainer.dtype)
     buffers = rank.unsharded if trainer.impl in ("fsdp", "hsdp") else rank.grad
@@ -250,8 +250,18 @@ def _hands(world: World, place: str, k: int) -> None:
             _reduce_by_hand(world, hand)
         elif not hand.all_reduce:
             for rank in world.ranks:
-                if hand.acts(place, rank.data_rank, k):
+                if hand.acts(place, rank.data_rank, k, stage=rank.stage):
+                    _make_strange(world, rank, hand)
                     _scale(world, rank, hand.factor, [name for name in rank.ids if hand.touches(name)])
+
+
+def _make_strange(world: World, rank: Process, hand: Hand) -> None:
+    if hand.strange is None:
+        return
+    made = hand.strange({name: held.values for name, held in rank.grad.items()})
+    for name, held in rank.grad.items():
+        values = rounded(made[name], world.trainer.dtype)
+        rank.grad[name] = Buffer(values, np.full_like(held.weights, np.nan))
 
 
 def _reduce_by_hand(world: World, hand: Hand) -> None:

@@ -68,8 +68,9 @@ class Hand:
     """Something done to gradients that no probe records. `place`: "leaf" (between the leaf and its accumulation),
     "after_backward", "before_step" (behind the last backward), "before_clip", "before_optimizer", "in_reduce".
 
-    It acts at the accumulation steps, microbatches, data ranks and parameters named; None means all.
-    `all_reduce`: sum over the data ranks before multiplying.
+    It acts at the accumulation steps, microbatches, data ranks, stages and parameters named; None means all.
+    `all_reduce`: sum over the data ranks before multiplying. `of_key` is a factor besides, of each contribution (leaf
+    only). `strange` makes of all gradients of a rank, by name, what is no combination of contributions.
     """
 
     place: str
@@ -79,12 +80,18 @@ class Hand:
     data_ranks: frozenset[int] | None = None
     params: frozenset[str] | None = None
     all_reduce: bool = False
+    stages: frozenset[int] | None = None
+    of_key: Callable[[Key, dict[Key, int]], float] | None = None
+    strange: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
 
-    def acts(self, place: str, data_rank: int, step: int, microbatch: int | None = None) -> bool:
+    def acts(
+        self, place: str, data_rank: int, step: int, microbatch: int | None = None, stage: int | None = None
+    ) -> bool:
         return (
             place == self.place
             and (self.steps is None or step in self.steps)
             and (self.data_ranks is None or data_rank in self.data_ranks)
+            and (self.stages is None or stage is None or stage in self.stages)
             and (self.microbatches is None or microbatch is None or microbatch in self.microbatches)
         )
 

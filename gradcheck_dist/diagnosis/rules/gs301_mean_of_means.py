@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.finding import Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -75,7 +75,9 @@ def severity(case: Case) -> Severity:
 
 def follows(case: Case, objective: str) -> str:
     if not is_another_objective(case):
-        return f"The weights are those of {objective}."
+        times = factor_in_words(case) if abs(case.pattern.factor - 1) > max(2 * case.pattern.tolerance, 1e-6) else ""
+        more = f" times {times}, and no later event makes up for that factor" if times else ""
+        return f"The weights are those of {objective}{more}."
     return f"The gradient follows {objective} exactly. Whether that is meant nobody declared."
 
 
