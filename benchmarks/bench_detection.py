@@ -1,8 +1,9 @@
 """How well the diagnosis judges random trainers of which the truth is known: a table by family.
 
     python benchmarks/bench_detection.py [--quick] [--only family] [--count trainers] [--first seed] [--jobs processes]
+                                         [--minutes most, 0 for as long as it takes]
 
-Trainers are spread evenly over the families. `accused`: a finding where nothing is wrong, or one finding too many;
+Trainers are spread evenly over the families, one of each in turn. `accused`: a finding where nothing is wrong, or one finding too many;
 `missed`: no finding where something is; `undet.`: no verdict; `culprit` and `name`: of the faulty ones, those with the
 right event, and the right rule, number and name as well. Where gradients are no combination of contributions at all,
 "undetermined" is the right verdict.
@@ -28,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_trainers import judge
 from trainer_families import FAMILIES, make_case
 
+HANDED_OUT = 200
+"""Trainers that are handed out together."""
 SHOWN = 20
 """Trainers judged wrongly whose family and seed are kept."""
 
@@ -86,28 +89,28 @@ def row(name: str, kept: dict[str, Any]) -> str:
     return f"{name:<32} {counts} {' '.join(shares)}"
 
 
-def all_results(jobs: list[tuple[str, int]], processes: int) -> Iterator[Result]:
-    if processes <= 1:
-        yield from map(judged, jobs)
-        return
+def all_results(jobs: list[tuple[str, int]], processes: int, until: float) -> Iterator[Result]:
+    """Results in the order of jobs, as far as they begin before `until` (time.perf_counter())."""
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(judged, jobs, chunksize=8)
+        for start in range(0, len(jobs), HANDED_OUT):
+            if time.perf_counter() > until:
+                return
+            yield from pool.map(judged, jobs[start : start + HANDED_OUT], chunksize=4)
 
 
 def main() -> None:
     """Judge some trainers of each family, print the table and keep it."""
-    options = arguments(__doc__ or "", count=800, first=0, jobs=min(2, os.cpu_count() or 1))
+    options = arguments(__doc__ or "", count=800, first=0, jobs=min(2, os.cpu_count() or 1), minutes=0)
     names = [name for name in FAMILIES if options.only in name]
     each = 2 if options.quick else -(-options.count // max(len(names), 1))
-    jobs = [(name, seed) for name in names for seed in range(options.first, options.first + each)]
-    started, results = time.perf_counter(), list[Result]()
-    families: dict[str, Any] = {}
+    jobs = [(name, seed) for seed in range(options.first, options.first + each) for name in names]
+    started = time.perf_counter()
+    results = list(all_results(jobs, options.jobs, started + 60 * options.minutes if options.minutes else float("inf")))
     print(f"{'family':<32} {'runs':>6} {'accused':>8} {'missed':>7} {'undet.':>7} {'culprit':>8} {'name':>8}")
-    for result in all_results(jobs, options.jobs):
-        results.append(result)
-        if len(results) % each == 0:
-            families[result.family] = numbers(results[-each:])
-            print(row(result.family, families[result.family]), flush=True)
+    families: dict[str, Any] = {}
+    for name in names:
+        families[name] = numbers([one for one in results if one.family == name])
+        print(row(name, families[name]))
     families["all"] = numbers(results)
     print(row("all", families["all"]))
     wrong = [f"{one.family} {one.seed}" for one in results if not one.right]
