@@ -3,10 +3,10 @@
     python benchmarks/bench_detection.py [--quick] [--only family] [--count trainers] [--first seed] [--jobs processes]
                                          [--minutes most, 0 for as long as it takes]
 
-Trainers are spread evenly over the families, one of each in turn. `accused`: a finding where nothing is wrong, or one finding too many;
-`missed`: no finding where something is; `undet.`: no verdict; `culprit` and `name`: of the faulty ones, those with the
-right event, and the right rule, number and name as well. Where gradients are no combination of contributions at all,
-"undetermined" is the right verdict.
+Trainers are spread evenly over the families, one of each in turn. `accused`: a finding where nothing is wrong, or one
+finding too many; `missed`: no finding where something is; `undet.`: no verdict; `culprit` and `name`: of the faulty
+ones, those with the right event, and the right rule, number and name as well. Where gradients are no combination of
+contributions at all, "undetermined" is the right verdict.
 """
 
 from __future__ import annotations

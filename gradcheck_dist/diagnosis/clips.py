@@ -74,13 +74,21 @@ def _judge_model(norms: StepNorms, ranks: frozenset[int]) -> Iterator[JudgedClip
     places: dict[tuple[object, ...], list[ClipCall]] = defaultdict(list)
     for call in calls:
         places[call.place].append(call)
-    clipped = {(part.rank, part.key): part for call in calls for part in call.parts}
-    everything = {place: part for place, part in norms.parts.items() if place[0] in ranks}
+    everything = norms.parts
+    if not ranks >= {rank for rank, _ in norms.parts}:
+        everything = {at: part for at, part in norms.parts.items() if at[0] in ranks}
+    clipped = everything  # one call a rank, of all that it holds: the same parts
+    if len(places) > 1 or sum(len(call.parts) for call in calls) < len(everything):
+        clipped = {(part.rank, part.key): part for call in calls for part in call.parts}
     for peers in places.values():
-        same = {(part.rank, part.key): part for call in peers for part in call.parts}
+        same = clipped
+        if len(places) > 1:
+            same = {(part.rank, part.key): part for call in peers for part in call.parts}
         truths = [norm_of(same.values())]
-        for wider in (clipped | same, everything | clipped | same):
-            truths.append(norm_of(wider.values()) if len(wider) > len(same) else truths[0])
+        for wider in ((clipped,), (everything, clipped)):
+            more = any(not held.keys() <= same.keys() for held in wider if held is not same)
+            joined = {at: part for held in (*wider, same) for at, part in held.items()} if more else same
+            truths.append(norm_of(joined.values()) if more else truths[0])
         meanings = _Meanings(peers, same.values(), bool(norms.blind))
         for call in peers:
             if _comparable(call) and (judged := _judge(call, truths, meanings)) is not None:

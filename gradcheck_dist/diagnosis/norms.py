@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import isfinite, prod, sqrt
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from gradcheck_dist.events import Clip, PipelineStep, Reduce
+from gradcheck_dist.events import Clip, Norms, PipelineStep, Reduce
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
+from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
 
 SAME_COPY = {"float32": 1e-5, "float64": 1e-9, "float16": 2e-3, "bfloat16": 1e-2}
@@ -32,15 +35,18 @@ for float32 more: gradients are no randn, and torchtitan's debug model showed 1.
 BASE = 2e-5
 
 
-@dataclass(frozen=True)
-class Part:
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and extent of a part in its parameter."""
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
     """What one rank holds of one gradient. `box` is its place in the parameter, None where that is not known; `own` the
     name under which this rank has it, where it is tied to another."""
 
     key: ParamKey
     rank: int
     norm: float
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    box: Box | None
     partial: bool
     whole: bool
     num_nonfinite: int
@@ -82,7 +88,7 @@ class ClipCall:
     parts: tuple[Part, ...]
     place: tuple[object, ...]
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
         """What the user's own norm may be off by: rounded to the type it was computed in, and torch's error."""
         return own_error(self.parts, self.event.norm_dtype)
@@ -109,34 +115,23 @@ class StepNorms:
 def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = None) -> StepNorms:
     """Join the norms of a step with its clips. `coordinate`: the data coordinate of each rank; ranks that share one
     train one model."""
-    keys = {(rank, track.param.id): key for key, of_key in data.tracks.items() for rank, track in of_key.items()}
-    at: dict[tuple[int, int], list[Part]] = defaultdict(list)
+    keys: dict[int, dict[int, ParamKey]] = defaultdict(dict)
+    for key, of_key in data.tracks.items():
+        for rank, track in of_key.items():
+            keys[rank][track.param.id] = key
+    at: dict[tuple[int, int], list[Part]] = {}
     result = StepNorms()
     for rank, trace in run.ranks.items():
+        clips = {event.seq for event in data.events.get(rank, ()) if isinstance(event, Clip)}
+        held: set[ParamKey] = set()
         for norms in trace.norms:
-            if norms.step != data.step:
-                continue
-            table = np.frombuffer(norms.rows, dtype="<i4").reshape(-1, 3).tolist()
-            for (param_id, plan_id, num_nonfinite), norm in zip(table, np.frombuffer(norms.values), strict=False):
-                key, param = keys.get((rank, param_id)), trace.params.get(param_id)
-                if key is None or param is None:
-                    continue
-                plan = trace.plans.get(plan_id)
-                box = None if plan is None or plan.offset is None or plan.extent is None else (plan.offset, plan.extent)
-                part = Part(
-                    key=key,
-                    rank=rank,
-                    norm=float(norm),
-                    box=box,
-                    partial=plan is not None and plan.partial,
-                    whole=box is not None and box[1] == param.shape,
-                    num_nonfinite=num_nonfinite,
-                    dtype=param.dtype,
-                    size=prod(param.shape),
-                    own=param_key(param),
-                )
-                at[rank, norms.seq].append(part)
-                result.parts.setdefault((rank, key), part)
+            if norms.step == data.step:
+                only = None if norms.seq in clips else held  # at the step the same again as at the clip
+                at[rank, norms.seq] = found = _parts(trace, norms, keys[rank], only)
+                for part in found:
+                    if part.key not in held:
+                        held.add(part.key)
+                        result.parts[rank, part.key] = part
     for rank, events in data.events.items():
         ran: dict[tuple[object, ...], int] = defaultdict(int)
         for event in events:
@@ -144,11 +139,32 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
                 line = (event.site.file, event.site.line) if event.site else ()
                 place = (*line, ran[line])
                 ran[line] += 1
-                result.clips.append(ClipCall(rank, event, tuple(at[rank, event.seq]), place))
+                result.clips.append(ClipCall(rank, event, tuple(at.get((rank, event.seq), ())), place))
     result.linked = _linked(run, data, result.parts.values(), coordinate or {})
     seen = {rank for rank, _ in result.parts}
     result.blind = frozenset(rank for rank in range(run.world_size) if rank not in seen)
     return result
+
+
+def _parts(trace: RankTrace, norms: Norms, keys: Mapping[int, ParamKey], known: set[ParamKey] | None) -> list[Part]:
+    """The rows of a record, without those of `known` parameters."""
+    found: list[Part] = []
+    if known is not None and known >= set(keys.values()):
+        return found
+    table = np.frombuffer(norms.rows, dtype="<i4").reshape(-1, 3).tolist()
+    params, plans, rank = trace.params, trace.plans, trace.rank
+    for (param_id, plan_id, num_nonfinite), norm in zip(table, np.frombuffer(norms.values).tolist(), strict=False):
+        key, param = keys.get(param_id), params.get(param_id)
+        if key is None or param is None or (known is not None and key in known):
+            continue
+        plan, box, whole, partial = plans.get(plan_id), None, False, False
+        if plan is not None:
+            partial = plan.partial
+            if plan.offset is not None and plan.extent is not None:
+                box, whole = (plan.offset, plan.extent), plan.extent == param.shape
+        own, size = param_key(param), prod(param.shape)
+        found.append(Part(key, rank, norm, box, partial, whole, num_nonfinite, param.dtype, size, own))
+    return found
 
 
 def _linked(run: Run, data: StepData, parts: Iterable[Part], coordinate: Mapping[int, int]) -> list[frozenset[int]]:
@@ -196,33 +212,40 @@ def norm_of(parts: Iterable[Part]) -> Interval:
 
 def _of_parameter(parts: list[Part]) -> tuple[float, float, bool]:
     """Bounds of one gradient's squared norm, and whether all of it was seen."""
-    if any(part.num_nonfinite for part in parts) or not all(isfinite(part.norm) for part in parts):
-        return 0.0, 0.0, False
-    if any(part.partial for part in parts):
-        return 0.0, sum(part.norm for part in parts) ** 2, True  # summands: the triangle inequality is all there is
-    if any(part.box is None for part in parts):
-        return max(part.square for part in parts), sum(part.square for part in parts), True
-    boxes: dict[object, list[Part]] = defaultdict(list)
+    boxes: dict[Box | None, list[Part]] = {}
+    total, finite, partial = 0.0, True, False
     for part in parts:
-        boxes[part.box].append(part)
-    covered = sum(prod(copies[0].box[1]) for copies in boxes.values() if copies[0].box is not None)
+        finite = finite and not part.num_nonfinite and isfinite(part.norm)
+        partial, total = partial or part.partial, total + part.norm
+        boxes.setdefault(part.box, []).append(part)
+    if not finite:
+        return 0.0, 0.0, False
+    if partial:
+        return 0.0, total**2, True  # summands: the triangle inequality is all there is
+    if None in boxes:
+        return max(part.square for part in parts), sum(part.square for part in parts), True
+    covered = sum(prod(box[1]) for box in boxes if box is not None)
     low = high = 0.0
+    same = SAME_COPY.get(parts[0].dtype, SAME_COPY["float32"])
     for copies in boxes.values():
-        squares = [part.square for part in copies]
-        same = SAME_COPY.get(copies[0].dtype, SAME_COPY["float32"])
-        if max(squares) <= min(squares) * (1 + same) ** 2:
-            # Tied matrices may be counted once or each: both are done.
-            low, high = low + squares[0], high + squares[0] * len({part.own for part in copies})
-        else:
-            low, high = low + min(squares), high + sum(squares)
+        least = most = copies[0].norm ** 2
+        if len(copies) > 1:
+            squares = [part.norm**2 for part in copies]
+            least, most = squares[0], squares[0]
+            if max(squares) <= min(squares) * (1 + same) ** 2:
+                most *= len({part.own for part in copies})  # tied matrices may be counted once or each: both are done
+            else:
+                least, most = min(squares), sum(squares)
+        low, high = low + least, high + most
     return low, high, covered == parts[0].size
 
 
 def own_error(parts: Sequence[Part], norm_dtype: str = "") -> float:
     """Relative error that the user's own norm of these gradients may have."""
-    dtypes = {part.dtype for part in parts} | {norm_dtype or "float32"}
+    kinds = {(part.dtype, part.size) for part in parts}
+    dtypes = {dtype for dtype, _ in kinds} | {norm_dtype or "float32"}
     rounding = 2 * max(EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes)
-    return BASE + rounding + max((LARGE.get(part.dtype, 1e-9) * part.size for part in parts), default=0.0)
+    return BASE + rounding + max((LARGE.get(dtype, 1e-9) * size for dtype, size in kinds), default=0.0)
 
 
 def local_norm(parts: Iterable[Part]) -> float:
