@@ -111,18 +111,18 @@ def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:
 def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str]:
     first = effects[0]
     settings = _settings(step, "eps", "weight_decay")
-    factors = [effect.factor for effect in effects if effect.factor]
-    varies = bool(factors) and max(factors) > min(factors) * (1 + SMALL)
+    changing = [factors for factors in _of_parameters(effects) if factors and max(factors) > min(factors) * (1 + SMALL)]
     if first.clip_factors is not None:
         if all(abs(factor - 1) <= SMALL for factor in first.clip_factors):
             return
         yield f"{step.optimizer} ({settings}) hides what never changes; a clip's coefficient changes with every norm."
     elif not first.keeps_directions:
         yield f"{step.optimizer} ({settings}) hides what a whole parameter shares, not this: updates follow it."
-    elif varies:
+    elif changing:
+        low, high = min(map(min, changing)), max(map(max, changing))
         yield (
             f"{step.optimizer} ({settings}) hides a factor that never changes; this one varies behind the clip, from x "
-            f"{min(factors):.4g} to x {max(factors):.4g}, and weighs steps against each other by it."
+            f"{low:.4g} to x {high:.4g}, and weighs steps against each other by it."
         )
     else:
         yield f"{step.optimizer} ({settings}) divides away a factor that is the same in every step."
@@ -133,6 +133,14 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
             "gradients: the optimizer's state is not recorded)."
         )
     yield from _decay(first, step)
+
+
+def _of_parameters(effects: Sequence[Effect]) -> list[list[float]]:
+    """What is left behind the clip, step by step, of the least and of the most scaled parameter: these, and not the
+    norm of all, are what an optimizer divides by itself."""
+    left = [(effect, effect.factor / effect.scale) for effect in effects if effect.factor and effect.scale]
+    ends = [effect.param_scales or (effect.scale or 1.0,) * 2 for effect, _ in left]
+    return [[end[side] * rest for end, (_, rest) in zip(ends, left, strict=True)] for side in (0, 1)]
 
 
 def _decay(effect: Effect, step: OptimizerStep) -> Iterator[str]:

@@ -147,7 +147,7 @@ def _source(
 
 def multiple(entered: StageGradient, left: StageGradient) -> tuple[float, float] | None:
     """(factor, its relative standard error) by which one gradient is the other; None where it is no multiple."""
-    if entered.shape != left.shape:
+    if entered.shape != left.shape or len(entered.values) % 4 or len(left.values) % 4:
         return None
     arrived, sent = (np.frombuffer(end.values, dtype="<f4").astype(float) for end in (entered, left))
     if len(arrived) != len(sent) or not (np.isfinite(arrived).all() and np.isfinite(sent).all()):

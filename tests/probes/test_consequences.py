@@ -11,8 +11,11 @@ import torch
 from probe_workers import Net, batch, token_sum
 from torch import Tensor
 
+from gradcheck_dist.diagnosis.consequence import consequence
+from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 
@@ -150,3 +153,13 @@ def test_a_clip_without_effect_lengthens_the_step(tmp_path: Path) -> None:
     factor = (float(gradient(right).norm()) + 1e-6) / 0.1
     assert f"right up to the clip and x {factor:.4g} of what they should be behind it" in finding.consequence
     assert f"as if the learning rate were {0.3 * factor:.4g}, not 0.3" in finding.consequence
+
+
+@pytest.mark.parametrize(("rest", "told"), [((1.0, 1.0), "the same in every step"), ((1.0, 0.8), "from x 0.4 to x 1")])
+def test_adam_divides_by_each_parameters_own_size_not_by_the_norm_of_all(rest: tuple[float, float], told: str) -> None:
+    step = OptimizerStep(seq=1, t_ns=0, step=0, optimizer="AdamW", params=0, lr=0.1)
+    effects = [
+        Effect(scale=scale, angle=7.0, param_scales=(0.5, 1.0), coefficient=left, optimizer=step)
+        for scale, left in zip((0.96, 0.99), rest, strict=True)
+    ]
+    assert told in consequence(effects)
