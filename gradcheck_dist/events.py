@@ -122,7 +122,8 @@ class Reduce(Event, tag="reduce"):
     Semantics: out = sum over `group` of (in / pre_divide) [/ len(group) when op is "avg"] [* premul] / post_divide;
     under HSDP (`replicate_group`) the sum runs over both groups, and `all_reduced` is False while the replicate axis
     is left out. `op` "unknown": a user's communication hook or an operation whose arithmetic is not known. `root`: the
-    only rank that holds the result; None where all of the group do.
+    only rank that holds the result; None where all of the group do. `dtype`: what it sums in, None where that is the
+    gradients' own.
     """
 
     impl: str
@@ -140,6 +141,7 @@ class Reduce(Event, tag="reduce"):
     replicate_op: str | None = None
     all_reduced: bool = True
     root: int | None = None
+    dtype: str | None = None
 
 
 class ScaleGrads(Event, tag="scale_grads"):

@@ -38,12 +38,10 @@ Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
 def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     """Run all ranks' operations in an order in which every reduction finds its members ready."""
     epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
-    hooks = {event.hook or "" for of_rank in data.events.values() for event in of_rank if isinstance(event, Reduce)}
-    for compressed, dtype in (("bf16_compress", "bfloat16"), ("fp16_compress", "float16")):
-        if any(compressed in hook for hook in hooks):
-            epsilon = max(epsilon, EPSILON[dtype])
     result = Replay(basis, epsilon)
     machines = {rank: _Machine(data, track, basis, result) for rank, track in tracks.items()}
+    reductions = [op for machine in machines.values() for _, _, op in machine.ops if isinstance(op, Reduce)]
+    result.epsilon = max([epsilon, *(EPSILON.get(_summed_in(event), 0.0) for event in reductions)])
     while True:
         waiting = {rank: machine.run() for rank, machine in machines.items()}
         ready = {rank: event for rank, event in waiting.items() if event is not None}
@@ -55,6 +53,12 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
         chosen = max(whole, key=len) if whole else max(rounds, key=lambda members: len(members & set(ready)))
         result.incomplete |= {-1 - member for member in chosen if member < 0}
         _reduce({rank: machines[rank] for rank in chosen & set(ready)}, ready)
+
+
+def _summed_in(event: Reduce) -> str:
+    """The dtype in which a reduction sums, "" where it is that of the gradients."""
+    compressed = {"bf16_compress": "bfloat16", "fp16_compress": "float16"}
+    return event.dtype or next((dtype for name, dtype in compressed.items() if name in (event.hook or "")), "")
 
 
 def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:

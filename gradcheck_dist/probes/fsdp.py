@@ -149,6 +149,7 @@ def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo
         replicate_group=replicate,
         all_reduced=all_reduced,
         wrapper=_wrapper(recorder, known, shard, replicate),
+        dtype=str(call["reduce_dtype"]).removeprefix("torch."),
         **_factors(call, len(shard)),
     )
     if not all_reduced and replicate:

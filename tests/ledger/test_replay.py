@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from random_trainers import global_mean
@@ -11,7 +12,7 @@ from simulator import Hand, Trainer, World
 from trainer_families import make_case
 
 from gradcheck_dist.diagnosis.cells import Held, measure
-from gradcheck_dist.events import AmpUnscale, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.events import AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import step_data
@@ -138,3 +139,25 @@ def test_errors_that_several_ranks_have_from_one_earlier_state_add_up(seed: int)
         root = roots(contributions, held)
         off = np.abs(held.observed * root - truth(world, held)) / (held.stderr * root)
         assert float(np.sqrt(np.mean(off**2))) < 2.5
+
+
+def test_a_tolerance_knows_the_dtype_in_which_ranks_are_summed() -> None:
+    fsdp = replace(PLAIN, impl="fsdp", accumulation=2)
+    exact, coarse = (ledgers(one)[2][0].replay.epsilon for one in (fsdp, replace(fsdp, reduce_dtype="bfloat16")))
+    assert (exact, coarse) == (2.0**-23, 2.0**-7)
+
+
+def test_a_reduction_in_bfloat16_of_other_parameters_widens_nothing() -> None:
+    trainer = replace(PLAIN, impl="fsdp", accumulation=2)
+    world = World(trainer, seed=1)
+    run = world.run()
+    for trace in run.ranks.values():
+        one = ParamSet(id=99, params=(0,))
+        trace.add([one])
+        trace.events = [
+            msgspec.structs.replace(event, dtype="bfloat16", params=99) if isinstance(event, Reduce) else event
+            for event in trace.events
+        ]
+    data = step_data(run, 0)
+    epsilon = {held.param[1]: held.replay.epsilon for held in measure(data, collect(data.events))}
+    assert epsilon == {"embed.weight": 2.0**-7, "layers.0.weight": 2.0**-23, "norm.weight": 2.0**-23}

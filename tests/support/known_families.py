@@ -59,6 +59,15 @@ def reduced_by_hand(random: Random) -> Case:
 
 
 @family
+def reduced_in_bfloat16(random: Random) -> Case:
+    """Right: float32 gradients that FSDP sums in bfloat16."""
+    trainer = healthy(random, impl=str(random.choice(["fsdp", "hsdp"])))
+    sizes = tuple((name, 512) for name, _ in trainer.params)
+    trainer = replace(trainer, dtype="float32", loss_dtype="float32", reduce_dtype="bfloat16", params=sizes)
+    return Case("", trainer)
+
+
+@family
 def double_averaging(random: Random) -> Case:
     trainer = healthy(random, impl=str(random.choice(["ddp", "fsdp", "hsdp"])))
     trainer = replace(trainer, op="avg", divide=None)

@@ -205,11 +205,11 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
             replicate_op = ("sum" if premul else op) if replicas else None
             rank.emit(Reduce, seq=seqs[rank.rank], line=line, impl=trainer.impl, op=op, group=group,
                       params=rank.param_set(names), accumulation_step=k, microbatch=m, premul=premul,
-                      replicate_group=replicas, replicate_op=replicate_op)  # fmt: skip
+                      replicate_group=replicas, replicate_op=replicate_op, dtype=trainer.reduce_dtype)  # fmt: skip
 
 
 def _sum(world: World, inputs: list[Buffer], factor: float) -> Buffer:
-    dtype, first = world.trainer.dtype, not world.trainer.sum_first
+    dtype, first = world.trainer.reduce_dtype or world.trainer.dtype, not world.trainer.sum_first
     values = np.zeros_like(inputs[0].values)
     for one in inputs:
         term = rounded(one.values * factor, dtype) if first else one.values

@@ -105,7 +105,7 @@ class Trainer:
 
     World rank = data rank * stages + stage. `divide` is FSDP's gradient divide factor (None: the default average).
     Without `join_replicas` nothing reduces over HSDP's replicate axis. `own_divide` names parameters that are reduced
-    apart from the others, with a divide factor of their own.
+    apart from the others, with a divide factor of their own. `reduce_dtype` is that of sums over ranks, None: `dtype`.
     """
 
     root: Callable[[Key, dict[Key, int]], float]
@@ -134,6 +134,7 @@ class Trainer:
     sum_first: bool = False
     auxiliary: Callable[[Key, dict[Key, int]], float] | None = None
     coefficient: float | None = 0.01
+    reduce_dtype: str | None = None
     own_divide: tuple[tuple[str, float], ...] = ()
     join_replicas: bool = True
 

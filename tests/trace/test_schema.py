@@ -19,7 +19,7 @@ FROZEN = {
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
-        "replicate_group replicate_op all_reduced root seq t_ns step site"
+        "replicate_group replicate_op all_reduced root dtype seq t_ns step site"
     ),
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
     "zero_grad": "params set_to_none seq t_ns step site",
