@@ -30,7 +30,8 @@ def png(figure: Figure) -> tuple[bytes, int, int]:
     font = ImageFont.load_default(_FONT_SIZE)
     rows, columns = ([html.unescape(name) for name in heat[axis]] for axis in ("y", "x"))
     wide = "text" in heat
-    cell = max([_CELL, *(_width(font, text) + 8 for row in heat["text"] for text in row)]) if wide else _NARROW
+    told = [*columns, *(text for row in heat["text"] for text in row)] if wide else []
+    cell = max([_CELL, *(_width(font, text) + 8 for text in told)]) if wide else _NARROW
     left = max([_width(font, name) for name in rows], default=0) + 12
     top = 2 * _FONT_SIZE + 14 + (_FONT_SIZE + 6 if wide else 0)
     title = f"{figure.title} (white is right, blue too small, red too large)"

@@ -29,22 +29,20 @@ def write(report: Report, run: Run | None, output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     before, now = set(output.iterdir()), time.time()
     writer = EventFileWriter(str(output), filename_suffix=".gradcheck")
-    for step, tag, value in scalars(report, run):
-        writer.add_event(
-            Event(wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
-        )
-    text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    body = TensorProto(dtype=DT_STRING, string_val=[markdown.render(report).encode()])
-    value = Summary.Value(tag="gradcheck/findings", metadata=text, tensor=body)
-    writer.add_event(Event(wall_time=now, step=min(report.run.steps, default=0), summary=Summary(value=[value])))
+
+    def add(step: int, summary: Summary) -> None:
+        writer.add_event(Event(wall_time=now, step=step, summary=summary))
+
+    for step, tag, number in scalars(report, run):
+        add(step, Summary(value=[Summary.Value(tag=tag, simple_value=number)]))
     for step, (picture, width, height) in _pictures(report):
         image = Summary.Image(encoded_image_string=picture, width=width, height=height, colorspace=3)
-        writer.add_event(
-            Event(
-                wall_time=now, step=step, summary=Summary(value=[Summary.Value(tag="gradcheck/weights", image=image)])
-            )
-        )
-    writer.add_event(Event(wall_time=now, summary=hparams.hparams_pb(facts(report), trial_id=report.run.id)))
+        add(step, Summary(value=[Summary.Value(tag="gradcheck/weights", image=image)]))
+    text = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    body = TensorProto(dtype=DT_STRING, string_val=[markdown.render(report).encode()])
+    words = Summary.Value(tag="gradcheck/findings", metadata=text, tensor=body)
+    add(min(report.run.steps, default=0), Summary(value=[words]))
+    add(0, hparams.hparams_pb(facts(report), trial_id=report.run.id))
     writer.close()
     return sorted(set(output.iterdir()) - before)
 
