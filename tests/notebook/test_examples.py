@@ -17,6 +17,7 @@ _PASSING = [
     (re.compile(r"\d{8}-\d{6}-\d+"), "RUN"),
     (re.compile(r"\ncoverage\n.*", re.S), ""),
     (re.compile(r"probes took [^\n]*"), "COST"),
+    (re.compile(r"- (?:rules|probes): [^\n]*"), "COVERAGE"),  # a new rule or probe is named there
     (re.compile(r"<summary>How it was looked at.*", re.S), ""),
     (re.compile(r"[^\s<>\"']*(?:ipykernel|gradcheck-|site-packages|gradcheck_dist)[^\s<>\"':]*"), "PATH"),
     (re.compile(r"0x[0-9a-f]+"), "ADDRESS"),
