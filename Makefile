@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test clients lint types layers unit test-kernels library simulate matrix bench bench-quick screenshots notebooks docs clean
+.PHONY: help install demo test clients lint types layers unit test-kernels library simulate matrix bench bench-gpu bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
@@ -14,6 +14,7 @@ help:
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; kept in benchmarks/results"
+	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
@@ -92,6 +93,11 @@ matrix: install
 bench: install
 	$(BIN)/python benchmarks/book.py $(BENCH_ARGS)
 
+# On a machine with a CUDA device and triton: is everything right there, and what does it cost.
+bench-gpu: install
+	$(BIN)/python benchmarks/bench_gpu.py
+	$(BIN)/python benchmarks/page.py
+
 screenshots: install
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	{ $(BIN)/gradcheck scenario ddp-accum --keep "$$folder/runs" >/dev/null || exit 1; } && \
@@ -101,6 +107,7 @@ screenshots: install
 # Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
 bench-quick: install
 	@for name in overhead trace kernels tui scale start scenario reports detection library; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+	$(BIN)/python benchmarks/bench_gpu.py --rehearse
 
 # Beside the environment and not in it: with triton installed torch imports slower and compiles differently.
 test-kernels: $(VENV)/.installed-dev
