@@ -8,6 +8,7 @@ kept; `expand` gives each the end of its step.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -94,32 +95,41 @@ class _Open:
     numbers: list[bytes] = field(default_factory=list)
 
 
+class _Shape:
+    """A shape that was written: where a step's numbers are, and how they are packed."""
+
+    def __init__(self, id: int, events: list[AnyEvent]) -> None:
+        table = columns_of(events)
+        self.id = id
+        self.columns = [(index, name) for index, name, _ in table]
+        self.packer = struct.Struct("<" + "".join(_FORMAT[dtype] for _, _, dtype in table))
+
+
 class ColumnWriter:
     """Takes whole steps and hands on records: a shape when it is new, columns when enough have come together."""
 
     def __init__(self, write: Callable[[AnyRecord], None]) -> None:
         self._write = write
-        self._shapes: dict[bytes, int] = {}
+        self._shapes: dict[bytes, _Shape] = {}
         self._open: _Open | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
     def add(self, step: int, events: list[AnyEvent]) -> None:
         """One step, its events in order of seq."""
         first = events[0].seq
-        table = columns_of(events)
-        values = (getattr(events[index], name) for index, name, _ in table)
-        numbers = struct.pack("<" + "".join(_FORMAT[dtype] for _, _, dtype in table), *values)
-        template = [_template(event, first) for event in events]
-        key = self._encoder.encode(template)
-        shape = self._shapes.get(key)
-        if shape is None:
+        key = self._encoder.encode([_what_stays(event, first) for event in events])
+        known = self._shapes.get(key)
+        if known is None:
             if len(self._shapes) >= MAX_SHAPES:
                 self.flush()
                 for event in events:
                     self._write(event)
                 return
-            shape = self._shapes[key] = len(self._shapes)
-            self._write(StepShape(id=shape, events=key))
+            known = self._shapes[key] = _Shape(len(self._shapes), events)
+            template = self._encoder.encode([_template(event, first) for event in events])
+            self._write(StepShape(id=known.id, events=template))
+        shape = known.id
+        numbers = known.packer.pack(*[getattr(events[index], name) for index, name in known.columns])
         block = self._open
         if block is None or block.shape != shape or block.first_step + len(block.numbers) != step:
             self.flush()
@@ -143,6 +153,24 @@ class ColumnWriter:
                     numbers=memoryview(rows.T.tobytes()),
                 )
             )
+
+
+@functools.cache
+def _fields(kind: type[Event]) -> tuple[list[str], list[str]]:
+    """(fields that are the same in steps of one shape, fields that change) of an event."""
+    changing = [name for other, name, _ in CHANGING if other is kind]
+    apart = {"seq", "step", "t_ns", "duration_ns", "loss_id", *changing}
+    return [name for name in kind.__struct_fields__ if name not in apart], changing
+
+
+def _what_stays(event: AnyEvent, first: int) -> list[object]:
+    """What tells shapes apart, for every step: what `_template` keeps, without making an event of it."""
+    fixed, changing = _fields(type(event))
+    stays: list[object] = [type(event).__name__, event.seq - first, *[getattr(event, name) for name in fixed]]
+    stays += [getattr(event, name) is None for name in changing]
+    if isinstance(event, Loss | LossGradient):
+        stays.append(event.loss_id - first)
+    return stays
 
 
 def _template(event: AnyEvent, first: int) -> AnyEvent:
