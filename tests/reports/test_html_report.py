@@ -76,7 +76,7 @@ def test_plotly_accepts_every_figure(faulty: tuple[Report, Run]) -> None:
 
 
 def test_a_run_that_diverged_is_drawn_with_gaps() -> None:
-    judged = large_report()
+    judged = report()
     judged.metrics = {"loss": [1.0, math.nan, math.inf], "grad_norm": [math.nan] * 3}
     judged.weights[0].ratio = math.nan
     for form in formats.MODULES:

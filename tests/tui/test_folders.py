@@ -126,7 +126,7 @@ def test_a_dead_rank_with_a_cut_trace_is_shown_as_such(tmp_path: Path) -> None:
     assert "cut inside a frame" in text
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [2, 3], ids=["checksums tell", "nothing tells"])
 def test_whatever_is_cut_off_or_flipped_every_screen_stands(tmp_path: Path, seed: int) -> None:
     folder = spoiled_run(tmp_path / "run", write_run(tmp_path / "whole", steps=2), seed)
     texts = screens(first_snapshot(folder))
