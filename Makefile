@@ -13,7 +13,7 @@ help:
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, DeepSpeed, torchtitan; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
-	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; kept in benchmarks/results"
+	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; what is kept already is left out"
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
