@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from big_run import EVENTS_PER_STEP, NAMES, NUM_POSITIONS, _header, _step, _tables, write_big_run
+from big_run import EVENTS_PER_STEP, NAMES, NUM_POSITIONS, header, one_step, tables, write_big_run
 from measure import alternate, arguments, keep, paired_ratio
 from textual._compositor import CompositorUpdate
 
@@ -207,8 +207,8 @@ def write(run: str, rate: int, ranks: int, seconds: float) -> None:
     total = leaf.mean(axis=0)
     writers = []
     for rank in range(ranks):
-        writers.append(TraceWriter(trace_path(run, rank), _header(rank, ranks), background=False))
-        for table in _tables():
+        writers.append(TraceWriter(trace_path(run, rank), header(rank, ranks), background=False))
+        for table in tables():
             writers[rank].append(table)
     began, seq, steps = time.monotonic(), 0, 0
     while (now := time.monotonic() - began) < seconds:
@@ -219,7 +219,7 @@ def write(run: str, rate: int, ranks: int, seconds: float) -> None:
             writers[seq % ranks].append(metric)
         if now * 2 >= steps:
             for rank, writer in enumerate(writers):
-                for record in _step(steps, ranks, leaf[rank], total):
+                for record in one_step(steps, ranks, leaf[rank], total):
                     writer.append(record)
             steps += 1
         for writer in writers:

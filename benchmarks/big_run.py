@@ -14,21 +14,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from tiny_runs import NAMES, NUM_POSITIONS, START_NS, header, tables
+
 from gradcheck_dist.events import (
     AFTER,
     BEFORE,
     LEAF,
-    SCHEMA_VERSION,
     AnyRecord,
     Backward,
     Clip,
-    Header,
     Loss,
     LossGradient,
     OptimizerStep,
-    Param,
-    ParamSet,
-    Plan,
     Reduce,
     RunEnd,
     Samples,
@@ -39,9 +38,6 @@ from gradcheck_dist.trace.frames import MAGIC, frame
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import trace_path
 
-START_NS = 1_700_000_000_000_000_000
-NUM_POSITIONS = 32
-NAMES = ("embedding.weight", "layers.0.attention.weight", "layers.0.ffn.weight", "head.weight")
 EVENTS_PER_STEP = 7
 TOKENS = 100
 
@@ -54,12 +50,12 @@ def write_big_run(folder: Path, ranks: int = 1024, steps: int = 1000) -> int:
     leaves = np.random.default_rng(0).normal(size=(ranks, len(NAMES), NUM_POSITIONS)).astype("<f4")
     total = leaves.sum(axis=0) / ranks / (TOKENS * ranks)
     first = leaves[0] / (TOKENS * ranks)
-    later = b"".join(_frame(_step(step, ranks, first, total)) for step in range(1, steps))
+    later = b"".join(_frame(one_step(step, ranks, first, total)) for step in range(1, steps))
     end = _frame([RunEnd(seq=steps * EVENTS_PER_STEP + 1, t_ns=START_NS, step=steps - 1, reason="detached")])
     num_bytes = 0
     for rank in range(ranks):
-        head = _frame([_header(rank, ranks), *_tables()])
-        data = MAGIC + head + _frame(_step(0, ranks, leaves[rank] / (TOKENS * ranks), total)) + later + end
+        head = _frame([header(rank, ranks), *tables()])
+        data = MAGIC + head + _frame(one_step(0, ranks, leaves[rank] / (TOKENS * ranks), total)) + later + end
         trace_path(folder, rank).write_bytes(data)
         num_bytes += len(data)
     return num_bytes
@@ -69,33 +65,7 @@ def _frame(records: list[AnyRecord]) -> bytes:
     return frame(_ENCODER.encode(records))
 
 
-def _header(rank: int, ranks: int) -> Header:
-    return Header(
-        schema_version=SCHEMA_VERSION,
-        tool_version="",
-        rank=rank,
-        world_size=ranks,
-        pid=1,
-        started_unix_s=START_NS / 1e9,
-        objective="global-token-mean",
-        axes={"dp_replicate": ranks},
-        sample_size=NUM_POSITIONS,
-    )
-
-
-def _tables() -> list[AnyRecord]:
-    tables: list[AnyRecord] = [
-        Param(id=i, name=name, shape=(NUM_POSITIONS,), dtype="float32", num_positions=NUM_POSITIONS)
-        for i, name in enumerate(NAMES)
-    ]
-    return [
-        *tables,
-        ParamSet(id=0, params=tuple(range(len(NAMES)))),
-        *(Plan(id=i, param=i, num_values=NUM_POSITIONS) for i in range(len(NAMES))),
-    ]
-
-
-def _step(step: int, ranks: int, leaf: np.ndarray, reduced: np.ndarray) -> list[AnyRecord]:
+def one_step(step: int, ranks: int, leaf: np.ndarray, reduced: np.ndarray) -> list[AnyRecord]:
     """The records of one rank and step: a sum-loss of the right weight, averaged where it should be summed."""
     base, site = step * EVENTS_PER_STEP, Site("train.py", 40, "train")
     stamp = START_NS + step * 10_000_000

@@ -46,6 +46,16 @@ def num_tokens(rank: int, k: int) -> int:
     return 40 + 10 * rank + 7 * k
 
 
+def tables(names: tuple[str, ...] = NAMES) -> list[AnyRecord]:
+    """Who is who: parameters, each sampled whole, and the set of them all."""
+    params: list[AnyRecord] = [
+        Param(id=i, name=name, shape=(NUM_POSITIONS,), dtype="float32", num_positions=NUM_POSITIONS)
+        for i, name in enumerate(names)
+    ]
+    plans = [Plan(id=i, param=i, num_values=NUM_POSITIONS) for i in range(len(names))]
+    return [*params, ParamSet(id=0, params=tuple(range(len(names)))), *plans]
+
+
 def records(
     rank: int,
     *,
@@ -60,12 +70,6 @@ def records(
     """The records of one rank after its header, a list a step. Faults: "repeated" sums at every backward, "averaged"
     averages what should be summed; None is healthy."""
     place = site or Site(SOURCE, SOURCE_LINE, "train")
-    tables: list[AnyRecord] = [
-        Param(id=i, name=name, shape=(NUM_POSITIONS,), dtype="float32", num_positions=NUM_POSITIONS)
-        for i, name in enumerate(names)
-    ]
-    tables.append(ParamSet(id=0, params=tuple(range(len(names)))))
-    tables += [Plan(id=i, param=i, num_values=NUM_POSITIONS) for i in range(len(names))]
     total = sum(num_tokens(r, k) for r in range(world) for k in range(accumulation))
     seq = 0
     for step in range(steps):
@@ -131,7 +135,7 @@ def records(
         )
         if step == steps - 1 and end:
             events.append(RunEnd(**common(None), reason="detached"))
-        yield [*tables, *events] if step == 0 else events
+        yield [*tables(names), *events] if step == 0 else events
 
 
 def header(rank: int, world: int = 2, **changes: object) -> Header:
