@@ -96,7 +96,10 @@ def solve(
     rounding = ROUNDING * epsilon * float(np.linalg.norm(summands)) / np.sqrt(num_rows)
     sigma = max(rest / np.sqrt(freedom), rounding)
     determined = rank == len(kept)
-    spread = np.linalg.inv(basis.T @ basis) * sigma**2 if determined else np.diag(np.full(len(kept), np.inf))
+    spread = np.diag(np.full(len(kept), np.inf))
+    if determined:
+        inverse = np.linalg.inv(basis.T @ basis)
+        spread = max(inverse * sigma**2, _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
     shares = np.zeros((num_columns, len(kept)))
     for position, column in enumerate(seen):
         group = member_of[position]
@@ -114,6 +117,19 @@ def solve(
     return Solution(
         coefficients, stderr, residual, residual <= RESIDUAL_FACTOR * epsilon, num_rows, rest / freedom**0.5, covariance
     )
+
+
+def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:
+    """Covariance of the coefficients by the rounding of each element as large as it is: where few elements are much
+    larger than the others (an output head's gradient), these decide, and their errors do not average out.
+
+    Args:
+        solver: shape (num_directions, num_rows), what turns y into coefficients.
+        summands: shape (num_rows, num_directions).
+    """
+    each = ROUNDING * epsilon * np.maximum(np.abs(y), np.abs(summands).max(axis=1))
+    scaled = solver * each
+    return np.asarray(scaled @ scaled.T)
 
 
 def _scale(predicted: np.ndarray, meant: np.ndarray, y: np.ndarray) -> float:

@@ -140,12 +140,6 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
             "save_checkpoint to null.",
             "E214",
         )
-    if config.float8:
-        _refuse(
-            f"float8=true with tp={tp}: this trainer does not split float8 linear layers over tp. Set tp=1 or "
-            "float8=false.",
-            "E214",
-        )
 
 
 def _check_context_parallel(config: TrainConfig) -> None:

@@ -86,3 +86,14 @@ def test_what_was_rounded_to_bfloat16_lies_within_six_standard_errors(weights: l
     found = solve(columns, exact + rounding, EPSILON["bfloat16"], np.array(weights))
     assert found is not None and found.fits
     assert np.all(np.abs(found.coefficients - weights) <= 6 * found.stderr)
+
+
+def test_errors_are_known_where_few_elements_are_much_larger_than_the_others() -> None:
+    rng, errors = np.random.default_rng(3), []
+    for _ in range(200):
+        columns = rng.standard_normal((96, 2)) ** 7
+        rounded = columns.sum(axis=1).astype(np.float32).view(np.uint32) + 0x8000 & 0xFFFF0000
+        solution = solve(columns, rounded.view(np.float32).astype(float), EPSILON["bfloat16"], np.ones(2))
+        assert solution is not None
+        errors.append((solution.coefficients - 1) / solution.stderr)
+    assert 0.4 < np.sqrt(np.mean(np.square(errors))) < 1.3

@@ -144,6 +144,13 @@ def test_float8_layers_stay_near_the_gradient_of_float32() -> None:
         assert max(distance(gradients[0][name], expected[name]) for name in expected) > 1e-3
 
 
+def test_float8_layers_that_are_split_over_tp_give_the_gradient_of_one_process_in_float8() -> None:
+    pytest.importorskip("torchao")
+    expected = run(small(float8=True, accum=2))[0][0]
+    for grads in run(small(float8=True, accum=2, tp=2, sequence_parallel=True))[0]:
+        assert_same(grads, expected, TOLERANCE_TP)
+
+
 def test_every_layout_starts_from_the_same_seed_checkpoint(tmp_path: Any) -> None:
     folder = str(tmp_path / "seed")
     values = {"lr": 0.5, "num_experts": 4, "max_norm": 1.0}
