@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gradcheck_dist.diagnosis.finding import Finding, Report
-from gradcheck_dist.stream.findings import Groups, finding_of
+from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
 from gradcheck_dist.stream.plain import PlainReader
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import read_shares
@@ -21,9 +23,11 @@ so that it is soon known."""
 
 @dataclass
 class Watched:
-    """`has_more`: the run also has steps that do not stand in columns. `stopped`: not read to its end."""
+    """`has_more`: the run also has steps that do not stand in columns. `stopped`: not read to its end. `ends`: the
+    least and the largest documented / expected of each finding."""
 
     findings: list[Finding] = field(default_factory=list)
+    ends: list[tuple[float, float]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -93,6 +97,7 @@ def result_of(watch: Watch, groups: Groups, run: Run) -> Watched:
         finding_of(group, run, files, watch.tolerance, watch.objective, groups.plain)
         for group in groups.groups.values()
     ]
+    result.ends = [(group.first.low, group.first.high) for group in groups.groups.values()]
     result.first_finding = min((finding.step for finding in found), default=None)
     result.num_judged, result.problems, result.series = watch.num_judged, list(watch.problems), watch.series
     _say(watch, groups, result)
@@ -122,9 +127,8 @@ def _how(groups: Groups) -> str:
 def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = False) -> None:
     """Put what the columns showed into the report of the measured steps. `plain`: as in watch_run."""
     order = {"error": 0, "warning": 1, "info": 2}
-    report.findings = sorted(
-        [*report.findings, *watched.findings], key=lambda finding: (order[finding.severity], finding.step)
-    )
+    unnamed = _take_over(report, watched)
+    report.findings = sorted([*report.findings, *unnamed], key=lambda finding: (order[finding.severity], finding.step))
     report.coverage.problems += watched.problems
     report.coverage.notes += watched.notes
     watched.series.add_to(report)
@@ -136,9 +140,49 @@ def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = Fal
     report.reasons += watched.reasons
     if watched.findings:
         report.verdict = "findings"
-        report.rules.failed = sorted({*report.rules.failed, *(finding.code for finding in watched.findings)})
+        report.rules.failed = sorted({*report.rules.failed, *(finding.code for finding in unnamed)})
         report.rules.passed = [code for code in report.rules.passed if code not in report.rules.failed]
         report.rules.not_triggered = [code for code in report.rules.not_triggered if code not in report.rules.failed]
         report.next_step = report.findings[0].fix
     elif report.verdict == "clean" and report.reasons:
         report.verdict = "undetermined"
+
+
+def _take_over(report: Report, watched: Watched) -> list[Finding]:
+    """Name the deviations that a measured step documents as well, and for which one cause was found there: that finding
+    has these steps too. The others are returned."""
+    rest = []
+    for finding, ends in zip(watched.findings, watched.ends, strict=True):
+        for step in report.run.steps:
+            causes = [one for one in report.findings if one.severity != "info" and step in one.steps]
+            if len(causes) != 1 or causes[0].ranks != finding.ranks:
+                continue
+            if not _same(ends, _ends(report, step, finding.ranks)):
+                continue
+            more = f" As documented, it was the same in {len(finding.steps)} step(s) that were not measured."
+            named = msgspec.structs.replace(
+                causes[0],
+                steps=sorted({*causes[0].steps, *finding.steps}),
+                explanation=causes[0].explanation + more,
+            )
+            report.findings = [named if one is causes[0] else one for one in report.findings]
+            break
+        else:
+            rest.append(finding)
+    return rest
+
+
+def _ends(report: Report, step: int, ranks: Collection[int]) -> list[float]:
+    """documented / expected of all weights that these ranks held in a measured step."""
+    return [
+        weight.nominal / weight.expected
+        for weight in report.weights
+        if weight.step == step and weight.holder_rank in ranks and weight.nominal is not None and weight.expected
+    ]
+
+
+def _same(ends: tuple[float, float], ratios: list[float]) -> bool:
+    if not ratios:
+        return False
+    pairs = zip(ends, (min(ratios), max(ratios)), strict=True)
+    return all(abs(one - other) <= ALIKE * max(abs(one), abs(other)) for one, other in pairs)

@@ -49,6 +49,24 @@ def test_one_contribution_of_one_step_is_found_and_described(tmp_path: Path) -> 
     assert any("12 steps (72 contributions) were compared, 1 step is off" in text for text in report.coverage.notes)
 
 
+@pytest.mark.parametrize("family", ["double-averaging", "wrong-normalizer", "repeated-reduction"])
+def test_steps_that_are_off_as_a_measured_one_is_have_its_cause(family: str, tmp_path: Path) -> None:
+    trainer = replace(make_case(family, 1).trainer, clip=None, loss_scale=1.0, dtype="float32", loss_dtype="float32")
+    worlds = [World(trainer, seed=step) for step in range(4)]
+    measured = diagnose_run(write_columns(tmp_path / "measured", worlds[:1], samples_of=0))
+    run = write_columns(tmp_path / "run", [World(trainer, seed=step) for step in range(4)], samples_of=0)
+    [finding] = diagnose_run(run).findings
+    assert finding.steps == [0, 1, 2, 3]
+    assert [(one.code, one.first_event) for one in measured.findings] == [(finding.code, finding.first_event)]
+    assert "in 3 step(s) that were not measured" in finding.explanation
+
+
+def test_steps_that_are_off_otherwise_than_a_measured_one_have_a_finding_of_their_own(tmp_path: Path) -> None:
+    twice, thrice = (Trainer(global_mean(factor), op="sum", accumulation=2) for factor in (2.0, 3.0))
+    run = write_columns(tmp_path / "run", [World(twice, seed=0), World(thrice, seed=1)], samples_of=0)
+    assert [(f.code, f.steps) for f in diagnose_run(run).findings] == [("GS303", [0]), ("GS000", [1])]
+
+
 def test_right_steps_alone_prove_nothing_but_beside_measured_ones_they_are_clean(tmp_path: Path) -> None:
     alone = diagnose_run(one_wrong(tmp_path / "alone", wrong=99))
     assert alone.verdict == "undetermined"
