@@ -58,10 +58,11 @@ def judge(case: Case) -> Answer | None:
         if not own or any(coordinate.get(held.replay.basis.origin[one.column]) != cell.key[0] for one in own):
             return None
     ranks = sorted({held.rank for held, _ in wrong})
+    num = len({held.param for held, _ in wrong})
     return Answer(
         explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
-        f"{len({held.param for held, _ in wrong})} parameters; the sum over the ranks that share these tokens, which "
-        "is the gradient, was never taken. The copies of these parameters drift apart.",
+        f"{num} parameter{'s' * (num != 1)}; the sum over the ranks that share these tokens, which "
+        "is the gradient, was never taken. The copies drift apart.",
         fix="All-reduce (sum) the gradients of these parameters over the ranks that share these tokens after the last "
         "backward: the tensor-parallel group, or, for a matrix that is tied over pipeline stages, the stages that hold "
         "it. A DTensor layout does it for the former.",
