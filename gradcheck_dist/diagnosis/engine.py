@@ -37,6 +37,7 @@ from gradcheck_dist.ledger.apart import apart, own_coordinates
 from gradcheck_dist.ledger.contributions import ContributionKey, collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
+from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.tied import told
 from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
@@ -110,7 +111,7 @@ def judge_step(
 ) -> StepVerdict:
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
     ranks that reduce no gradients between them train models of their own."""
-    data = step_data(run, step)
+    data = without_looks(step_data(run, step))
     contributions = same_tokens(data, collect(data.events, run.same_data))
     own = own_coordinates(data, contributions) if alone else None
     if own is not None:

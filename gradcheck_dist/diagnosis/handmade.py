@@ -278,14 +278,14 @@ def _in_some_steps(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
 def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
     """Whether weights keep a factor between them that is not 1, while all change together (a clip of the whole)."""
     steps = set.intersection(*(set(of_key) for of_key in several.values()))
-    if len(steps) < 2 or len(several) < 2:
+    if len(steps) < 2 or len(several) < 2 or not all(map(_tight, several.values())):
         return False
     first, *others = several.values()
     if any(of_key[step][0] <= 0 for of_key in several.values() for step in steps):
         return False
     apart = False
     for of_key in others:
-        tolerance = 2 * sum(of_key[step][1] + first[step][1] for step in steps)
+        tolerance = 4 * max(of_key[step][1] + first[step][1] for step in steps)
         shifts = [log(of_key[step][0] / first[step][0]) for step in steps]
         if max(shifts) - min(shifts) > tolerance:
             return False

@@ -118,3 +118,21 @@ def test_of_losses_that_count_nothing_the_documented_weights_are_the_right_ones(
             optimizer.zero_grad()
     (finding,) = diagnose(read_run(tmp_path / "run")).findings
     assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(("divisor", "found"), [(1, []), (2, ["GS303"])])
+def test_gradients_that_were_only_looked_at_are_no_contribution(tmp_path: Path, divisor: int, found: list[str]) -> None:
+    """GradNorm asks for the gradient of one layer before it knows a task's coefficient."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            tokens, labels = batch(0, step)
+            loss = mean(model(tokens), labels)
+            torch.autograd.grad(loss, [model.inner.weight], retain_graph=True)
+            (loss / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found
+    assert report.verdict == ("findings" if found else "clean")

@@ -1,0 +1,60 @@
+"""Gradients that were only looked at: GradNorm asks for those of one layer before it knows a task's coefficient.
+
+One evaluation of a loss is differentiated twice, and the first pass reaches a part only of the parameters of the other.
+It is no contribution of its own; were it put into `.grad` all the same, the other's weights would show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradcheck_dist.events import Backward, Event, LossGradient
+from gradcheck_dist.ledger.tracks import Slot, StepData
+
+
+def without_looks(data: StepData) -> StepData:
+    """The same step without the passes that only looked."""
+    looks = {(rank, slot) for rank, events in data.events.items() for slot in _looks(data, rank, events)}
+    if not looks:
+        return data
+    events = {
+        rank: [event for event in of_rank if not (isinstance(event, LossGradient) and (rank, _slot(event)) in looks)]
+        for rank, of_rank in data.events.items()
+    }
+    tracks = {
+        key: {
+            rank: replace(
+                track, leaves={slot: leaf for slot, leaf in track.leaves.items() if (rank, slot) not in looks}
+            )
+            for rank, track in of_rank.items()
+        }
+        for key, of_rank in data.tracks.items()
+    }
+    return replace(data, events=events, tracks=tracks)
+
+
+def _slot(event: LossGradient | Backward) -> Slot:
+    return (event.accumulation_step, event.microbatch)
+
+
+def _looks(data: StepData, rank: int, events: list[Event]) -> list[Slot]:
+    losses: dict[Slot, set[int]] = {}
+    for event in events:
+        if isinstance(event, LossGradient):
+            losses.setdefault(_slot(event), set()).add(event.loss_id)
+    of_loss: dict[int, int] = {}
+    for ids in losses.values():
+        for loss_id in ids:
+            of_loss[loss_id] = of_loss.get(loss_id, 0) + 1
+    if all(count < 2 for count in of_loss.values()):
+        return []
+    reached = {
+        _slot(event): set(data.params_of(rank, event.params))
+        for event in events
+        if isinstance(event, Backward) and event.params is not None
+    }
+    return [
+        one
+        for one, ids in losses.items()
+        if any(ids <= losses[other] and reached.get(one, set()) < reached.get(other, set()) for other in losses)
+    ]
