@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradcheck_dist.diagnosis.engine import conclude, judge_step, objective_of
@@ -27,6 +27,7 @@ from gradcheck_dist.trace.run import Run
 from gradcheck_dist.tui.documented_view import Meant, documented_view, lanes_of
 from gradcheck_dist.tui.grid import WeightGrid, build_grid, param_grid
 from gradcheck_dist.tui.live_run import LiveRun
+from gradcheck_dist.tui.norm_series import recorded_norms
 from gradcheck_dist.tui.snapshot import OtherRun
 from gradcheck_dist.tui.step_view import StepView
 from gradcheck_dist.tui.sweep import Sweep
@@ -57,6 +58,7 @@ class Judged:
     step: StepView | None = None
     grid: WeightGrid | None = None
     problem: str = ""
+    norms: dict[int, float] = field(default_factory=dict)
 
 
 class Judge:
@@ -157,7 +159,8 @@ class Judge:
         recorded = tuple(sorted({*whole, *columns}))
         self._views.clear()
         if sweep is not None and sweep.report is not None:
-            judged = Judged(sweep.report, build(sweep.report), recorded, recorded if sweep.done else self.now.judged)
+            covered = recorded if sweep.done else self.now.judged
+            judged = Judged(sweep.report, build(sweep.report), recorded, covered, norms=self.now.norms)
             self.now = self._with_step(judged, self._choose(wanted, judged))
             return
         faulty = before.findings[0].step if before is not None and before.findings else None
@@ -173,7 +176,7 @@ class Judge:
         if compared is not None:
             add_to(report, without_measured(compared, verdicts), sampled=bool(chosen), plain=True)
         covered = recorded if compared is not None else tuple(sorted({*chosen, *columns}))
-        judged = Judged(report, build(report), recorded, covered)
+        judged = Judged(report, build(report), recorded, covered, norms=self.now.norms | recorded_norms(run, verdicts))
         if recorded:
             self._keep_shown(verdicts, self._choose(wanted, judged), report)
             judged = self._with_step(judged, self._choose(wanted, judged))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class LiveRun:
         self._turn = 0
         self._loss: dict[str, dict[int, tuple[float, float]]] = {}
         self._grad_norm: dict[int, float] = {}
+        self._clipped: dict[int, float] = {}
         self._steps: set[int] = set()
         self._ended: dict[int, set[int]] = {}
         self._lines: dict[int, tuple[tuple[object, ...], RankLine]] = {}
@@ -118,7 +119,7 @@ class LiveRun:
                 one.scan(self._taker(rank), FIRST_BYTES, self._column_taker(rank))
 
     def _taker(self, rank: int) -> Callable[[Any], None]:
-        ended, steps, loss, grad_norm = self._ended, self._steps, self._loss, self._grad_norm
+        ended, steps, loss, grad_norm, clipped = self._ended, self._steps, self._loss, self._grad_norm, self._clipped
 
         def take(event: Any) -> None:
             kind = type(event)
@@ -134,6 +135,8 @@ class LiveRun:
                     of_term[event.step] = (total + value, tokens + event.num_tokens)
             elif (kind is CLIP or kind is Clip) and not event.partial:
                 grad_norm[event.step] = event.total_norm
+                if event.coefficient < 1.0:
+                    clipped[event.step] = event.total_norm * event.coefficient
 
         return take
 
@@ -240,14 +243,14 @@ class LiveRun:
             detail = f"no end was recorded, silent for {_duration(silent)}" + (f", {one.cut}" if one.cut else "")
         return RankLine(rank, state, detail or one.problem, one.last_step, one.num_events, max(one.size, 0))
 
-    def series(self) -> Series:
+    def series(self, recorded: Mapping[int, float]) -> Series:
+        """The charts. `recorded` norms were measured by the probes, and stand where clipping saw none."""
         of_term = self._loss.get("main") or next(iter(self._loss.values()), {})
-        loss = {step: total / tokens for step, (total, tokens) in of_term.items() if tokens}
-        losses, norms = (
-            dict(self.columns.series("loss")) | loss,
-            dict(self.columns.series("grad_norm")) | self._grad_norm,
-        )
-        return Series(tuple(sorted(losses.items())), tuple(sorted(norms.items())))
+        losses = dict(self.columns.series("loss"))
+        losses |= {step: total / tokens for step, (total, tokens) in of_term.items() if tokens}
+        norms = dict(recorded) | dict(self.columns.series("grad_norm")) | self._grad_norm
+        clipped = self._clipped.get(max(norms)) if norms else None
+        return Series(tuple(sorted(losses.items())), tuple(sorted(norms.items())), clipped)
 
     def counts(self) -> tuple[int, int]:
         """(events read, bytes there)."""

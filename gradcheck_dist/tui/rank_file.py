@@ -47,7 +47,7 @@ TAIL_BYTES = 1 << 16
 _WHOLE = msgspec.msgpack.Decoder(list[AnyRecord])
 _FIELDS: dict[type[Record], tuple[str, ...]] = {
     Loss: ("value", "num_tokens", "reduction", "requires_grad", "term"),
-    Clip: ("total_norm", "partial"),
+    Clip: ("total_norm", "coefficient", "partial"),
     Reduce: ("group", "params"),
 }
 _RAW = ("group",)

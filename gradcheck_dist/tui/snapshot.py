@@ -35,10 +35,11 @@ class RankLine:
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers by step, as far as they are known."""
+    """Numbers by step, as far as they are known. `clipped`: what the norm of the last step was scaled down to."""
 
     loss: tuple[tuple[int, float], ...] = ()
     grad_norm: tuple[tuple[int, float], ...] = ()
+    clipped: float | None = None
 
 
 @dataclass(frozen=True)

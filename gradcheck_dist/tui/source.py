@@ -117,7 +117,7 @@ class FolderSource:
             self._asked.wait(READ_POLL_S if snapshot.loading else POLL_S if changed else IDLE_POLL_S)
 
     def _snapshot(self, run: LiveRun, judge: Judge | None) -> Snapshot:
-        lines, series = run.lines(), run.series()
+        lines = run.lines()
         num_events, num_bytes = run.counts()
         judged = None
         if judge is not None:
@@ -146,7 +146,7 @@ class FolderSource:
             document=judged.document if judged is not None else None,
             step=judged.step if judged is not None else None,
             grid=judged.grid if judged is not None else None,
-            series=series,
+            series=run.series(judged.norms if judged is not None else {}),
             siblings=self._siblings(run.path),
             other=self._other,
             num_events=num_events,

@@ -58,6 +58,22 @@ def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapsh
     drive(snapshot, steps)
 
 
+def test_what_a_finding_means_for_this_run_stands_on_the_event_and_explain_screens(snapshot: Snapshot) -> None:
+    assert snapshot.report is not None
+    consequence = snapshot.report.findings[0].consequence
+    assert consequence
+
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        for key in ("d", "7"):
+            await pilot.press(key)
+            await pilot.pause()
+            text = screen_text(app)
+            assert "what it means for this run" in text
+            assert consequence.split(".")[0].split()[0] in text
+
+    drive(snapshot, steps, size=(160, 60))
+
+
 def test_the_key_pressed_while_still_reading_is_remembered(snapshot: Snapshot) -> None:
     async def run() -> None:
         app = WatchApp(StillSource(), "run")

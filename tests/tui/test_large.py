@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from still_source import StillSource, first_snapshot, screen_text, settled
 from tiny_runs import SOURCE_LINE, header, records, write_run
 
 from gradcheck_dist.diagnosis.finding import Factor, Finding, FirstEvent
-from gradcheck_dist.events import Event
+from gradcheck_dist.events import Clip, Event, Norms, OptimizerStep, Plan
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.run import create_run_dir
@@ -156,3 +157,33 @@ def diagnosed_at(rank: int) -> Finding:
         code="GS000", name="x", severity="error", step=0, factor=Factor(observed=2.0), pattern="", units=[],
         num_parameters=0, ranks=[rank], first_event=FirstEvent(rank=rank, seq=0, kind="loss"), explanation="", fix="",
     )  # fmt: skip
+
+
+def test_norms_that_probes_recorded_are_on_the_chart_where_nothing_clips(tmp_path: Path) -> None:
+    folder = create_run_dir(tmp_path / "run", {"world_size": 2})
+    for rank in range(2):
+        writer = TraceWriter(trace_path(folder, rank), header(rank), background=False)
+        for step, batch in enumerate(records(rank, steps=2, fault=None)):
+            stepped = next(record for record in batch if isinstance(record, OptimizerStep))
+            rows = np.array([(i, i, 0) for i in range(4)], dtype="<i4").tobytes()
+            norms = Norms(step=step, seq=stepped.seq, rows=rows, values=np.array([3.0, 4.0, 0.0, 0.0]).tobytes())
+            for record in [one for one in batch if not isinstance(one, Clip)]:
+                if isinstance(record, Plan):
+                    record.offset, record.extent = (0,), (32,)
+                writer.append(record)
+            writer.append(norms)
+            writer.flush()
+        writer.close()
+    assert first_snapshot(folder).series.grad_norm == ((0, 5.0), (1, 5.0))
+
+
+def test_a_clipped_norm_is_shown_before_and_after(tmp_path: Path) -> None:
+    folder = create_run_dir(tmp_path / "run", {"world_size": 1})
+    writer = TraceWriter(trace_path(folder, 0), header(0, 1), background=False)
+    for batch in records(0, world=1, fault=None):
+        for record in batch:
+            if isinstance(record, Clip):
+                record.total_norm, record.coefficient, record.max_norm = 8.0, 0.25, 2.0
+            writer.append(record)
+    writer.close()
+    assert "grad norm 8→2" in shown(first_snapshot(folder))

@@ -8,7 +8,9 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.geometry import Region
 from textual.screen import Screen
+from textual.strip import Strip
 from textual.widgets import Footer, Input
 
 from gradcheck_dist.reports.text import prose
@@ -26,6 +28,10 @@ class Body(Vertical):
 
     BLANK = True
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """One blank line for all: the compositor cuts every line of every widget, and keeps the pieces by line."""
+        return super().render_lines(Region(crop.x, crop.y, crop.width, min(crop.height, 1))) * crop.height
+
 
 class RunScreen(Screen[None]):
     """A screen shows a snapshot and a selection; it keeps nothing of its own that a new snapshot could not replace."""
@@ -39,6 +45,10 @@ class RunScreen(Screen[None]):
     RunScreen #search { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave_search", "Back", show=False)]
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """As Body does."""
+        return super().render_lines(Region(crop.x, crop.y, crop.width, min(crop.height, 1))) * crop.height
 
     def compose(self) -> ComposeResult:
         yield TopBar(self.MODE)

@@ -76,7 +76,9 @@ class EventScreen(RunScreen):
         if selection.param is not None and selection.holder is not None and selection.key is not None:
             cell = step.cell(selection.param, selection.holder, selection.key)
             ledger = step.ledger_at(selection.param, selection.holder, stop) if stop is not None else []
-        self.query_one(EventCard).show(mark, stop, cell, ledger, culprit=where in step.culprits)
+        self.query_one(EventCard).show(
+            mark, stop, cell, ledger, culprit=where in step.culprits, consequence=_consequence(snapshot, selection)
+        )
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one("#path", Static).update(_path_title(selection))
 
@@ -127,6 +129,12 @@ class EventScreen(RunScreen):
         if holders:
             at = holders.index(selection.holder) if selection.holder in holders else -1
             self.watch_app.open_path(selection.param, holders[(at + by) % len(holders)], selection.key)
+
+
+def _consequence(snapshot: Snapshot, selection: Selection) -> str:
+    """What the selected finding means for this run."""
+    findings = snapshot.report.findings if snapshot.report is not None else []
+    return findings[selection.finding].consequence if selection.finding < len(findings) else ""
 
 
 def _path_title(selection: Selection) -> str:

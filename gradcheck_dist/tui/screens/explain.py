@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Static
 
+from gradcheck_dist.reports.text import prose
 from gradcheck_dist.tui.screens.base import RunScreen
 from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.widgets.rule_page import RulePage
@@ -57,12 +58,14 @@ class Explain(RunScreen):
         text.append(f"{words.factor}\n\n")
         text.append(f"{words.where}\n\n", "dim")
         text.append("why\n", "bold underline").append(f"{words.explanation}\n\n")
+        if finding.consequence:
+            text.append("what it means for this run\n", "bold underline").append(f"{prose(finding.consequence)}\n\n")
         text.append("fix\n", "bold underline").append(f"{words.fix}\n\n")
         if words.culprit is not None:
             text.append("where\n", "bold underline").append(f"{words.culprit.line}\n")
             for fact in words.culprit.facts:
                 text.append(f"{fact}\n", "dim")
-        for fact in words.facts:
+        for fact in words.facts[1 if finding.consequence else 0 :]:
             text.append(f"\n{fact}\n")
         self.query_one("#finding", Static).update(text)
         rule = find_rule(finding.code)

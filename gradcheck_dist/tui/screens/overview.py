@@ -39,7 +39,7 @@ class Overview(RunScreen):
         with Horizontal(id="figures"):
             yield AxisGauges()
             yield Chart("loss", "no loss recorded")
-            yield Chart("grad norm", "no clipping seen")
+            yield Chart("grad norm", "no norm recorded")
         yield FindingsList(classes="main")
 
     def on_resize(self) -> None:
@@ -50,7 +50,9 @@ class Overview(RunScreen):
         self.query_one(RankStrip).show(snapshot)
         self.query_one(AxisGauges).show(snapshot)
         loss, norm = self.query(Chart)
-        loss.points, norm.points = snapshot.series.loss, snapshot.series.grad_norm
+        series = snapshot.series
+        loss.points, norm.points = series.loss, series.grad_norm
+        norm.note = f"→{series.clipped:.3g}" if series.clipped is not None else ""
         rows = self.query_one(FindingsList)
         rows.show(snapshot)
 

@@ -24,9 +24,15 @@ class Chart(Widget):
         super().__init__()
         self._title, self._missing = title, missing
 
+    note = reactive("")
+    """Behind the last value."""
+
     def watch_points(self) -> None:
-        last = f" {self.points[-1][1]:.5g}" if self.points else ""
-        self.border_title = self._title + last
+        last = f" {self.points[-1][1]:.{4 if self.note else 5}g}" if self.points else ""
+        self.border_title = self._title + last + self.note
+
+    def watch_note(self) -> None:
+        self.watch_points()
 
     def render(self) -> Text:
         if not self.points:

@@ -8,7 +8,7 @@ from textual.widgets import Static
 from gradcheck_dist.diagnosis.cells import Cell
 from gradcheck_dist.events import AmpUnscale, Clip, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
 from gradcheck_dist.reports.source import excerpt, modified_s, short_path
-from gradcheck_dist.reports.text import clip, number, printable, spans
+from gradcheck_dist.reports.text import clip, number, printable, prose, spans
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.step_view import Mark, Stop
 from gradcheck_dist.tui.widgets.mark_box import describe
@@ -29,6 +29,7 @@ class EventCard(Static):
         ledger: list[tuple[Cell, float | None]],
         *,
         culprit: bool,
+        consequence: str = "",
     ) -> None:
         text = Text()
         if mark is None:
@@ -43,6 +44,8 @@ class EventCard(Static):
             text.append(f"{fact}\n")
         if stop is not None:
             _factors(text, stop, cell)
+        if consequence and culprit:
+            text.append("\nwhat it means for this run\n", "bold").append(f"{prose(consequence)}\n")
         if ledger:
             text.append("\nledger after this event: observed/expected of every contribution\n", "bold")
             _ledger(text, ledger)

@@ -15,9 +15,11 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 
 from gradcheck_dist.reports.text import printable
+from gradcheck_dist.tui.widgets.light_scrollbar import LightScrollBar
 
 Piece = tuple[str, str | Style]
 """Text and how it looks: the name of a component class ("bad", "dim", ...) or a style."""
@@ -64,6 +66,15 @@ class Rows(ScrollView, can_focus=True):
         self._drawn_size = Size(0, 0)
         self._made: dict[Style, dict[Piece, tuple[Segment, int]]] = {}
         super().__init__(id=id, classes=classes)
+
+    @property
+    def vertical_scrollbar(self) -> ScrollBar:
+        """One that is cheap to draw beside every frame of a scroll."""
+        if self._vertical_scrollbar is None:
+            bar = self._vertical_scrollbar = LightScrollBar(name="vertical", thickness=self.scrollbar_size_vertical)
+            bar.display = False
+            self.app._start_widget(self, bar)
+        return self._vertical_scrollbar
 
     class Moved(Message):
         """The cursor is on another row."""
@@ -159,7 +170,7 @@ class Rows(ScrollView, can_focus=True):
         if not self._drawn.keys() >= set(crop.line_range):
             self._draw([y for y in crop.line_range if y not in self._drawn])
         strips = [self._drawn[y] for y in crop.line_range]
-        if crop.column_span != (0, self._size.width):
+        if crop.x > 0 or crop.right < self._size.width:
             strips = [strip.crop(*crop.column_span) for strip in strips]
         return strips
 
@@ -205,8 +216,10 @@ class Rows(ScrollView, can_focus=True):
                 made = known[piece] = (Segment(shown, base + self.look(look)), cell_len(shown))
             segments.append(made[0])
             length += made[1]
-        if length == width:
-            return Strip(segments, length)
+        if length <= width:
+            if length < width:
+                segments.append(Segment(" " * (width - length), base))
+            return Strip(segments, width)
         return Strip(segments, length).adjust_cell_length(width, base)
 
     def refresh_rows(self, *indices: int) -> None:
