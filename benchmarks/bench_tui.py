@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from big_run import EVENTS_PER_STEP, NAMES, NUM_POSITIONS, header, one_step, tables, write_big_run
 from measure import alternate, arguments, keep, paired_ratio
+from scale_trace import write as write_columns
 from textual._compositor import CompositorUpdate
 
 from gradcheck_dist.events import Metric
@@ -52,6 +54,8 @@ First(FolderSource(Path(sys.argv[1])), sys.argv[1]).run(headless=True)
 print(time.process_time())
 """
 _OPEN = "import sys; sys.path.insert(0, {here!r}); import bench_tui; bench_tui.open_until({run!r}, {ranks})"
+_VERDICT = "import sys; sys.path.insert(0, {here!r}); import bench_tui; bench_tui.verdict_of({run!r})"
+VERDICT_S = 60.0
 
 
 class PaintingApp(WatchApp):
@@ -236,7 +240,7 @@ def opening(quick: bool) -> dict[str, Any]:
         num_bytes = write_big_run(run, ranks, steps)
         script = _OPEN.format(here=str(Path(__file__).parent), run=str(run), ranks=ranks)
         rounds = []
-        for _ in range(1 if quick else 5):
+        for _ in range(1 if quick else 3):
             start = time.time()
             command = [sys.executable, "-c", script, str(start)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -274,7 +278,55 @@ def open_until(run: str, ranks: int) -> None:
     asyncio.run(main())
 
 
-PARTS = {"first_frame": first_frame, "frames": frames, "live": live, "opening": opening}
+def verdict(quick: bool) -> dict[str, Any]:
+    """From the process' start to the first divergence and to the whole verdict, of a run in columns and of one whose
+    every step was recorded event by event; CPU with that of the process that compares."""
+    ranks, steps, microbatches = (32, 40, 8) if quick else (1024, 1000, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        columns, plain = Path(folder) / "columns", Path(folder) / "plain"
+        write_columns(columns, ranks, steps, microbatches)
+        found = {f"columns_{name}": value for name, value in _verdict(columns).items()}
+        shutil.rmtree(columns)
+        write_big_run(plain, max(ranks, 128), steps)
+        found |= {f"plain_{name}": value for name, value in _verdict(plain).items()}
+    return {"ranks": ranks, "steps": steps, "contributions": ranks * steps * microbatches, **found}
+
+
+def _verdict(run: Path) -> dict[str, Any]:
+    script = _VERDICT.format(here=str(Path(__file__).parent), run=str(run))
+    command = [sys.executable, "-c", script, str(time.time())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=VERDICT_S + 30, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def verdict_of(run: str) -> None:
+    """Watch until all is judged, or VERDICT_S have passed; prints seconds, and how far it came."""
+    started = float(sys.argv[1])
+    app = PaintingApp(FolderSource(Path(run)), run)
+    found: dict[str, Any] = {"first_s": None, "whole_s": None}
+
+    async def main() -> None:
+        longest, before = 0.0, time.monotonic()
+        async with app.run_test(size=SIZE):
+            while time.time() - started < VERDICT_S and found["whole_s"] is None:
+                await asyncio.sleep(0.01)
+                longest, before = max(longest, time.monotonic() - before - 0.01), time.monotonic()
+                shown = app.shown
+                if found["first_s"] is None and shown.report is not None and shown.report.findings:
+                    found["first_s"] = round(time.time() - started, 2)
+                    found["first_cpu_s"] = round(time.process_time(), 2)
+                if shown.phase == "ready" and not shown.loading:
+                    found["whole_s"] = round(time.time() - started, 2)
+            found["steps_judged"] = len(app.shown.judged)
+        found["cpu_s"] = round(sum(os.times()[:4]), 2)
+        found["longest_wait_of_the_screens_ms"] = round(longest * 1e3)
+
+    asyncio.run(main())
+    print(json.dumps(found))
+
+
+PARTS = {"first_frame": first_frame, "frames": frames, "live": live, "opening": opening, "verdict": verdict}
 
 
 def main() -> None:

@@ -66,6 +66,29 @@ def test_run_live_shows_the_fault_beside_torchrun_and_closing_the_screens_leaves
         shown.close(force=True)
 
 
+def test_tabs_cells_and_the_wheel_answer_to_a_real_mouse(faulty_run: Path) -> None:
+    shown = terminal("watch", faulty_run, cwd=faulty_run.parent)
+
+    def press(button: int, column: int, row: int) -> None:
+        """As a terminal reports it; columns and rows from 1."""
+        shown.send(f"\x1b[<{button};{column};{row}M\x1b[<{button};{column};{row}m")
+
+    try:
+        shown.expect("GS102 repeated-reduction")
+        press(0, 16, 1)  # the tab of the weights
+        shown.expect("weight of one token's loss")
+        press(0, 45, 6)  # a cell
+        press(65, 45, 6)  # the wheel
+        press(0, 30, 1)
+        shown.expect("event number|ms since start")
+        shown.send("q")
+        shown.expect(pexpect.EOF)
+        shown.close()
+        assert shown.exitstatus == 0
+    finally:
+        shown.close(force=True)
+
+
 @pytest.mark.slow
 def test_a_failing_command_is_told_and_its_exit_code_is_kept(tmp_path: Path) -> None:
     shown = terminal("run", "--live", "--out", "runs", "--", "sh", "-c", "echo out of memory; exit 7", cwd=tmp_path)

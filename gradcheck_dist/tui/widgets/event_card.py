@@ -44,11 +44,11 @@ class EventCard(Static):
             text.append(f"{fact}\n")
         if stop is not None:
             _factors(text, stop, cell)
-        if consequence and culprit:
-            text.append("\nwhat it means for this run\n", "bold").append(f"{prose(consequence)}\n")
         if ledger:
             text.append("\nledger after this event: observed/expected of every contribution\n", "bold")
             _ledger(text, ledger)
+        if consequence and culprit:
+            text.append("\nwhat it means for this run\n", "bold").append(f"{prose(consequence)}\n")
         self.update(text)
 
 

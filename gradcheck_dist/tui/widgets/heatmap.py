@@ -130,6 +130,8 @@ class Heatmap(Rows):
             yield " ", "plain"
 
     def empty(self) -> str:
+        if self.axes[0].endswith("filtered"):
+            return "nothing here contains what is searched for; esc ends the search"
         return "no weight of this step could be observed; the Parameters screen (5) says why"
 
 
