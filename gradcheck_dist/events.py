@@ -29,6 +29,8 @@ SCHEMA_VERSION = 1
 LEAF = 0  # a contribution's own gradient, as it arrived at the autograd leaf
 BEFORE = 1  # the gradient buffer before the event
 AFTER = 2  # the gradient buffer after the event
+UNNAMED = "unnamed."  # begins the names of parameters that an optimizer holds and no module has shown
+
 BY_AUTOGRAD = "redistribute"  # `hook` of a reduction that is the backward of a DTensor's redistribution
 
 ROLE_NAMES = ("leaf", "before", "after")

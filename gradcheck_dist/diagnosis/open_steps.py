@@ -7,9 +7,9 @@ import numpy as np
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD
-from gradcheck_dist.events import BEFORE, OptimizerStep, PipelineStep
+from gradcheck_dist.events import BEFORE, UNNAMED, OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank, slots_of_rank
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import StepData, steps_of
 from gradcheck_dist.trace.run import Run
 
 
@@ -59,6 +59,9 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             "give each loss its own term with mark_loss"
         )
     unmade = _unmade(data)
+    if any(name.startswith(UNNAMED) for name in unmade) and data.step in steps_of(run)[:-1][:1]:
+        # What belongs to no module is known from its first optimizer step on: later steps tell.
+        unmade = [name for name in unmade if not name.startswith(UNNAMED)]
     if unmade:
         shown = ", ".join(unmade[:3]) + (f" and {len(unmade) - 3} more" if len(unmade) > 3 else "")
         reasons.append(

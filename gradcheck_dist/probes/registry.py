@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcheck_dist.events import AnyRecord, Param, ParamSet, Plan, Site, Wrapper
+from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
 from gradcheck_dist.probes.regions import Finder, Region
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-UNNAMED = "unnamed."
 
 
 class LocalPlan:
