@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradcheck_dist.diagnosis.engine import conclude, judge_step, objective_of
-from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps
@@ -43,8 +43,8 @@ MANY_RANKS = 64
 """Of more ranks, recorded operations are compared before anything is measured."""
 MAX_MEASURED_RANKS = 256
 """Of more ranks nothing is measured here: one step takes minutes."""
-DUTY = 4.0
-"""After a judgement that took t, the next one begins no sooner than DUTY * t later: a quarter of a core at most."""
+DUTY = 8.0
+"""After a judgement that took t, the next one begins no sooner than DUTY * t later: a ninth of a core at most."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +233,15 @@ def _measure(run: Run, steps: Sequence[int]) -> tuple[Report, list[StepVerdict]]
 
 
 def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watched:
-    """What documentation says of steps that were not measured: where samples told, they are right."""
+    """What documentation says, where samples do not say otherwise: nothing of deviations that a measured step shows to
+    be none, and nothing twice of steps that were all measured."""
     measured = {verdict.context.step for verdict in verdicts if any(held.cells for held in verdict.held)}
-
-    def untouched(finding: Finding) -> bool:
-        return not measured & {finding.step, *finding.steps}
-
-    return replace(watched, findings=[finding for finding in watched.findings if untouched(finding)])
+    right = measured - {
+        verdict.context.step for verdict in verdicts for one in verdict.findings if one.severity != "info"
+    }
+    steps = [{one.step, *one.steps} for one in watched.findings]
+    kept = [at for at, of_one in enumerate(steps) if not right & of_one and of_one - measured]
+    return replace(watched, findings=[watched.findings[at] for at in kept], ends=[watched.ends[at] for at in kept])
 
 
 def words(error: Exception) -> str:

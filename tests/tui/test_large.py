@@ -139,6 +139,7 @@ def test_where_a_step_is_measured_its_samples_are_right_and_not_the_documentatio
     snapshot = first_snapshot(write_run(tmp_path / "run", steps=3, fault="averaged"))
     assert snapshot.report is not None
     assert [finding.code for finding in snapshot.report.findings] == ["GS101"]
+    assert snapshot.report.findings[0].steps == [0, 1, 2]
     healthy = first_snapshot(write_run(tmp_path / "healthy", steps=3, fault=None))
     assert healthy.report is not None
     assert healthy.report.verdict == "clean"
