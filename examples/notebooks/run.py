@@ -1,5 +1,6 @@
 """Runs the notebooks beside this file and keeps what they print: `make notebooks`."""
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,5 +15,7 @@ for path in sorted(Path(__file__).parent.glob("*.ipynb")):
         cell.metadata.pop("execution", None)
         if "outputs" in cell:  # a progress bar that is done leaves an empty one
             cell.outputs = [output for output in cell.outputs if output.get("data") != {"text/plain": ""}]
-    nbformat.write(notebook, path)
+    # A kernel names its cells after files in a temporary folder.
+    text = re.sub(r"/[^\s<>\"']*ipykernel_\d+/\d+\.py", "cell.py", nbformat.writes(notebook))
+    path.write_text(text + "\n")
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")

@@ -19,7 +19,7 @@ _PASSING = [
     (re.compile(r"probes took [^\n]*"), "COST"),
     (re.compile(r"- (?:rules|probes): [^\n]*"), "COVERAGE"),  # a new rule or probe is named there
     (re.compile(r"<summary>How it was looked at.*", re.S), ""),
-    (re.compile(r"[^\s<>\"']*(?:ipykernel|gradcheck-|site-packages|gradcheck_dist)[^\s<>\"':]*"), "PATH"),
+    (re.compile(r"[^\s<>\"']*(?:ipykernel|cell\.py|gradcheck-|site-packages|gradcheck_dist)[^\s<>\"':]*"), "PATH"),
     (re.compile(r"0x[0-9a-f]+"), "ADDRESS"),
     (re.compile(r"\b\d(?:\.\d+)?e-\d+\b"), "TINY"),
     (re.compile(r"(\d\.\d{4})\d+"), r"\1"),
