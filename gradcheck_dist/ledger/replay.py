@@ -47,7 +47,7 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
         ready = {rank: event for rank, event in waiting.items() if event is not None}
         if not ready:
             return result
-        rounds = [_members(rank, ready) for rank in ready]
+        rounds = _rounds(ready)
         whole = [members for members in rounds if members <= set(ready)]
         # Nobody is complete: a rank died, or its trace is missing. Go on with those that are there.
         chosen = max(whole, key=len) if whole else max(rounds, key=lambda members: len(members & set(ready)))
@@ -61,12 +61,25 @@ def _summed_in(event: Reduce) -> str:
     return event.dtype or next((dtype for name, dtype in compressed.items() if name in (event.hook or "")), "")
 
 
+def _rounds(ready: dict[int, Reduce]) -> list[set[int]]:
+    """The members of each reduction that some rank waits for; of a whole one once."""
+    rounds: list[set[int]] = []
+    known: set[int] = set()
+    for rank in ready:
+        if rank not in known:
+            rounds.append(_members(rank, ready))
+            if all(member >= 0 for member in rounds[-1]):
+                known |= rounds[-1]
+    return rounds
+
+
 def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
     """All ranks of one reduction: its group, and under HSDP the groups of all replicas of all its members.
 
     A rank that waits for another reduction, or for none, is a member that is not ready; -1 - rank stands for it.
     """
     members: set[int] = set()
+    opened: set[tuple[int, ...]] = set()
     todo: list[tuple[int, Reduce, tuple[int, ...]]] = [(rank, ready[rank], ())]
     while todo:
         current, wanted, over = todo.pop()
@@ -77,9 +90,10 @@ def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
             members.add(-1 - current)
             continue
         members.add(current)
-        todo += [(peer, event, event.group) for peer in event.group]
-        if event.all_reduced:
-            todo += [(peer, event, event.replicate_group) for peer in event.replicate_group]
+        for group in (event.group, event.replicate_group if event.all_reduced else ()):
+            if group not in opened:
+                opened.add(group)
+                todo += [(peer, event, group) for peer in group]
     return members
 
 
@@ -87,7 +101,7 @@ def _same_reduction(event: Reduce, wanted: Reduce, over: tuple[int, ...]) -> boo
     """Whether a peer that was found in the group `over` waits for the same: one over cp is none over dp."""
     if event.impl != wanted.impl or event.all_reduced != wanted.all_reduced:
         return False
-    return not over or set(over) in (set(event.group), set(event.replicate_group))
+    return not over or any(over == group or set(over) == set(group) for group in (event.group, event.replicate_group))
 
 
 def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
