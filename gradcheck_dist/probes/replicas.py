@@ -3,7 +3,7 @@
 Ranks that reduce no gradient and are alike again after they were not have averaged their parameters: local SGD, DiLoCo,
 post-local SGD. By which collective, and what of (the parameters, copies, the way they went), is theirs. It may come
 long after the recorded steps: where several ranks have reduced nothing by then, this probe alone stays and looks on,
-some 40 microseconds an optimizer step, until it has seen parameters change that no optimizer changed.
+a few small copies an optimizer step, until it has seen parameters change that no optimizer changed.
 """
 
 from __future__ import annotations
