@@ -124,14 +124,14 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
     for rank, trace in run.ranks.items():
         clips = {event.seq for event in data.events.get(rank, ()) if isinstance(event, Clip)}
         held: set[ParamKey] = set()
-        for norms in trace.norms:
-            if norms.step == data.step:
-                only = None if norms.seq in clips else held  # at the step the same again as at the clip
-                at[rank, norms.seq] = found = _parts(trace, norms, keys[rank], only)
-                for part in found:
-                    if part.key not in held:
-                        held.add(part.key)
-                        result.parts[rank, part.key] = part
+        of_step = [norms for norms in trace.norms if norms.step == data.step]
+        for norms in sorted(of_step, key=lambda one: one.seq not in clips):  # before values were clipped: others
+            only = None if norms.seq in clips else held  # at the step the same again as at the clip
+            at[rank, norms.seq] = found = _parts(trace, norms, keys[rank], only)
+            for part in found:
+                if part.key not in held:
+                    held.add(part.key)
+                    result.parts[rank, part.key] = part
     for rank, events in data.events.items():
         ran: dict[tuple[object, ...], int] = defaultdict(int)
         for event in events:
