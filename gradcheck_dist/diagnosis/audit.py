@@ -15,11 +15,13 @@ from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.transit import Transits
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One step, as far as it was recorded. `found` are the codes of what the weights show."""
+    """One step, as far as it was recorded. `found` are the codes of what the weights show, `on_the_way` is what
+    happened to gradients between pipeline stages."""
 
     context: StepContext
     data: StepData
@@ -27,6 +29,7 @@ class StepFacts:
     norms: StepNorms
     held: list[Held]
     found: frozenset[str]
+    on_the_way: Transits
 
     @property
     def weights_right(self) -> bool:

@@ -161,7 +161,7 @@ def judge_step(
         step, verdict.held, verdict.units, contributions, None if target.relative else expected
     )
     found = frozenset(finding.code for finding in verdict.findings)
-    facts = StepFacts(context, data, contributions, norms, verdict.held, found)
+    facts = StepFacts(context, data, contributions, norms, verdict.held, found, on_the_way)
     for finding, effect in audit(facts, verdict.units):
         verdict.found(finding, effect)
     verdict.audited = audited(facts)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -23,6 +22,7 @@ from gradcheck_dist.events import Replica
 from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.world import several_ranks
 
 MAX_PARAMS = 8
 MAX_VALUES = 16
@@ -46,7 +46,7 @@ class Replicas:
     def begins(self) -> None:
         """A backward pass begins: note the first of each step."""
         recorder = self.recorder
-        if recorder.sampling and self._begun != recorder.step and _several_ranks():
+        if recorder.sampling and self._begun != recorder.step and several_ranks():
             self._begun = recorder.step
             self._note(after=False)
 
@@ -57,7 +57,7 @@ class Replicas:
 
     def may_come_later(self) -> bool:
         """Whether an average of parameters may follow: several ranks, and no gradient was reduced between them."""
-        return _several_ranks() and not self.recorder.reduced and bool(self._chosen)
+        return several_ranks() and not self.recorder.reduced and bool(self._chosen)
 
     def look_on(self, patches: Patches) -> None:
         """Stay behind the recorded steps, as the only probe."""
@@ -147,10 +147,6 @@ def over(recorder: Recorder, replicas: Replicas) -> None:
 @guarded("replicas")
 def look(recorder: Recorder, replicas: Replicas, after: bool) -> None:
     replicas.look(after)
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _is_whole(param: Tensor) -> bool:

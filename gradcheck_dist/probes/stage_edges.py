@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradcheck_dist.events import StageGradient
 from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.world import several_ranks
 
 NUM_SAMPLES = 64
 MAX_GIVEN = 8
@@ -57,7 +57,7 @@ def _opened(
 ) -> None:
     if not recorder.sampling or recorder.impulses is not None or current is None or not roots:
         return
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not several_ranks():
         return
     if torch._C._current_graph_task_id() != -1:
         return  # inside another backward pass: a checkpointed module that runs again

@@ -1,13 +1,12 @@
 """Data parallelism that autograd does by itself, on two ranks, for test_dtensor.py."""
 
-import contextlib
 import zlib
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -65,16 +64,4 @@ def train(variant: str) -> int:
 
 def train_all(folder: str) -> list[tuple[int, int]]:
     """Every variant without probes and with them; checksums of both."""
-    from gradcheck_dist.probes import attach
-
-    dist.init_process_group("gloo")
-    found = []
-    for variant in VARIANTS:
-        checksums = []
-        for recorded in (False, True):
-            with attach(Path(folder) / variant) if recorded else contextlib.nullcontext():
-                checksums.append(train(variant))
-                dist.barrier()
-        found.append((checksums[0], checksums[1]))
-    dist.destroy_process_group()
-    return found
+    return with_and_without(train, VARIANTS, folder)

@@ -5,7 +5,8 @@ No postponed annotations here: DDP looks at those of a communication hook.
 
 import contextlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,3 +97,20 @@ def user_loop(variant: str, run_dir: str | None) -> int:
     dist.destroy_process_group()
     assert world == 2
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def with_and_without(train: Callable[[str], int], variants: Iterable[str], folder: str) -> list[tuple[int, int]]:
+    """What `train` returns for each variant, without probes and recorded into folder/variant."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    found = []
+    for variant in variants:
+        checksums = []
+        for recorded in (False, True):
+            with attach(Path(folder) / variant) if recorded else contextlib.nullcontext():
+                checksums.append(train(variant))
+                dist.barrier()
+        found.append((checksums[0], checksums[1]))
+    dist.destroy_process_group()
+    return found

@@ -5,20 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from beside import judged_beside
 from dtensor_workers import VARIANTS
 
-from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.trace.run import read_run
-from gradcheck_dist.trainer.launch import launch
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    folder = tmp_path_factory.mktemp("dtensor")
-    checksums = launch("dtensor_workers:train_all", (str(folder),), 2, timeout_s=100)
-    assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
-    return {variant: diagnose(read_run(folder / variant)) for variant in VARIANTS}
+    return judged_beside(tmp_path_factory, "dtensor_workers:train_all", VARIANTS)
 
 
 @pytest.mark.parametrize("variant", ["sharded", "replicated", "all DTensors"])

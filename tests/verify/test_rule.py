@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.audit import Remark
 from gradcheck_dist.diagnosis.rules import gs801_wrong_backward as rule
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.events import GradientCheck, Site
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.transit import Transits
 
 SITE = Site("model.py", 7, "Layer.forward")
 
@@ -40,7 +40,7 @@ def check(**changes: Any) -> GradientCheck:
 def remarks(*checks: GradientCheck, weights_right: bool = True) -> list[Remark]:
     tracks = {(-1, "layers.0.up.weight"): {}, (-1, "layers.1.up.weight"): {}, (-1, "head.weight"): {}}
     data = SimpleNamespace(events={0: list(checks), 1: list(checks)}, tracks=tracks)
-    return list(rule.audit(SimpleNamespace(data=data, contributions=Contributions(), weights_right=weights_right)))  # type: ignore[arg-type]
+    return list(rule.audit(SimpleNamespace(data=data, on_the_way=Transits(), weights_right=weights_right)))  # type: ignore[arg-type]
 
 
 def test_one_forward_that_is_wrong_is_one_finding() -> None:

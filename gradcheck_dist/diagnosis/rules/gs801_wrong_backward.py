@@ -38,7 +38,6 @@ from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, Wrong, parameters_of, was_verified, wrong_modules
 from gradcheck_dist.events import GradientCheck
-from gradcheck_dist.ledger.transit import transits
 
 CODE = "GS801"
 NAME = "wrong-backward"
@@ -59,7 +58,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    seen = [hop.factor for hop in transits(facts.data, facts.contributions).all_hops]
+    seen = [hop.factor for hop in facts.on_the_way.all_hops]
     for wrong in wrong_modules(facts.data.events):
         check = wrong.first
         if _between_stages(check, seen):
