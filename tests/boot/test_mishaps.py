@@ -121,13 +121,16 @@ os._exit(0)
     assert "CLEAN" in done.stderr
 
 
-def test_a_restart_with_fewer_ranks_is_judged_without_those_that_left(run: Run) -> None:
-    body = """
+@pytest.mark.parametrize("count", [1, 0], ids=["counted", "not counted"])
+def test_a_restart_with_fewer_ranks_is_judged_without_those_that_left(run: Run, count: int) -> None:
+    """Members that come or go make a restart that torchrun does not count: TORCHELASTIC_RESTART_COUNT stays."""
+    body = f"""
 import subprocess
 if "RANK" not in os.environ:
-    for rank, world_size, restart in ((0, 2, 0), (1, 2, 0), (0, 1, 1)):
-        names = {"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": restart}
-        environment = os.environ | {name: str(value) for name, value in names.items()}
+    for rank, world_size, restart in ((0, 2, 0), (1, 2, 0), (0, 1, {count})):
+        names = {{"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": restart}}
+        names["TORCHELASTIC_RUN_ID"] = "none"
+        environment = os.environ | {{name: str(value) for name, value in names.items()}}
         subprocess.run([sys.executable, __file__], env=environment, check=True)
 else:
     train(2)
@@ -152,21 +155,3 @@ if len(sys.argv) < 2:
     assert "CLEAN" in done.stderr
     (told,) = (problem for problem in diagnose_run(done.folder).coverage.problems if "further training" in problem)
     assert told.startswith("rank 0: 1 further")
-
-
-def test_members_that_come_or_go_make_a_restart_that_torchrun_does_not_count(run: Run) -> None:
-    """The agent starts its ranks anew with the same TORCHELASTIC_RESTART_COUNT."""
-    body = """
-import subprocess
-if "RANK" not in os.environ:
-    for rank, world_size in ((0, 2), (1, 2), (0, 1)):
-        names = {"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "none"}
-        environment = os.environ | {name: str(value) for name, value in names.items()}
-        subprocess.run([sys.executable, __file__], env=environment, check=True)
-else:
-    train(2)
-"""
-    done = run(body)
-    assert done.traces == ["rank-00000.1.trace", "rank-00000.trace", "rank-00001.trace"]
-    recorded = read_run(done.folder)
-    assert (recorded.world_size, sorted(recorded.ranks), recorded.missing_ranks) == (1, [0], ())
