@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import os
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
@@ -25,6 +23,7 @@ from gradcheck_dist.reports.page import prose_html
 from gradcheck_dist.reports.tables import COLUMNS, OF_RUN, Column, table
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import Run, read_run
+from gradcheck_dist.trace.store import Place, Where, place_of
 
 if TYPE_CHECKING:
     import pandas
@@ -34,20 +33,21 @@ _COLOURS = {"clean": "#1e6f3e", "findings": "#b3261e", "undetermined": "#8a5a00"
 _TYPES = {"int": "Int64", "float": "float64", "str": "string", "bool": "boolean"}
 
 
-def load(path: str | os.PathLike[str], *, objective: str | None = None, steps: range | None = None) -> LoadedRun:
+def load(path: Where, *, objective: str | None = None, steps: range | None = None) -> LoadedRun:
     """Read and judge a run folder, step by step in bounded memory, or read a JSON report.
 
     A bar tells how far it is when it takes longer than a second.
 
     Args:
-        path: a run folder, or a file that `gradcheck report --format json` wrote.
+        path: a run folder or its URL in a store that fsspec opens, or a file that `gradcheck report --format json`
+            wrote.
         objective: what a step's gradient is meant to be; None takes what was recorded or inferred.
         steps: optimizer steps to judge; None takes all.
 
     Raises:
         GradcheckError: E504, E505 no run lies there; E701, E702 the file is no report; E901 it holds several runs.
     """
-    place = Path(path)
+    place = place_of(path)
     if place.is_file():
         report = decode(place.read_bytes(), str(place))
         if isinstance(report, ScenarioReport):
@@ -102,7 +102,7 @@ class LoadedRun:
     """A judged run. `report` is the whole document; `run` are the events that it was judged from, read when they are
     asked for (None for a JSON report)."""
 
-    def __init__(self, report: Report, folder: Path | None) -> None:
+    def __init__(self, report: Report, folder: Place | None) -> None:
         self.report = report
         self._folder = folder
         self.figure = Figures(self)

@@ -11,6 +11,7 @@ import typer
 
 from gradcheck_dist.cli.output import check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
+from gradcheck_dist.cli.places import local
 
 if TYPE_CHECKING:
     from gradcheck_dist.compare.comparison import Comparison
@@ -37,9 +38,17 @@ class By(StrEnum):
 
 def compare(
     control: Annotated[
-        Path, typer.Argument(metavar="CONTROL", help="Run or TensorBoard folder, report, CSV (FILE#RUN).")
+        Path,
+        typer.Argument(
+            metavar="CONTROL",
+            parser=local("gradcheck compare"),
+            help="Run or TensorBoard folder, report, CSV (FILE#RUN).",
+        ),
     ],
-    tests: Annotated[list[Path], typer.Argument(metavar="TEST...", help="The same of the jobs in question.")],
+    tests: Annotated[
+        list[Path],
+        typer.Argument(metavar="TEST...", parser=local("gradcheck compare"), help="The same of the jobs in question."),
+    ],
     axes: Annotated[
         str | None, typer.Option(metavar="dp=4,pp=2,accum=10", help="Degrees that may explain a constant ratio.")
     ] = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from gradcheck_dist.cli import golden as golden_file
 from gradcheck_dist.cli.output import Format, check_writable, show
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.steps import parse_steps
+from gradcheck_dist.trace.store import place_of
 
 Objective = Annotated[
     str | None,
@@ -23,7 +23,7 @@ MAX_JOBS = 8
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as `gradcheck scenario --keep` leaves it.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its URL in a store, as s3://bucket/run.")],
     form: Annotated[Format, typer.Option("--format", help="How to write the report.")] = Format.text,
     objective: Objective = None,
     steps: Steps = None,
@@ -40,18 +40,18 @@ def diagnose(
     """
     from gradcheck_dist.stream.diagnose import diagnose_run
 
-    chosen = parse_steps(steps)
+    place, chosen = place_of(run), parse_steps(steps)
     frozen = golden_file.read(golden) if golden is not None else None
     if export_golden is not None:
         check_writable(export_golden)
-    with Progress(f"reading {run}") as progress:
+    with Progress(f"reading {place}") as progress:
         report = diagnose_run(
-            run,
+            place,
             objective=objective,
             steps=chosen,
             first=first,
             jobs=jobs or min(os.cpu_count() or 1, MAX_JOBS),
-            progress=lambda done: progress.update(f"judging {run}: {done}"),
+            progress=lambda done: progress.update(f"judging {place}: {done}"),
         )
     show(report, form)
     if export_golden is not None:

@@ -14,6 +14,7 @@ from gradcheck_dist.cli.output import check_writable
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
+from gradcheck_dist.trace.store import place_of
 
 
 class ExportFormat(StrEnum):
@@ -28,7 +29,7 @@ class ExportFormat(StrEnum):
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or its URL in a store.")],
     form: Annotated[
         ExportFormat,
         typer.Option(
@@ -47,23 +48,32 @@ def export(
 
     Exit codes: 0 written, 2 it could not be.
     """
-    chosen = parse_steps(steps)
+    folder, chosen = place_of(run), parse_steps(steps)
+    is_file = form == ExportFormat.perfetto
+    if output is not None:
+        place = output
+    elif isinstance(folder, Path):
+        place = folder / "export" / (f"{form.value}.json" if is_file else form.value)
+    else:
+        raise GradcheckError(
+            f"an export is written beside its run, and {folder} is only read. Name a place on this machine with "
+            "--output.",
+            code="E711",
+        )
     from gradcheck_dist.reports import exports
     from gradcheck_dist.stream.diagnose import diagnose_run
     from gradcheck_dist.trace.run import read_run
 
-    is_file = form == ExportFormat.perfetto
-    with Progress(f"judging {run}") as progress:
+    with Progress(f"judging {folder}") as progress:
         report = diagnose_run(
-            run,
+            folder,
             objective=objective,
             steps=chosen,
             jobs=min(os.cpu_count() or 1, MAX_JOBS),
-            progress=lambda done: progress.update(f"judging {run}: {done}"),
+            progress=lambda done: progress.update(f"judging {folder}: {done}"),
         )
-        progress.update(f"reading {run}")
-        recorded = read_run(run, samples=False)
-        place = output or run / "export" / (f"{form.value}.json" if is_file else form.value)
+        progress.update(f"reading {folder}")
+        recorded = read_run(folder, samples=False)
         progress.update(f"writing {place}")
         try:
             if output is None:

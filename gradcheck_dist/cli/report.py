@@ -15,6 +15,7 @@ from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
+from gradcheck_dist.trace.store import Place, place_of
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
@@ -30,7 +31,7 @@ class PlotlyJs(StrEnum):
 
 def report(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run folder, or a JSON report that was written before.")
+        str | None, typer.Argument(metavar="RUN", help="Run folder, here or as a URL, or a JSON report.")
     ] = None,
     form_given: Annotated[
         FileFormat | None,
@@ -38,9 +39,9 @@ def report(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: stdout.")] = None,
     before: Annotated[
-        list[Path] | None, typer.Option(metavar="A", help="Run or report of the fault; with --after, md or html.")
+        list[str] | None, typer.Option(metavar="A", help="Run or report of the fault; with --after, md or html.")
     ] = None,
-    after: Annotated[list[Path] | None, typer.Option(metavar="B", help="Run or report of the fix.")] = None,
+    after: Annotated[list[str] | None, typer.Option(metavar="B", help="Run or report of the fix.")] = None,
     plotlyjs: Annotated[
         PlotlyJs, typer.Option(help="html: plotly.js in the page (4.8 MB), or shared in one file beside it.")
     ] = PlotlyJs.inline,
@@ -68,8 +69,9 @@ def report(
     if run is not None:
         from gradcheck_dist.reports import formats
 
-        judged = _load(run, objective, steps)
-        recorded = _events(run, judged) if form == FileFormat.html and run.is_dir() else None
+        place = place_of(run)
+        judged = _load(place, objective, steps)
+        recorded = _events(place, judged) if form == FileFormat.html and place.is_dir() else None
         text = formats.write(judged, form.value, run=recorded, plotlyjs=plotlyjs.value)
     else:
         text = _pairs(faults, fixes, form, objective, steps)
@@ -90,7 +92,7 @@ def _form_of(output: Path | None) -> FileFormat:
     return FileFormat(SUFFIXES.get(output.suffix.lower(), "md")) if output is not None else FileFormat.md
 
 
-def _load(path: Path, objective: str | None, steps: str | None) -> Report | ScenarioReport:
+def _load(path: Place, objective: str | None, steps: str | None) -> Report | ScenarioReport:
     if path.is_file():
         from gradcheck_dist.reports.json_report import decode
 
@@ -108,7 +110,7 @@ def _load(path: Path, objective: str | None, steps: str | None) -> Report | Scen
         )
 
 
-def _events(run: Path, judged: Report | ScenarioReport) -> Run:
+def _events(run: Place, judged: Report | ScenarioReport) -> Run:
     """The events that a timeline is drawn from."""
     from gradcheck_dist.diagnosis.finding import Report
     from gradcheck_dist.reports.timeline import chosen_ranks
@@ -119,7 +121,7 @@ def _events(run: Path, judged: Report | ScenarioReport) -> Run:
         return read_run(run, ranks=ranks, samples=False)
 
 
-def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: str | None, steps: str | None) -> str:
+def _pairs(faults: list[str], fixes: list[str], form: FileFormat, objective: str | None, steps: str | None) -> str:
     from gradcheck_dist.diagnosis.finding import Report
     from gradcheck_dist.reports import pair_render
     from gradcheck_dist.reports.pair import compare
@@ -128,7 +130,7 @@ def _pairs(faults: list[Path], fixes: list[Path], form: FileFormat, objective: s
         raise GradcheckError(f"a pair has no format {form.value}; legal values are md and html.", code="E716")
     pairs = []
     for fault, fix in zip(faults, fixes, strict=True):
-        judged = [_load(path, objective, steps) for path in (fault, fix)]
+        judged = [_load(place_of(one), objective, steps) for one in (fault, fix)]
         first, second = judged
         if not isinstance(first, Report) or not isinstance(second, Report):
             raise GradcheckError(

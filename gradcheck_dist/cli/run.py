@@ -14,6 +14,7 @@ from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
 from gradcheck_dist.cli.output import Format, check_report, show, write_report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
+from gradcheck_dist.cli.places import local
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report
@@ -24,7 +25,10 @@ SETTINGS = {"allow_interspersed_args": False}
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command, as you run it now.")],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Run folder. Default: runs/<time>-<pid>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", parser=local("recording"), help="Run folder. Default: runs/<time>-<pid>."),
+    ] = None,
     steps: Annotated[str, typer.Option(metavar="A:B", help="Record the optimizer steps A to B-1.")] = "0:3",
     every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And every N-th step after them.")] = None,
     every_step: Annotated[

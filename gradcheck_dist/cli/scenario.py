@@ -13,6 +13,7 @@ import typer
 from gradcheck_dist.cli.output import Format, check_report, check_writable, show, write_file, write_report
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.cli.places import local
 
 if TYPE_CHECKING:
     from gradcheck_dist.scenarios.jobs import Overrides
@@ -49,7 +50,8 @@ def scenario(
         ),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Leave one run folder a variant, DIR/<variant>.")
+        Path | None,
+        typer.Option(metavar="DIR", parser=local("recording"), help="Leave one run folder a variant, DIR/<variant>."),
     ] = None,
     tui: Annotated[bool, typer.Option("--tui", help="Look at the runs on the screens before the result.")] = False,
     form: Annotated[Format, typer.Option("--format", help="How to write the result to stdout.")] = Format.text,

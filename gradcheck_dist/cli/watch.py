@@ -11,14 +11,25 @@ from typing import Annotated
 import typer
 
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.cli.places import local
 
 LOCALHOST = "localhost"
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of a scenario's variants.")],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", parser=local("gradcheck watch"), help="Run folder, or a folder of a scenario's variants."
+        ),
+    ],
     compare: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Another run for the Compare screen. Default: a sibling.")
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            parser=local("gradcheck watch"),
+            help="Another run for the Compare screen. Default: a sibling.",
+        ),
     ] = None,
     screen: Annotated[str, typer.Option(help="The screen to open first.")] = "overview",
     web: Annotated[bool, typer.Option("--web", help="Serve the screens to browsers of this machine.")] = False,

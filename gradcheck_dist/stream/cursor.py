@@ -7,9 +7,7 @@ reduced at all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import (
@@ -31,6 +29,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.trace.reader import RankTrace, TraceTail
 from gradcheck_dist.trace.run import Run, note_problems, read_manifest, require_folder, trace_files
+from gradcheck_dist.trace.store import Place, Where, size_of
 
 WINDOW_BYTES = 128 << 20
 """Read at a time, all ranks together; at least MIN_READ_BYTES a rank."""
@@ -47,7 +46,7 @@ _PASSING = (Loss, LossGradient, Backward, Reduce, ScaleGrads, ZeroGrad, Pipeline
 class RankCursor(TraceTail):
     """One rank's file, read forwards. `trace` holds tables and what belongs to the whole run; steps are taken out."""
 
-    def __init__(self, path: Path, read_bytes: int) -> None:
+    def __init__(self, path: Place, read_bytes: int) -> None:
         super().__init__(path)
         self._read_bytes = read_bytes
         self._steps: dict[int, list[AnyRecord]] = {}
@@ -153,17 +152,19 @@ class RunCursor:
         GradcheckError: as read_run: E502 another schema version, E504 no such folder, E505 a folder without any trace.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Where) -> None:
         folder = require_folder(path)
         self.run = Run(folder, read_manifest(folder))
         files = trace_files(folder)
-        self.num_bytes = sum(file.stat().st_size for file in files.values())
+        self.num_bytes = sum(size_of(file) for file in files.values())
         share = WINDOW_BYTES // max(len(files), 1)
         read_bytes = min(max(share, MIN_READ_BYTES), MAX_READ_BYTES)
         self._cursors: dict[int, RankCursor] = {}
         self._unreadable: dict[int, str] = {}
-        for rank, file in files.items():
-            cursor = RankCursor(file, read_bytes)
+        cursors = {rank: RankCursor(file, read_bytes) for rank, file in files.items()}
+        for cursor in cursors.values():
+            cursor.expect(HEADER_BYTES)
+        for rank, cursor in cursors.items():
             try:
                 self.run.ranks[rank] = cursor.open()
             except GradcheckError as error:

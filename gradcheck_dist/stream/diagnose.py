@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +19,7 @@ from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.stream.watched import add_to, watch_run
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.trace.store import Where
 
 POOL_FROM_S = 0.3
 """A step that takes longer than this to judge is worth other processes, which take about as long to start."""
@@ -42,7 +42,7 @@ class Progress:
 
 
 def diagnose_run(
-    path: str | os.PathLike[str],
+    path: Where,
     *,
     objective: str | None = None,
     steps: Collection[int] | None = None,
@@ -54,7 +54,7 @@ def diagnose_run(
     """Judge a recorded run from its folder.
 
     Args:
-        path: the run folder.
+        path: the run folder, or its URL in a store that fsspec opens.
         objective: what a step's gradient is meant to be; None takes what the run declared, else global-token-mean.
         steps: optimizer steps to judge; None takes all that were recorded.
         first: stop at the first step with a finding.

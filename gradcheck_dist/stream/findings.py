@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from gradcheck_dist.stream.plain import PlainReader
 from gradcheck_dist.stream.summaries import Block, BlockReader, detail
 from gradcheck_dist.stream.watch import Deviation
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.trace.store import Place
 
 MAX_GROUPS = 200
 MAX_RANKS = 4
@@ -70,7 +70,7 @@ class DocumentedCell:
 def finding_of(
     group: Group,
     run: Run,
-    files: dict[int, Path],
+    files: dict[int, Place],
     tolerance: float,
     objective: str,
     plain: bool = False,

@@ -7,13 +7,13 @@ then all that is looked at.
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 from gradcheck_dist.events import AnyEvent, AnyRecord, Samples, StepColumns, StepEnd, StepShape
 from gradcheck_dist.stream.summaries import Block, BlockReader, KnownShapes
 from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.frames import Damage
 from gradcheck_dist.trace.reader import RankTrace
+from gradcheck_dist.trace.store import Place
 
 MAX_OPEN = 16
 """Steps that wait for their end; a step that never ends was cut off, or is skipped."""
@@ -24,7 +24,7 @@ PLAIN_SHAPES = 1 << 24
 class PlainReader(BlockReader):
     """A BlockReader that also makes blocks of plain events."""
 
-    def __init__(self, path: Path, known: KnownShapes | None = None) -> None:
+    def __init__(self, path: Place, known: KnownShapes | None = None) -> None:
         super().__init__(path, known)
         self._steps: dict[int, list[AnyEvent]] = {}
         self._made: list[AnyRecord] = []

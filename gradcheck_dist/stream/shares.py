@@ -6,28 +6,28 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader, KnownShapes, Round, rounds
+from gradcheck_dist.trace.store import Place, size_of
 
 WORTH_BYTES = 1 << 30
 """A run smaller than this is read before another process has started."""
 
 
 def read_shares(
-    files: dict[int, Path],
+    files: dict[int, Place],
     objective: str,
     jobs: int,
     read_bytes: int = READ_BYTES,
-    make: Callable[[Path, KnownShapes], BlockReader] = BlockReader,
+    make: Callable[[Place, KnownShapes], BlockReader] = BlockReader,
 ) -> Iterator[tuple[int, Round]]:
     """The rounds of all shares of the ranks in turn, as (share, round).
 
     Raises:
         GradcheckError: E411 a reading process ended before its time.
     """
-    num_bytes = sum(path.stat().st_size for path in files.values())
+    num_bytes = sum(size_of(path) for path in files.values())
     jobs = min(jobs, len(files))
     if jobs < 2 or num_bytes < WORTH_BYTES:
         yield from ((0, told) for told in rounds(files, objective, read_bytes, make))
@@ -63,10 +63,10 @@ def read_shares(
 
 
 def _serve(
-    files: dict[int, Path],
+    files: dict[int, Place],
     objective: str,
     read_bytes: int,
-    make: Callable[[Path, KnownShapes], BlockReader],
+    make: Callable[[Place, KnownShapes], BlockReader],
     send: Connection,
 ) -> None:
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):

@@ -13,10 +13,8 @@ with n_c tokens in a contribution, N_d on a data coordinate, N in the step, C co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,6 +24,7 @@ from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEn
 from gradcheck_dist.stream.documented import ShapeWays, ways_of
 from gradcheck_dist.trace.frames import Damage
 from gradcheck_dist.trace.reader import RankTrace, TraceTail
+from gradcheck_dist.trace.store import Place
 
 READ_BYTES = 1 << 20
 MAX_STEP = 1 << 48
@@ -166,7 +165,7 @@ class BlockReader(TraceTail):
     `has_more`: there are steps in the file that are not in columns.
     """
 
-    def __init__(self, path: Path, known: KnownShapes | None = None) -> None:
+    def __init__(self, path: Place, known: KnownShapes | None = None) -> None:
         super().__init__(path)
         self._blocks: list[Block] = []
         self._maker = Blocks({} if known is None else known)
@@ -254,10 +253,10 @@ class Numbers:
 
 
 def rounds(
-    files: dict[int, Path],
+    files: dict[int, Place],
     objective: str,
     read_bytes: int = READ_BYTES,
-    make: Callable[[Path, KnownShapes], BlockReader] = BlockReader,
+    make: Callable[[Place, KnownShapes], BlockReader] = BlockReader,
 ) -> Iterator[Round]:
     """Read a share of the ranks, one chunk of `read_bytes` of each in turn, each with the reader that `make` gives."""
     shapes: KnownShapes = {}
@@ -323,11 +322,9 @@ def _extremes(q: np.ndarray, shape: ShapeWays, whole: bool) -> tuple[np.ndarray,
     return np.fmin.reduce(lows), np.fmax.reduce(highs)
 
 
-def detail(
-    path: str | os.PathLike[str], step: int, make: Callable[[Path], BlockReader] = BlockReader
-) -> tuple[Block, int] | None:
+def detail(path: Place, step: int, make: Callable[[Place], BlockReader] = BlockReader) -> tuple[Block, int] | None:
     """The block of a rank that holds a step, and the step's column in it."""
-    for blocks in make(Path(path)).chunks():
+    for blocks in make(path).chunks():
         for block in blocks:
             if block.first_step <= step < block.first_step + block.num_steps:
                 return block, step - block.first_step

@@ -15,6 +15,7 @@ from gradcheck_dist.stream.shares import read_shares
 from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader
 from gradcheck_dist.stream.watch import Watch
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.trace.store import size_of
 
 FIRST_BYTES, PLAIN_BYTES = 256 << 10, 64 << 10
 """Read of each rank at a time where the first step that is off is all that is wanted, and where single events are read:
@@ -62,7 +63,7 @@ def watch_run(
         early: called once, with what is known when the first step is off.
     """
     files = {rank: trace.path for rank, trace in run.ranks.items()}
-    num_bytes = sum(path.stat().st_size for path in files.values())
+    num_bytes = sum(size_of(path) for path in files.values())
     watch = Watch(sorted(files), objective)
     groups, make = Groups(plain), PlainReader if plain else BlockReader
     num_read = num_off = 0

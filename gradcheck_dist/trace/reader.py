@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,6 +24,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.trace.checks import Checks, header_problem
 from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
+from gradcheck_dist.trace.store import Place, Where, open_file, place_of
 
 _DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
 _RAW_DECODER = msgspec.msgpack.Decoder()
@@ -37,7 +36,7 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 class RankTrace:
     """What one rank recorded. `damage` names every stretch of the file that could not be read."""
 
-    path: Path
+    path: Place
     header: Header
     params: dict[int, Param] = field(default_factory=dict)
     param_sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -112,17 +111,22 @@ class TraceTail:
         GradcheckError: the file is no trace (E501), or of another schema version (E502).
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Where) -> None:
+        self.path = place_of(path)
         self.trace: RankTrace | None = None
         self.at_end = False
         self._offset = 0
+        self._file = open_file(self.path)
         self._checks = Checks()
 
     @property
     def offset(self) -> int:
         """Bytes of the file that have been read and understood, or named as damage."""
         return self._offset
+
+    def expect(self, num_bytes: int) -> None:
+        """Where the file is far away, have its next bytes sent before they are asked for."""
+        self._file.expect(num_bytes)
 
     def poll(self, *, final: bool = False, limit: int | None = None) -> int:
         """Read on; returns the number of new records.
@@ -131,9 +135,7 @@ class TraceTail:
             final: what is incomplete at the end of the file counts as damage.
             limit: bytes to read, more only where a single frame is longer; None reads all there is.
         """
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            data = file.read() if limit is None else file.read(limit)
+        data = self._file.read(self._offset, limit)
         self.at_end = limit is None or len(data) < limit
         before = self._offset
         count = self._parse(data, final=final and self.at_end)
@@ -185,7 +187,7 @@ class TraceTail:
         trace.add(records)
 
 
-def no_trace(path: Path, data: bytes) -> GradcheckError:
+def no_trace(path: Place, data: bytes) -> GradcheckError:
     """E501: a file that does not begin like a trace."""
     return GradcheckError(
         f"{path} is not a gradcheck trace: it begins with {data[:8]!r}, not {MAGIC!r}. "
@@ -194,7 +196,7 @@ def no_trace(path: Path, data: bytes) -> GradcheckError:
     )
 
 
-def no_header(path: Path, damage: Damage) -> GradcheckError:
+def no_header(path: Place, damage: Damage) -> GradcheckError:
     """E503: a trace whose first frame is damaged."""
     return GradcheckError(
         f"{path}: the header cannot be read ({damage}). Without it nothing in this file can be judged; "
@@ -203,7 +205,7 @@ def no_header(path: Path, damage: Damage) -> GradcheckError:
     )
 
 
-def read_header(path: Path, payload: memoryview) -> Header:
+def read_header(path: Place, payload: memoryview) -> Header:
     """The header in the first frame of a trace.
 
     Raises:
@@ -238,7 +240,7 @@ class _EventsTail(TraceTail):
         trace.add([record for record in records if not isinstance(record, Samples | Norms)])
 
 
-def read_trace(path: str | os.PathLike[str], *, samples: bool = True) -> RankTrace:
+def read_trace(path: Where, *, samples: bool = True) -> RankTrace:
     """Read one rank's trace file as far as it goes; without `samples` its events only.
 
     Raises:

@@ -9,12 +9,15 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION
 from gradcheck_dist.trace.frames import MAGIC, iter_frames
 from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
+from gradcheck_dist.trace.store import Place, Where, place_of, refuse_url
+
+SomePlace = TypeVar("SomePlace", bound=Place)
 
 MANIFEST = "manifest.json"
 HEADER_BYTES = 1 << 16
@@ -32,7 +35,7 @@ _MANIFEST = {"world_size": int, "command": list, "id": str, "scenario": str, "va
 class Run:
     """All that is left of a run. `problems` names in words what is missing or damaged."""
 
-    path: Path
+    path: Place
     manifest: dict[str, Any]
     ranks: dict[int, RankTrace] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -59,6 +62,7 @@ def create_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Pa
     Raises:
         GradcheckError: E511 the folder holds a run already, E512 it cannot be made or written.
     """
+    refuse_url(path, "recording")
     run_dir = Path(path)
     if trace_files(run_dir):
         raise GradcheckError(
@@ -76,6 +80,7 @@ def join_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path
     Raises:
         GradcheckError: E512 the folder cannot be made or written.
     """
+    refuse_url(path, "recording")
     run_dir = Path(path)
     try:
         if not run_dir.is_dir():
@@ -95,16 +100,16 @@ def join_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path
     return run_dir
 
 
-def trace_files(run_dir: Path) -> dict[int, Path]:
+def trace_files(run_dir: SomePlace) -> dict[int, SomePlace]:
     """The trace file of each rank; of several restarts the last. Ranks that an elastic restart went on without are left
     out: what they recorded belongs to no step of the others."""
-    found: dict[int, tuple[int, Path]] = {}
+    found: dict[int, tuple[int, SomePlace]] = {}
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
         match = _TRACE_NAME.fullmatch(entry.name)
         if match and entry.is_file():  # a device or a pipe of that name could be read for ever
             rank, restart = int(match[1]), int(match[2] or 0)
             if rank not in found or restart > found[rank][0]:
-                found[rank] = (restart, entry)
+                found[rank] = (restart, cast(SomePlace, entry))
     size = _restarted_world_size(run_dir) if any(restart for restart, _ in found.values()) else None
     return {rank: path for rank, (_, path) in sorted(found.items()) if size is None or rank < size}
 
@@ -143,7 +148,7 @@ def note_unrecorded(run_dir: Path, rank: int) -> None:
         file.write(json.dumps(content) + "\n")
 
 
-def unrecorded(run_dir: Path) -> list[str]:
+def unrecorded(run_dir: Place) -> list[str]:
     """What was trained under the same command and not recorded, in words."""
     found: dict[int, int] = {}
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
@@ -157,7 +162,7 @@ def unrecorded(run_dir: Path) -> list[str]:
     ]
 
 
-def _restarted_world_size(run_dir: Path) -> int | None:
+def _restarted_world_size(run_dir: Place) -> int | None:
     """How many ranks the run has had since it last began anew; None when nobody wrote it down."""
     notes = {int(match[1]): entry for entry in run_dir.iterdir() if (match := _RESTART_NAME.fullmatch(entry.name))}
     if not notes:
@@ -168,7 +173,7 @@ def _restarted_world_size(run_dir: Path) -> int | None:
         return None
 
 
-def read_manifest(run_dir: Path) -> dict[str, Any]:
+def read_manifest(run_dir: Place) -> dict[str, Any]:
     """The manifest, {} when there is none.
 
     Raises:
@@ -195,13 +200,13 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def require_folder(path: str | os.PathLike[str]) -> Path:
-    """The run folder itself.
+def require_folder(path: Where) -> Place:
+    """The run folder itself; a URL is opened.
 
     Raises:
-        GradcheckError: E504 no such folder.
+        GradcheckError: E504 no such folder, E513 a store that cannot be read.
     """
-    run_dir = Path(path)
+    run_dir = place_of(path)
     if not run_dir.is_dir():
         raise GradcheckError(
             f"there is no run folder {run_dir}. Name a folder written by `gradcheck run --out` or "
@@ -211,11 +216,11 @@ def require_folder(path: str | os.PathLike[str]) -> Path:
     return run_dir
 
 
-def read_run(path: str | os.PathLike[str], *, ranks: Collection[int] | None = None, samples: bool = True) -> Run:
+def read_run(path: Where, *, ranks: Collection[int] | None = None, samples: bool = True) -> Run:
     """Read a run folder as far as it goes: a missing or damaged rank is named in `problems`, the rest is read.
 
     Args:
-        path: the run folder.
+        path: the run folder, or its URL in a store that fsspec opens.
         ranks: those that are read; None takes all.
         samples: False leaves out samples and norms, nearly all of a run: for what shows events.
 
