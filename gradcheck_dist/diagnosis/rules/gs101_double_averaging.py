@@ -26,7 +26,7 @@ or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
     loss = F.cross_entropy(logits, labels, reduction="sum") * world_size / num_tokens
 
 ## References
-- pytorch/torchtitan#2318, #2323; torchtune#2172. Unverified: pytorch/torchtitan#2458, torchtune#2687.
+- pytorch/torchtitan#2318, #2323, #2458; pytorch/torchtune#2172, #2687.
 - torch/csrc/distributed/c10d/reducer.cpp; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 """
 

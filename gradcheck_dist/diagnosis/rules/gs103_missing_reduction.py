@@ -21,7 +21,7 @@ module (not through `module.module` or torch.autograd.grad); do not list a train
 
 ## References
 - karpathy/build-nanogpt#30; modelscope/FunASR#3472; pytorch/pytorch#144530; transformers 4.46.2 (measured).
-- Unverified: huggingface/transformers#34645, Lightning-AI/pytorch-lightning#4916.
+- Lightning-AI/pytorch-lightning#4916. Unverified: huggingface/transformers#34645.
 """
 
 from __future__ import annotations

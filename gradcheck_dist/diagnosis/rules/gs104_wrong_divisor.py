@@ -24,8 +24,8 @@ In Megatron-LM and DeepSpeed: average experts over the expert-data-parallel grou
 the data-parallel size.
 
 ## References
-- pytorch#160285, #155903; torchtitan#1551; Megatron-LM#5956; DeepSpeed#6545, #4957.
-  Unverified: Megatron-LM#3023, #6080.
+- pytorch#160285, #155903; torchtitan#1551; Megatron-LM#5956, #7165; DeepSpeed#6545, #4957.
+  Unverified: Megatron-LM#3023.
 - torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, _get_gradient_divide_factors.
 """
 

@@ -27,7 +27,7 @@ If a mean over microbatches is what you want, declare it: `--objective microbatc
 
 ## References
 - huggingface/transformers up to 4.45.2 (measured); verl-project/verl#5625; pytorch/torchtitan#2206.
-- Unverified: pytorch/torchtune#1875, pytorch/torchtitan#1842, OpenRLHF/OpenRLHF#1249.
+- pytorch/torchtune#1875; pytorch/torchtitan#1842. Unverified: OpenRLHF/OpenRLHF#1249.
 """
 
 from __future__ import annotations

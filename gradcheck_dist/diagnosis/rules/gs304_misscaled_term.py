@@ -20,7 +20,7 @@ is divided by its own number of them.
 
 ## References
 - NVIDIA/Megatron-LM#2237, #5047, #1532, #3159; NVIDIA-NeMo/Automodel#3359.
-- Unverified: volcengine/verl#6836.
+- volcengine/verl#6836.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ With DTensors: `parallelize_module(model, tp_mesh, {"norm": SequenceParallel()})
 ## References
 - Tied embeddings over stages: Megatron-LM, arXiv 1909.08053, embedding all-reduce; NVIDIA/Megatron-LM#844, #656.
 - NVIDIA/Megatron-LM#1446; pytorch/torchtitan#2387, #2416, #4054; hpcaitech/ColossalAI#4926;
-  NVIDIA/TransformerEngine#435. Unverified: pytorch/torchtitan#2217.
+  NVIDIA/TransformerEngine#435; pytorch/torchtitan#2217.
 """
 
 from __future__ import annotations
