@@ -25,8 +25,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.trainer.local_parameters import as_distributed, is_local_part
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|module)\.")
 _PART = re.compile(r"^(state|param_groups)\.\d+\.")
 
 
@@ -73,7 +75,8 @@ def load_training(
     state = _weights(parts) | read | progress
     with _explained("resume", folder):
         load(state, checkpoint_id=folder)
-    restored = {own: state[key] for key, (own, _) in named.items()}
+    split = _split_parameters(model)
+    restored = {own: _as_held(own, state[key], split) for key, (own, _) in named.items()}
     set_optimizer_state_dict(model, optimizer, restored, options=_FLAT)
     if scaler is not None:
         scaler.update(float(state["training.loss_scale"]))
@@ -110,9 +113,37 @@ def _weights(parts: Sequence[nn.Module]) -> dict[str, Any]:
 def _optimizer_state(
     parts: Sequence[nn.Module], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, tuple[str, Any]]:
-    """By the name on disk: torch's own name, which counts the parts on this rank, and the value."""
+    """By the name on disk: torch's own name, which counts the parts on this rank, and the value.
+
+    Where parameters are local parts of distributed ones, as DDP needs them beside tp, so is the optimizer's state; on
+    disk it is whole, like the weights.
+    """
     flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    return {f"optimizer.{_without_part(name, parts)}": (name, value) for name, value in flat.items()}
+    split = _split_parameters(model)
+    return {
+        f"optimizer.{_without_part(name, parts)}": (name, _as_distributed(name, value, split))
+        for name, value in flat.items()
+    }
+
+
+def _split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are local parts of distributed ones, by the name that torch's optimizer state has for them."""
+    return {_WRAPPER.sub("", name): one for name, one in model.named_parameters() if is_local_part(one)}
+
+
+def _as_distributed(name: str, value: Any, split: dict[str, nn.Parameter]) -> Any:
+    parameter = split.get(_parameter_of(name))
+    alike = parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+    return as_distributed(parameter, value) if alike else value
+
+
+def _as_held(name: str, value: Any, split: dict[str, nn.Parameter]) -> Any:
+    return value.to_local() if _parameter_of(name) in split and hasattr(value, "to_local") else value
+
+
+def _parameter_of(name: str) -> str:
+    """The parameter of an entry such as "state.layers.0.ffn.w_up.weight.exp_avg"."""
+    return name.removeprefix("state.").rpartition(".")[0]
 
 
 def _without_part(name: str, parts: Sequence[nn.Module]) -> str:

@@ -133,13 +133,6 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
             f"of {tp * config.axes.cp}.",
             "E214",
         )
-    if uses_ddp(config) and (config.resume is not None or config.save_checkpoint is not None):
-        _refuse(
-            f"dp_replicate={config.axes.dp_replicate} with tp={tp} and replication=ddp: the optimizer's state lies in "
-            "plain parts of tensors, which no checkpoint can join. Set replication=composable, or resume and "
-            "save_checkpoint to null.",
-            "E214",
-        )
 
 
 def _check_context_parallel(config: TrainConfig) -> None:

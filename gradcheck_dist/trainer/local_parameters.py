@@ -72,3 +72,8 @@ def as_distributed(parameter: Tensor, local: Tensor) -> Tensor:
     """`local` in the layout of the parameter that it lies like, such as its gradient; itself for an ordinary one."""
     layout: Layout | None = getattr(parameter, _LAYOUT, None)
     return local if layout is None else layout.distributed(local)
+
+
+def is_local_part(parameter: Tensor) -> bool:
+    """Whether `use_local_parameters` made it."""
+    return hasattr(parameter, _LAYOUT)

@@ -55,7 +55,6 @@ def test_the_sequences_of_a_step_are_those_of_all_ranks_and_microbatches() -> No
         ({"tp": 4}, "E214", r"n_kv_heads=2.*\[1, 2\]"),
         ({"tp": 2, "loss_parallel": True}, "E214", "Set vocab_size=260"),
         ({"tp": 2, "sequence_parallel": True, "seq_len": 33}, "E214", "multiple of 2"),
-        ({"tp": 2, "dp_replicate": 2, "save_checkpoint": "a"}, "E214", "replication=composable"),
         ({"float8": True, "dim": 40}, "E207", "multiples of 16"),
         ({"resume": "a", "seed_checkpoint": "b"}, "E205", "Set one of them to null"),
         ({"contrastive_loss_weight": 0.1, "cp": 2}, "E213", "Set cp, tp and pp to 1"),

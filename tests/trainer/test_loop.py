@@ -153,6 +153,7 @@ def test_a_user_error_on_the_command_line_exits_with_two() -> None:
         {"mixed_precision": "float16"},
         {"axes": {"dp_shard": 2}, "accum": 2, "dropout": 0.1},
         {"axes": {"pp": 2}, "microbatches": 4, "schedule": "zbv", "n_layers": 4},
+        {"axes": {"dp_replicate": 2, "tp": 2}, "sequence_parallel": True, "activation_checkpointing": "full"},
     ],
     ids=str,
 )
@@ -171,11 +172,14 @@ def test_a_training_that_was_resumed_ends_as_if_it_had_never_stopped(layout: dic
 def test_a_training_is_resumed_on_another_layout(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     values = SMALL | {"n_layers": 4, "batch_size": 1}
-    sharded = values | {"axes": {"dp_shard": 2}, "accum": 2}
-    run(TrainConfig.from_dict(sharded | {"steps": 2, "save_checkpoint": folder}))
+    split = values | {"axes": {"dp_replicate": 2, "tp": 2}, "accum": 2}  # plain parts of tensors, whole on disk
+    run(TrainConfig.from_dict(split | {"steps": 2, "save_checkpoint": folder}))
     losses = [
         run(TrainConfig.from_dict(other | {"steps": 4, "resume": folder}))[0].steps[-1].loss
-        for other in (sharded, values | {"axes": {"pp": 2}, "microbatches": 4, "schedule": "interleaved1f1b"})
+        for other in (
+            values | {"axes": {"dp_shard": 2}, "accum": 2},
+            values | {"axes": {"pp": 2}, "microbatches": 4, "schedule": "interleaved1f1b"},
+        )
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
