@@ -133,8 +133,9 @@ def _split_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _as_distributed(name: str, value: Any, split: dict[str, nn.Parameter]) -> Any:
     parameter = split.get(_parameter_of(name))
-    alike = parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    return as_distributed(parameter, value) if alike else value
+    if parameter is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    return as_distributed(parameter, value)
 
 
 def _as_held(name: str, value: Any, split: dict[str, nn.Parameter]) -> Any:
