@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -22,7 +22,7 @@ from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
-from gradcheck_dist.diagnosis.next_step import next_step
+from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
@@ -90,7 +90,8 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += more
     weigh(verdicts)
-    report = _report(run, verdicts, objective, objective_from)
+    report = _report(run, verdicts, objective, objective_from, skipped)
+    report.run.skipped_steps = list(skipped)
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
 
@@ -275,12 +276,16 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
     raise AssertionError("GS000 answers every case")
 
 
-def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str) -> Report:
+def _report(
+    run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str, skipped: Sequence[int]
+) -> Report:
     findings = merged(verdicts)
     coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
-    if not verdicts:
+    if not verdicts and skipped:
+        reasons.append(f"the GradScaler found an overflow in {_steps(skipped)}: {ALL_SKIPPED}")
+    elif not verdicts:
         reasons.append("no backward pass was recorded: attach before the training loop, and let it reach a step")
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
     accused = any(finding.severity != "info" for finding in findings)
@@ -313,6 +318,10 @@ def _report(run: Run, verdicts: list[StepVerdict], objective: str, objective_fro
     )
     report.next_step = next_step(report)
     return report
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {_ranges(list(steps))}"
 
 
 def _ranges(steps: list[int]) -> str:

@@ -120,7 +120,8 @@ class Coverage(msgspec.Struct, kw_only=True):
 
 class RunInfo(msgspec.Struct, kw_only=True):
     """Which run this is. `data_ranks` are the ranks of each data coordinate: those that evaluate the same tokens.
-    `axes_from`, `data_ranks_from` and `objective_from` are "declared" or say what they were inferred from."""
+    `axes_from`, `data_ranks_from` and `objective_from` are "declared" or say what they were inferred from. In
+    `skipped_steps` a GradScaler found an overflow and no rank called the optimizer."""
 
     id: str
     command: list[str] = []
@@ -134,6 +135,7 @@ class RunInfo(msgspec.Struct, kw_only=True):
     objective: str
     objective_from: str = "declared"
     steps: list[int] = []
+    skipped_steps: list[int] = []
     dtype: str = ""
     scenario: str | None = None
     variant: str | None = None

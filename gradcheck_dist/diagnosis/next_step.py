@@ -5,7 +5,9 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.handmade import LINES
 
+ALL_SKIPPED = "no optimizer was called, and no gradient was used"
 SAYS = {
+    ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
     "missing": "Bring the missing trace files into the run folder, or record again.",
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",

@@ -69,6 +69,20 @@ def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainC
     return configs
 
 
+def refusal(scenario: Scenario, overrides: Overrides) -> GradcheckError | None:
+    """Why a scenario that is sound by itself cannot have what the command line sets; None where it can.
+
+    Raises:
+        GradcheckError: the scenario is not sound by itself.
+    """
+    configurations(scenario, Overrides())
+    try:
+        configurations(scenario, overrides)
+    except GradcheckError as error:
+        return error
+    return None
+
+
 def sizes_of(config: TrainConfig) -> dict[str, int]:
     """The values of the names in formulas that are the same for every weight of a job."""
     sizes = {"R": config.gradient_ranks, "K": config.accum, "M": config.microbatches}
@@ -85,10 +99,11 @@ def _shows(ratio: Formula, config: TrainConfig) -> bool:
 
 def _configuration(scenario: Scenario, variant: Variant, overrides: Overrides) -> TrainConfig:
     sizes = {size: getattr(overrides, size) for size in scenario.defaults if getattr(overrides, size) is not None}
-    values: dict[str, Any] = {**scenario.defaults, **sizes}
+    # What belongs to one variant beats what belongs to all, and the command line beats both.
+    values: dict[str, Any] = {**scenario.config, **scenario.defaults, **variant.config, **sizes}
     values["axes"] = _degrees(scenario, values.pop("nproc"))
     values |= {name: value for name in ("dtype", "data") if (value := getattr(overrides, name)) is not None}
-    return TrainConfig.from_dict({**scenario.config, **variant.config, **values, "faults": list(variant.faults)})
+    return TrainConfig.from_dict({**values, "faults": list(variant.faults)})
 
 
 def _degrees(scenario: Scenario, nproc: int) -> dict[str, int]:

@@ -127,9 +127,10 @@ def unscale_alone(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Op
 
 
 def overflow_in_first_stage(model: nn.Module, config: TrainConfig) -> None:
-    """Stands in for parallelize.finish_gradients."""
+    """Stands in for parallelize.finish_gradients; in the first step only."""
     for name, parameter in model.named_parameters():
-        if name.endswith("embedding.weight") and parameter.grad is not None:
+        if name.endswith("embedding.weight") and parameter.grad is not None and not hasattr(parameter, "overflowed"):
+            parameter.overflowed = True  # type: ignore[attr-defined]
             parameter.grad.view(-1)[0] = float("inf")
 
 
@@ -206,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "overflow-in-first-stage",
-        "One element of the embedding's gradient is infinite, as after an overflow. Nothing is wrong where all ranks "
-        "skip the step.",
+        "One element of the embedding's gradient is infinite in the first step, as after an overflow. Nothing is wrong "
+        "where all ranks skip the step.",
         "gradcheck_dist.trainer.parallelize:finish_gradients",
         overflow_in_first_stage,
     ),

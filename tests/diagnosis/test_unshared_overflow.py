@@ -42,6 +42,16 @@ def test_a_step_that_some_ranks_skip_is_found(trainer: Trainer, ranks: set[int],
     assert all(finding.first_event is not None and finding.first_event.rank in ranks for finding in told)
 
 
+def test_a_run_of_which_every_step_was_skipped_says_so() -> None:
+    report = diagnose(overflowed(SCALED, {0, 1}))
+    assert report.verdict == "undetermined"
+    assert report.reasons == [
+        "the GradScaler found an overflow in step 0: no optimizer was called, and no gradient was used"
+    ]
+    assert (report.run.steps, report.run.skipped_steps) == ([], [0])
+    assert "--steps" in report.next_step
+
+
 def test_ranks_that_share_nothing_may_skip_alone() -> None:
     report = diagnose(overflowed(SCALED, {1}, apart=True))
     assert "GS607" not in [finding.code for finding in report.findings]
