@@ -67,6 +67,22 @@ def check_writable(path: Path) -> None:
         raise GradcheckError(f"cannot write {path}: {reason}. Name a file in a folder that exists.", code="E711")
 
 
+def make_folder(path: Path) -> None:
+    """The folder that results go to, and those above it.
+
+    Raises:
+        GradcheckError: E711 it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GradcheckError(
+            f"cannot make the folder {path}: {error.strerror or error}. Name a folder that is none yet, or one that "
+            "you may write to.",
+            code="E711",
+        ) from error
+
+
 def check_report(path: Path | None) -> None:
     """Raise GradcheckError (E711) unless a report can be written at `path` in the format of its ending."""
     if path is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.compare import BY_SUFFIX, CompareFormat
-from gradcheck_dist.cli.output import check_writable, write_file
+from gradcheck_dist.cli.output import check_writable, make_folder, write_file
 from gradcheck_dist.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,11 +42,12 @@ def study(
     if report is not None:
         if report.suffix != ".svg":
             _form_of(report)
-        check_writable(report)
     from gradcheck_dist.scenarios import study as studies
 
     chosen = studies.load(config, steps, tuple(only or ()))
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
+    if report is not None:
+        check_writable(report)
     from gradcheck_dist.trainer.launch import warm_up
 
     warm_up()

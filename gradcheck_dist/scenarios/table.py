@@ -16,16 +16,19 @@ from gradcheck_dist.scenarios.runner import MIB, Cost, Result
 
 COLUMNS = ("scenario", "variant", "found", "factor", "culprit", "seconds", "MiB", "as the file says")
 
+_MARKS = {True: "ok ", False: "NOT", None: "-  "}
+
 
 @dataclass(frozen=True)
 class Row:
-    """A variant and what was found in it. Of a scenario that could not start there is one row, without a variant.
+    """A variant and what was found in it. Of a scenario that did not start there is one row, without a variant.
 
     Attributes:
         expected: codes and names that the file asks for; "clean" where nothing may be found.
         found: likewise; None where nothing could be judged.
         seconds: to train and to judge; None where nothing started.
         peak_memory_bytes: the sum over ranks of the most that each held.
+        as_expected: None where the scenario was skipped, since it cannot have what the command line sets.
         note: how the result differs from the file, or why there is none; a bug of torch's own that is mended says so.
     """
 
@@ -37,7 +40,7 @@ class Row:
     culprit: str
     seconds: float | None
     peak_memory_bytes: int | None
-    as_expected: bool
+    as_expected: bool | None
     note: str
 
 
@@ -67,6 +70,11 @@ def _row(scenario: str, variant: VariantReport, cost: Cost | None) -> Row:
 def refused(scenario: str, error: Exception) -> Row:
     """The row of a scenario that could not start, or whose judging broke."""
     return Row(scenario, "", "", None, "", "", None, None, False, said(error))
+
+
+def skipped(scenario: str, error: GradcheckError) -> Row:
+    """The row of a scenario that cannot have what the command line sets, such as another number format."""
+    return Row(scenario, "", "", None, "", "", None, None, None, said(error))
 
 
 def said(error: Exception) -> str:
@@ -99,14 +107,16 @@ def _culprit(finding: Finding) -> str:
 
 def summary(table: Sequence[Row]) -> str:
     """One sentence over all."""
-    scenarios = {row.scenario for row in table}
-    right = sum(row.as_expected for row in table)
+    ran = [row for row in table if row.as_expected is not None]
+    scenarios = {row.scenario for row in ran}
+    right = sum(row.as_expected is True for row in ran)
     seconds = sum(row.seconds or 0.0 for row in table)
     peak = max((row.peak_memory_bytes or 0 for row in table), default=0)
     memory = f", at most {peak / MIB:.0f} MiB at once" if peak else ""
+    left_out = f"; {plural(len(table) - len(ran), 'scenario')} skipped" if len(ran) < len(table) else ""
     return (
-        f"{right} of {plural(len(table), 'variant')} of {plural(len(scenarios), 'scenario')} as the files say, in "
-        f"{seconds:.0f} s{memory}"
+        f"{right} of {plural(len(ran), 'variant')} of {plural(len(scenarios), 'scenario')} as the files say, in "
+        f"{seconds:.0f} s{memory}{left_out}"
     )
 
 
@@ -120,9 +130,8 @@ def lines(table: Sequence[Row]) -> Iterator[str]:
     for row in table:
         place = f"{row.scenario} {row.variant}".strip()
         cost = f"{row.seconds:6.1f} s {_mib(row):>5} MiB" if row.seconds is not None else f"{'-':>18}"
-        found = "could not run" if row.found is None else row.found
         where = f" ({row.factor}; {row.culprit})" if row.culprit else ""
-        yield f"{'ok ' if row.as_expected else 'NOT'} {cost}  {place}: {found}{where}"
+        yield f"{_MARKS[row.as_expected]} {cost}  {place}: {_became(row)}{where}"
         if row.note:
             yield f"{'':24}{printable(row.note, 2000)}"
 
@@ -132,11 +141,11 @@ def markdown(table: Sequence[Row]) -> str:
     head = [f"{summary(table)}.", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     body = []
     for row in table:
-        agreement = "yes" if row.as_expected else "**no**"
+        agreement = {True: "yes", False: "**no**", None: "skipped"}[row.as_expected]
         cells = (
             row.scenario,
             row.variant,
-            "could not run" if row.found is None else row.found,
+            _became(row),
             row.factor,
             row.culprit,
             f"{row.seconds:.1f}" if row.seconds is not None else "",
@@ -145,6 +154,12 @@ def markdown(table: Sequence[Row]) -> str:
         )
         body.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join([*head, *body, ""])
+
+
+def _became(row: Row) -> str:
+    if row.found is not None:
+        return row.found
+    return "skipped" if row.as_expected is None else "could not run"
 
 
 def _mib(row: Row) -> str:
@@ -161,7 +176,7 @@ def document(table: Sequence[Row]) -> str:
     content = {
         "schema_version": 1,
         "tool": {"name": "gradcheck", "version": __version__},
-        "as_expected": all(row.as_expected for row in table),
+        "as_expected": not any(row.as_expected is False for row in table),
         "rows": [asdict(row) for row in table],
     }
     return json.dumps(content, indent=2) + "\n"

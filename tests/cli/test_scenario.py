@@ -140,7 +140,9 @@ def test_all_runs_every_scenario_and_goes_on_after_a_failure(
     assert asked["overrides"] == Overrides(seed=7)
     assert asked["scenario"].name == "third"
     lines = outcome.out.splitlines()
-    assert lines[0].startswith("ok                   -  ddp-accum averaging: GS101 double-averaging (1/dp_replicate; reduce")
+    assert lines[0].startswith(
+        "ok                   -  ddp-accum averaging: GS101 double-averaging (1/dp_replicate; reduce"
+    )
     assert lines[1].startswith("NOT                  -  second: could not run")
     assert "second.yaml: " in lines[2]
     assert lines[-1].startswith("2 of 3 variants of 2 scenarios as the files say")
@@ -154,6 +156,30 @@ def test_all_runs_every_scenario_and_goes_on_after_a_failure(
     broken = gradcheck("scenario", "--all", "--library", mine)
     assert broken.code == 2
     assert "ZeroDivisionError: in the engine" in broken.out
+
+
+def test_all_skips_what_cannot_have_what_the_command_line_sets(
+    gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine"
+    for name in ("half", "whole"):
+        gradcheck("scenario", "--new", name, "--library", mine)
+    half = mine / "half.yaml"
+    half.write_text(half.read_text() + "config: {mixed_precision: float16}\n")
+    command = ("scenario", "--all", "--library", mine, "--dtype", "bfloat16")
+    outcome = gradcheck(*command, "--report", tmp_path / "r.json")
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("-                    -  half: skipped")
+    assert "E213: mixed_precision=float16 with dtype=bfloat16" in lines[1]
+    assert lines[-1] == "1 of 1 variant of 1 scenario as the files say, in 0 s; 1 scenario skipped"
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["as_expected"] is True
+    assert (document["rows"][0]["found"], document["rows"][0]["as_expected"]) == (None, None)
+    assert "| skipped: E213" in gradcheck(*command, "--format", "md").out
+    nothing = gradcheck(*command[:-2], "--accum", "0")
+    assert nothing.code == 2
+    assert nothing.out.splitlines()[-1].endswith("2 scenarios skipped")
 
 
 def test_a_new_scenario_runs_as_it_stands_and_is_never_overwritten(
