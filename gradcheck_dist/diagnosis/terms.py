@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import inf
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from gradcheck_dist.diagnosis.case import Case, name_case
 from gradcheck_dist.diagnosis.cells import MATERIAL
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.factors import name_number
 from gradcheck_dist.diagnosis.patterns import Pattern
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -41,9 +43,11 @@ class TermVerdict:
 
 @dataclass(frozen=True)
 class _Fit:
-    """All evaluations of a term weigh `factor` times what `objective` over its positions asks for."""
+    """All evaluations of a term weigh `factor` times what `objective` over its positions asks for. `adds_copies`: of
+    ranks that share a data coordinate (tp), each is one summand of the term."""
 
     objective: str
+    adds_copies: bool
     factor: float
     tolerance: float
     num_tokens: int
@@ -74,6 +78,7 @@ def judge_terms(
     }
     main_is_off = any(case.culprit.kind == "loss" for case in cases)
     wrong: dict[tuple[object, ...], list[tuple[Term, _Fit]]] = defaultdict(list)
+    readings: dict[str, list[str]] = defaultdict(list)
     for term in auxiliary_terms(events, contributions):
         fits = list(_fits(term, context, contributions, convention))
         if not fits:
@@ -94,7 +99,14 @@ def judge_terms(
             verdict.remarks.append(f"loss term {term.name} cannot be judged until the main loss is mended")
         else:
             site = term.evaluations[0].loss.site
-            wrong[site and (site.file, site.line), round(fits[0].factor, 4)].append((term, fits[0]))
+            fit, rivals = _simplest(context, fits)
+            wrong[site and (site.file, site.line), round(fit.factor, 4)].append((term, fit))
+            for rival in rivals:
+                readings[
+                    f"off by {fit.factor:.6g} if {_READINGS[fit.adds_copies]}, and by {rival.factor:.6g} if "
+                    f"{_READINGS[rival.adds_copies]}; which of these holds is not recorded"
+                ].append(term.name)
+    verdict.remarks.extend(f"loss term {', '.join(names)}: {words}" for words, names in readings.items())
     verdict.cases.extend(_case(context, together) for together in wrong.values())
     return verdict
 
@@ -120,7 +132,27 @@ def _fits(
                 continue
             middle, tolerance = float(np.median(ratios)), max(tolerances)
             if middle and all(abs(ratio - middle) <= 2 * tolerance * abs(middle) for ratio in ratios):
-                yield _Fit(name, middle, tolerance, sum(tokens.values()))
+                yield _Fit(name, every_copy, middle, tolerance, sum(tokens.values()))
+
+
+_READINGS = {
+    False: "ranks with the same data evaluate the same term, and one of them counts",
+    True: "the terms of ranks with the same data are added up",
+}
+
+
+def _simplest(context: StepContext, fits: Sequence[_Fit]) -> tuple[_Fit, list[_Fit]]:
+    """The fit whose factor has the simplest name, and the first that reads copies otherwise with another factor."""
+
+    def cost(fit: _Fit) -> float:
+        names = name_number(fit.factor, context.quantities, max(2 * fit.tolerance, 1e-6))
+        return names[0].cost if names else inf
+
+    first_of_each = {fit.adds_copies: fit for fit in reversed(fits)}
+    chosen = min((first_of_each[way] for way in sorted(first_of_each)), key=cost)
+    rivals = [fit for fit in fits if fit.adds_copies is not chosen.adds_copies]
+    apart = [fit for fit in rivals if abs(fit.factor / chosen.factor - 1) > 2 * fit.tolerance]
+    return chosen, apart[:1]
 
 
 def _objectives(

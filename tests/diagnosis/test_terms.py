@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from random_trainers import global_mean, microbatch_mean, rank_mean
@@ -11,6 +12,7 @@ from simulator import Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.terms import _Fit, _simplest
 
 COEFFICIENT = 0.01
 TRAINER = Trainer(root=global_mean(), op="sum", accumulation=3, data_ranks=2, coefficient=COEFFICIENT)
@@ -85,3 +87,16 @@ def test_a_main_loss_that_is_wrong_accuses_no_term() -> None:
 def test_a_hand_behind_the_loss_accuses_no_term() -> None:
     report = judged(replace(TRAINER, hands=(Hand("before_step", 1.7),), auxiliary=global_mean(COEFFICIENT)))
     assert [finding.code for finding in report.findings] == ["GS000"]
+
+
+@pytest.mark.parametrize(("copy", "added", "chosen", "rivals"), [(1.5, 3.0, 3.0, [1.5]), (2.0, 4.0, 2.0, [4.0])])
+def test_terms_of_ranks_with_the_same_data_are_read_the_simplest_way_and_the_other_is_told(
+    copy: float, added: float, chosen: float, rivals: list[float]
+) -> None:
+    quantities = {"accumulation_steps": 3.0, "tp": 2.0, "microbatches": 4.0}
+    fits = [
+        _Fit("global-token-mean", adds_copies, factor, 1e-5, 100)
+        for adds_copies, factor in ((False, copy), (True, added))
+    ]
+    best, others = _simplest(SimpleNamespace(quantities=quantities), fits)  # type: ignore[arg-type]
+    assert (best.factor, [fit.factor for fit in others]) == (chosen, rivals)
