@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.events import Backward, Event, Loss, LossGradient, PipelineStep, Reduce
@@ -47,7 +47,6 @@ class Contributions:
     by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
     coordinate: dict[int, int] = field(default_factory=dict)
     coordinate_from: str = "declared"
-    duplicates: list[tuple[int, int]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -70,6 +69,9 @@ class Contributions:
     def tokens_of_coordinate(self, data_rank: int) -> int:
         return sum(c.num_tokens or 0 for key, c in self.by_key.items() if key[0] == data_rank)
 
+
+Signature = tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]
+"""The label hashes of a rank's losses, by (accumulation step, microbatch)."""
 
 LossesOfRank = dict[tuple[int, int], list[tuple[LossGradient, Loss | None]]]
 
@@ -101,12 +103,11 @@ def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] |
 
     A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
     last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
-    one data-parallel reduction: then they were fed the same batch, which is a fault and kept in `duplicates`.
+    one data-parallel reduction: then they were fed the same batch, which is a fault.
     """
     losses = {rank: losses_of_rank(of_rank) for rank, of_rank in events.items()}
     by_hand = _stages_by_hand(events, losses)
     owner = _loss_owners(events, losses) | by_hand
-    peers = data_parallel_groups(events)
     result = Contributions()
     if by_hand:
         earlier, last = (", ".join(map(str, sorted(set(ranks)))) for ranks in (by_hand, by_hand.values()))
@@ -114,37 +115,22 @@ def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] |
             f"rank(s) {earlier} differentiate what other ranks sent and have no loss: taken for earlier stages of "
             f"pipelines by hand that end on rank(s) {last}"
         )
-    signatures: dict[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]] = {
+    signatures: dict[int, Signature] = {
         rank: tuple(
             (slot, tuple(loss.label_hash if loss else None for _, loss in pairs))
             for slot, pairs in sorted(of_rank.items())
         )
         for rank, of_rank in losses.items()
     }
-    representative: dict[int, int] = {}
-    declared = {owner.get(rank, rank): owner.get(group[0], group[0]) for group in same_data or () for rank in group}
-    for rank in sorted(events):
-        own = owner.get(rank, rank)
-        representative[rank] = own
-        if same_data is not None:
-            representative[rank] = declared.get(own, own)
-            continue
-        signature = signatures.get(own, ())
-        hashes = [value for _, values in signature for value in values]
-        if not hashes or None in hashes:
-            continue
-        for other in sorted(set(representative.values()) - {own}):
-            if other < own and signatures.get(other) == signature:
-                if any(own in group and other in group for group in peers):
-                    result.duplicates.append((other, own))
-                else:
-                    representative[rank] = other
-                break
+    if same_data is None:
+        shares = _sharing({owner.get(rank, rank) for rank in events}, signatures, data_parallel_peers(events))
+    else:
+        shares = {owner.get(rank, rank): owner.get(group[0], group[0]) for group in same_data for rank in group}
+    representative = {rank: shares.get(owner.get(rank, rank), owner.get(rank, rank)) for rank in sorted(events)}
     if same_data is None:
         result.coordinate_from = _inferred(representative, owner, signatures)
     numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
     result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
-    result.duplicates = sorted(set(result.duplicates))
     for own, data_rank in numbered.items():
         ranks = tuple(rank for rank, of in representative.items() if of == own)
         for slot, pairs in losses.get(own, {}).items():
@@ -153,10 +139,32 @@ def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] |
     return result
 
 
+def _sharing(
+    owners: set[int], signatures: Mapping[int, Signature], peers: Mapping[int, frozenset[int]]
+) -> dict[int, int]:
+    """For each rank that owns a loss the lowest one with which it shares its tokens: same labels, and no member of one
+    set is a data-parallel peer of another."""
+    shares: dict[int, int] = {}
+    sets: dict[Signature, list[list[int]]] = defaultdict(list)
+    for own in sorted(owners):
+        shares[own] = own
+        signature = signatures.get(own, ())
+        hashes = [value for _, values in signature for value in values]
+        if not hashes or None in hashes:
+            continue
+        joined = next((ranks for ranks in sets[signature] if may_share(peers, [own], ranks)), None)
+        if joined is None:
+            sets[signature].append([own])
+        else:
+            joined.append(own)
+            shares[own] = joined[0]
+    return shares
+
+
 def _inferred(
     representative: dict[int, int],
     owner: dict[int, int],
-    signatures: Mapping[int, tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]],
+    signatures: Mapping[int, Signature],
 ) -> str:
     """What the data coordinates rest on, in words."""
     rests = []
@@ -167,8 +175,10 @@ def _inferred(
     hashes = [value for signature in signatures.values() for _, values in signature for value in values]
     if None in hashes or not hashes:
         rests.append("where no labels were seen, every rank is taken to have its own")
-    elif not rests:
+    elif not rests and len(set(signatures.values())) == len(signatures):
         rests.append("no two ranks have the same labels")
+    elif not rests:
+        rests.append("ranks with the same labels reduce gradients together, so each stands for a batch of its own")
     return f"inferred: {', '.join(rests)}; {SAME_DATA_SETTING}"
 
 
@@ -239,12 +249,25 @@ def _stages_by_hand(events: dict[int, list[Event]], losses: dict[int, LossesOfRa
     return {rank: fitting[0][rank] for rank in alone} if fitting else {}
 
 
-def data_parallel_groups(events: dict[int, list[Event]]) -> set[frozenset[int]]:
-    groups: set[frozenset[int]] = set()
-    for of_rank in events.values():
-        for event in of_rank:
-            if isinstance(event, Reduce) and event.impl in _DATA_PARALLEL:
-                groups.add(frozenset(event.group))
-                if event.replicate_group:
-                    groups.add(frozenset(event.replicate_group))
-    return groups
+def data_parallel_peers(events: dict[int, list[Event]]) -> dict[int, frozenset[int]]:
+    """With which ranks each rank adds up its gradients, itself included, over every axis: with those of a shard group
+    and of a replica group, and with theirs. Peers are fed batches of their own."""
+    groups = {
+        frozenset(group)
+        for of_rank in events.values()
+        for event in of_rank
+        if isinstance(event, Reduce) and event.impl in _DATA_PARALLEL
+        for group in (event.group, event.replicate_group)
+        if group
+    }
+    peers: dict[int, frozenset[int]] = {}
+    for group in groups:
+        together = group.union(*(peers.get(rank, frozenset()) for rank in group))
+        peers.update(dict.fromkeys(together, together))
+    return peers
+
+
+def may_share(peers: Mapping[int, frozenset[int]], some: Iterable[int], others: Iterable[int]) -> bool:
+    """Whether two sets of ranks may evaluate the same tokens by design: none is a peer of one of the other set."""
+    others = set(others)
+    return not any(peers.get(rank, frozenset()) & others for rank in some)

@@ -12,7 +12,8 @@ from gradcheck_dist.ledger.contributions import (
     SAME_DATA_SETTING,
     ContributionKey,
     Contributions,
-    data_parallel_groups,
+    data_parallel_peers,
+    may_share,
 )
 from gradcheck_dist.ledger.tracks import StepData, Track
 
@@ -70,18 +71,19 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
     Peers of a data-parallel reduction do not: they were fed one batch."""
     if not contributions.by_key or any(one.label_hash is not None for one in contributions.by_key.values()):
         return contributions
-    peers = data_parallel_groups(data.events)
+    peers = data_parallel_peers(data.events)
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for of_param in data.tracks.values():
         for one, other in combinations(sorted(of_param), 2):
-            if any({one, other} <= group for group in peers):
-                continue
-            votes[one, other].append(_same_leaves(of_param[one], of_param[other]))
+            if may_share(peers, [one], [other]):
+                votes[one, other].append(_same_leaves(of_param[one], of_param[other]))
     representative = dict(contributions.coordinate)
     for (one, other), found in sorted(votes.items()):
         if 2 * sum(found) >= len(found) and one in representative and other in representative:
             old, new = representative[other], representative[one]
-            representative = {rank: new if of == old else of for rank, of in representative.items()}
+            sides = ([rank for rank, of in representative.items() if of == way] for way in (old, new))
+            if may_share(peers, *sides):
+                representative = {rank: new if of == old else of for rank, of in representative.items()}
     if representative == contributions.coordinate or contributions.coordinate_from == "declared":
         return contributions
     kept = sorted(set(representative.values()))
