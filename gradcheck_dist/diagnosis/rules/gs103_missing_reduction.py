@@ -32,6 +32,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import AFTER, BEFORE, Event, OptimizerStep, Reduce
@@ -51,6 +52,8 @@ def judge(case: Case) -> Answer | None:
     foreign = [cell for held, cell in case.cells if not cell.right and _is_foreign(case, held.rank, cell.key[0])]
     if not foreign or any(abs(cell.ratio) > max(1e-3, cell.margin) for cell in foreign):
         return None
+    if all(_arrived_in_part(held, cell) for held, cell in case.cells if not cell.right):
+        return None  # the other ranks were heard; what is missing is a summand of theirs (GS703)
     steps = sorted({cell.key[1] for cell in foreign})
     which = (
         f"of accumulation step(s) {', '.join(map(str, steps))} " if len(steps) < case.context.num_accumulation else ""
@@ -72,6 +75,11 @@ def judge(case: Case) -> Answer | None:
         fix="Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )
+
+
+def _arrived_in_part(held: Held, missing: Cell) -> bool:
+    """Whether another rank's summand of the same contribution did reach the gradient."""
+    return any(cell.key == missing.key and abs(cell.ratio) > max(1e-3, cell.margin) for cell in held.cells)
 
 
 def could_audit(facts: StepFacts) -> bool:
