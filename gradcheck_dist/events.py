@@ -31,6 +31,10 @@ BEFORE = 1  # the gradient buffer before the event
 AFTER = 2  # the gradient buffer after the event
 UNNAMED = "unnamed."  # begins the names of parameters that an optimizer holds and no module has shown
 
+SHARDING = frozenset({"fsdp", "hsdp", "replicate", "fsdp1"})
+"""`impl` of reductions of a wrapper that keeps a rank's part of the result, and adds it to what is there already."""
+DATA_PARALLEL = SHARDING | {"ddp", "fsdp1_no_shard"}
+
 BY_AUTOGRAD = "redistribute"  # `hook` of a reduction that is the backward of a DTensor's redistribution
 
 ROLE_NAMES = ("leaf", "before", "after")

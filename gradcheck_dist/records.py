@@ -74,7 +74,8 @@ class Plan(Record, tag="plan"):
 
     `positions` is int32 bytes indexing into range(num_positions); None means all. `partial`: the values are a summand
     of the gradient, the sum over the ranks `partial_over` of a mesh is the gradient (DTensor Partial). `offset` and
-    `extent` are the box of the global parameter that this rank holds in such a layout; None where it is not known.
+    `extent` are the box of the global parameter that this rank holds in such a layout, or of one dimension, in the
+    flattened parameter; None where it is not known.
     """
 
     id: int

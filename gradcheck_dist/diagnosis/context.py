@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES
-from gradcheck_dist.events import Backward, Event, Loss, PipelineStep, Reduce
+from gradcheck_dist.events import SHARDING, Backward, Event, Loss, PipelineStep, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
@@ -69,10 +69,10 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
     seen: list[str] = []
     for of_rank in events.values():
         for event in of_rank:
-            if isinstance(event, Reduce) and event.impl == "ddp":
+            if isinstance(event, Reduce) and event.impl in ("ddp", "fsdp1_no_shard"):
                 axes["dp_replicate"] = max(axes["dp_replicate"], len(event.group))
-                seen.append("DDP groups")
-            elif isinstance(event, Reduce) and event.impl in ("fsdp", "hsdp", "replicate"):
+                seen.append("DDP groups" if event.impl == "ddp" else "FSDP groups")
+            elif isinstance(event, Reduce) and event.impl in SHARDING:
                 axes["dp_shard"] = max(axes["dp_shard"], len(event.group))
                 axes["dp_replicate"] = max(axes["dp_replicate"], len(event.replicate_group) or 1)
                 seen.append("FSDP groups")

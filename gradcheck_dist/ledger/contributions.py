@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradcheck_dist.events import Backward, Event, Loss, LossGradient, PipelineStep, Reduce
+from gradcheck_dist.events import DATA_PARALLEL, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
 
 ContributionKey = tuple[int, int, int]
 """(data coordinate, accumulation step, microbatch)"""
@@ -15,8 +15,6 @@ UNKNOWN = "unknown"
 """Reduction of a loss of which no probe knows what it counts."""
 
 SAME_DATA_SETTING = "--same-data of `gradcheck run` sets it"
-
-_DATA_PARALLEL = {"ddp", "fsdp", "hsdp", "replicate"}
 
 
 @dataclass
@@ -256,7 +254,7 @@ def data_parallel_peers(events: dict[int, list[Event]]) -> dict[int, frozenset[i
         frozenset(group)
         for of_rank in events.values()
         for event in of_rank
-        if isinstance(event, Reduce) and event.impl in _DATA_PARALLEL
+        if isinstance(event, Reduce) and event.impl in DATA_PARALLEL
         for group in (event.group, event.replicate_group)
         if group
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcheck_dist.events import (
+    SHARDING,
     AmpUnscale,
     Backward,
     Clip,
@@ -24,7 +25,6 @@ from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import EPSILON, Solution, solve
 from gradcheck_dist.ledger.tracks import Point, StepData, Track
 
-_SHARDED = {"fsdp", "hsdp", "replicate"}
 HEALTHY = 0.75
 """Residual in units of epsilon up to which nothing but rounding speaks (measured: 0.25 at most on healthy runs)."""
 LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
@@ -139,7 +139,7 @@ class _Machine:
         self.track, self.basis, self.result = track, basis, result
         self.ops = self._operations(data)
         reduces = [op for _, _, op in self.ops if isinstance(op, Reduce)]
-        sharded = any(event.impl in _SHARDED for event in reduces)
+        sharded = any(event.impl in SHARDING for event in reduces)
         self.buffers = {name: Buffer(np.zeros(len(basis))) for name in ("grad", "unsharded", "partial")}
         self.leaf_buffer = "unsharded" if sharded else "grad"
         self.entries = result.entries.setdefault(track.rank, [])
@@ -196,7 +196,7 @@ class _Machine:
 
     def take_input(self, event: Reduce) -> Buffer:
         """What this rank brings into a reduction."""
-        name = "unsharded" if event.impl in _SHARDED else "grad"
+        name = "unsharded" if event.impl in SHARDING else "grad"
         buffer = self.buffers[name]
         taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip, buffer.leftover)
         if name == "unsharded":
@@ -210,7 +210,7 @@ class _Machine:
 
     def receive(self, event: Reduce, inputs: list[Buffer], sources: tuple[int, ...]) -> None:
         """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result."""
-        sharded = event.impl in _SHARDED
+        sharded = event.impl in SHARDING
         partial = sharded and not event.all_reduced and bool(event.replicate_group)
         target = self.buffers["partial" if partial else "grad"]
         if not sharded:
@@ -237,7 +237,7 @@ class _Machine:
     def _sampled(self, point: Point, order: int) -> None:
         """Measure the buffer: which coefficients of its columns does the sample show?"""
         event = next((op for _, _, op in self.ops if isinstance(op, Event) and op.seq == point.seq), None)
-        before_sharded_reduce = order == BEFORE_ORDER and isinstance(event, Reduce) and event.impl in _SHARDED
+        before_sharded_reduce = order == BEFORE_ORDER and isinstance(event, Reduce) and event.impl in SHARDING
         name = "unsharded" if before_sharded_reduce else "grad"
         buffer = self.buffers[name]
         entry = self._note(point.seq, order, None, name)

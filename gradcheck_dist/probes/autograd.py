@@ -22,6 +22,9 @@ from gradcheck_dist.probes.registry import ParamInfo
 ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every new root module; other probes use it to find their wrappers inside."""
 
+WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called before its parameters are named: for wrappers whose parameters are no parameters of the model."""
+
 
 def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
@@ -167,6 +170,14 @@ class Discovery:
         put_first(leaf, handle.id)
         self._hooks.append(handle)
 
+    def hook_flat(self, flat: Tensor, infos: list[ParamInfo], on_arrival: Callable[[Tensor], Tensor | None]) -> None:
+        """Watch a tensor through which autograd delivers the gradients of several parameters."""
+        self._hooked.update(id(info.param) for info in infos)
+        if flat.requires_grad:
+            handle = flat.register_hook(on_arrival)
+            put_first(flat, handle.id)
+            self._hooks.append(handle)
+
     def hook_accumulated(self, info: ParamInfo) -> None:
         """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
         recorder = self._recorder
@@ -223,6 +234,8 @@ def before_reduce(recorder: Recorder, seq: int, info: ParamInfo) -> None:
 def add_root(recorder: Recorder, root: nn.Module, stage: int | None) -> None:
     """Name and hook everything below a root module."""
     discovery: Discovery = recorder.discovery
+    for listener in WRAPPED_LISTENERS:
+        listener(recorder, root)
     new = list(recorder.registry.add_root(root, stage))
     for listener in ROOT_LISTENERS:
         listener(recorder, root)

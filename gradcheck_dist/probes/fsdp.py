@@ -35,13 +35,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
         patches.replace(module.FSDPParamGroup, "post_backward", lambda original: _watch_post(recorder, original))
         recorder.status("fsdp", True)
 
-    def on_flat(module: ModuleType) -> None:
-        wrapper = module.FullyShardedDataParallel
-        patches.replace(wrapper, "__init__", lambda original: _tell_flat(recorder, original))
-
-    patches.when_imported(
-        "torch.distributed.fsdp.fully_sharded_data_parallel", functools.partial(_try, recorder, on_flat)
-    )
     for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
         patches.when_imported(f"{_PACKAGE}.{name}", functools.partial(_try, recorder, apply))
 
@@ -51,16 +44,6 @@ def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: Module
         apply(module)
     except Exception as error:  # the user's import must not fail on it
         recorder.status("fsdp", False, f"torch {torch.__version__} has no {error}")
-
-
-def _tell_flat(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        reason = "FullyShardedDataParallel (FSDP1) keeps gradients in flat parameters, which no probe follows"
-        recorder.status("fsdp1", False, f"{reason}; fully_shard (FSDP2) is followed")
-        original(self, *args, **kwargs)
-
-    return init
 
 
 def _watch_unshard(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:

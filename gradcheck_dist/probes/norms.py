@@ -21,20 +21,27 @@ from gradcheck_dist.stats.norms import PendingNorms, easy_norms, start
 def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
-    Of sparse gradients and layouts that torch's statistics do not read the norm is NaN; an optimizer's own copies are
-    left out.
+    Of sparse gradients and layouts that torch's statistics do not read the norm is NaN; an optimizer's own copies of
+    what lies in the model too are left out.
     """
     if not recorder.sampling or not infos or _record_small(recorder, seq, infos):
         return
-    grads: dict[torch.device, list[tuple[ParamInfo, Tensor]]] = defaultdict(list)
+    grads: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
     unread: list[ParamInfo] = []
     for info in infos:
         grad = info.param.grad
-        if grad is None or info.regions:
+        if grad is None:
             continue
         local: Tensor = getattr(grad, "_local_tensor", grad)
-        if local.layout is torch.strided and local.dtype in DTYPES:
-            grads[local.device].append((info, grad))
+        if info.regions:
+            for region in info.regions:
+                if region.length and region.info.param.is_meta:  # which lies here alone
+                    flat = local.reshape(-1)[region.offset : region.offset + region.length]
+                    plan = recorder.registry.region_plan(region, local.device)
+                    grads[local.device].append((region.info.id, plan.id, flat))
+        elif local.layout is torch.strided and local.dtype in DTYPES:
+            found = recorder.registry.plan(info, grad)
+            grads[local.device].append((info.id, found[0].id if found is not None else -1, grad))
         else:
             unread.append(info)
     if unread:  # there is a gradient, and its norm is not known
@@ -42,11 +49,8 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
         values = array("d", [nan] * len(unread))
         recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=strange.tobytes(), values=values.tobytes()))
     for of_device in grads.values():
-        rows = array("i")
-        for info, grad in of_device:
-            found = recorder.registry.plan(info, grad)
-            rows.extend((info.id, found[0].id if found is not None else -1))
-        pending = start([grad for _, grad in of_device])
+        rows = array("i", [number for param, plan, _ in of_device for number in (param, plan)])
+        pending = start([grad for _, _, grad in of_device])
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
 
 

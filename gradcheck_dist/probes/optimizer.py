@@ -103,7 +103,7 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
-    missing = [info for info in infos if info.param.grad is None]
+    missing = [info for info in infos if info.param.grad is None and originals(info)]
     unreached = [info for info in missing if discovery.was_called(info.param)]
     recorder.emit(
         OptimizerStep,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
+from gradcheck_dist.probes.identity import embeddings_of, fingerprint, start
 from gradcheck_dist.probes.regions import Finder, Region
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
@@ -82,32 +82,6 @@ class ParamInfo:
         self.active = True
 
 
-def _fingerprint(param: Tensor, positions: Any) -> int | None:
-    """A checksum of a plain parameter's values at the sampled positions; read once, when it is first seen."""
-    if hasattr(param, "_local_tensor") or not param.numel() or param.is_meta:
-        return None
-    values = param.detach().take(torch.as_tensor(positions, device=param.device)).cpu()
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def _start(param: Tensor, sample_size: int) -> int | None:
-    """A checksum of the values that this rank holds of a parameter, at sampled positions; None for a constant."""
-    local = getattr(param, "_local_tensor", param).detach()
-    if not local.numel() or local.is_meta:
-        return None
-    positions = sample_positions("local", local.numel(), sample_size)
-    values = local.take(torch.as_tensor(positions, device=local.device)).cpu().contiguous()
-    if bool((values == values[0]).all()):
-        return None
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
-
-
-def _looked_up(root: nn.Module) -> set[int]:
-    """Weights of embeddings, torch's and others' (Megatron's VocabParallelEmbedding)."""
-    modules = [m for m in root.modules() if isinstance(m, nn.Embedding) or "Embedding" in type(m).__name__]
-    return {id(param) for module in modules for param in module.parameters(recurse=False)}
-
-
 def summed_over(tensor: Any) -> tuple[int, ...]:
     """The ranks whose local parts of a DTensor are summands of one tensor; none where they are no summands."""
     dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
@@ -124,8 +98,8 @@ def clean_name(name: str) -> str:
 
 
 def originals(info: ParamInfo) -> list[ParamInfo]:
-    """The model's parameters that an optimizer's tensor stands for: itself, or those of which it is a copy."""
-    return [region.info for region in info.regions] if info.regions else [info]
+    """The model's parameters that an optimizer's tensor stands for: itself, or those of which it holds something."""
+    return [region.info for region in info.regions if region.length] if info.regions else [info]
 
 
 class Registry:
@@ -184,11 +158,14 @@ class Registry:
             return
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
         for index, regions in self._finder.find(foreign, candidates).items():
-            param = foreign[index]
-            info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
-            info.regions = tuple(regions)
-            self._copies[id(param)] = info
-            self._asked.clear()
+            self.add_copy(foreign[index], regions)
+
+    def add_copy(self, param: Tensor, regions: Iterable[Region]) -> None:
+        """An optimizer's tensor in which parameters of the model, or parts of them, lie."""
+        info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
+        info.regions = tuple(regions)
+        self._copies[id(param)] = info
+        self._asked.clear()
 
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
         """Name all parameters below a root module; yields those that are new.
@@ -198,18 +175,22 @@ class Registry:
         for module in root.modules():
             if not any(param.is_meta for param in module.parameters()):
                 self.known_modules[id(module)] = module
-        fallback, looked_up = type(root).__name__, _looked_up(root)
+        fallback, looked_up = type(root).__name__, embeddings_of(root)
         trained = {id(param) for param in root.parameters() if param.requires_grad and not param.is_meta}
         trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
         self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
-            if id(param) not in self._by_param and not param.is_meta:
+            if self.find(param) is None and not param.is_meta:
                 yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:
         """A parameter that an optimizer holds and no forward has shown yet."""
         return self._add(f"{UNNAMED}{len(self._by_param)}", param, None, "unnamed")
+
+    def add_elsewhere(self, name: str, stand_in: Tensor) -> ParamInfo:
+        """A parameter that lies inside of other tensors; `stand_in` has its shape and no values."""
+        return self._add(name, stand_in, None, "flat")
 
     def _add(self, name: str, param: Tensor, stage: int | None, fallback: str, looked_up: bool = False) -> ParamInfo:
         while (stage, name) in self._names:
@@ -230,9 +211,9 @@ class Registry:
                 stage=stage,
                 placements=str(getattr(param, "placements", "")),
                 requires_grad=param.requires_grad,
-                fingerprint=_fingerprint(param, info.positions),
+                fingerprint=fingerprint(param, info.positions),
                 sampled_every=info.period,
-                start=_start(param, len(info.positions)),
+                start=start(param, len(info.positions)),
                 looked_up=looked_up,
             )
         )
@@ -318,7 +299,9 @@ class Registry:
             which = ((info.positions >= start) & (info.positions < start + length)).nonzero()[0]
             indices = info.positions[which] - start + offset
             chosen = None if len(which) == len(info.positions) else which
-            found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), None, None)
+            whole = length == info.param.numel()
+            box = ((0,) * len(info.shape), info.shape) if whole else ((start,), (length,))
+            found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), *box)
         return found
 
     def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:

@@ -201,9 +201,8 @@ class Sampler:
         for region in regions if self.sampling else ():
             if not region.info.active:
                 continue
-            plan = self.registry.region_plan(region, tensor.device)
-            if len(plan.indices):
-                self.keep(seq, role, plan, tensor.detach().take(plan.indices))
+            plan = self.registry.region_plan(region, tensor.device)  # of which no element may be sampled: that is told
+            self.keep(seq, role, plan, tensor.detach().take(plan.indices))
 
     def keep_leaves(self, seq: int, leaves: list[LocalPlan]) -> None:
         """Keep what a backward pass sampled at its leaves, which lies in their plans' slots; empties the list."""

@@ -37,6 +37,7 @@ PROBES = (
     "collectives",
     "ddp",
     "fsdp",
+    "fsdp1",
     "pipeline",
     "stage_edges",
     "redistribute",

@@ -13,6 +13,7 @@ from math import isnan, nan, prod
 
 from gradcheck_dist.diagnosis.cells import systematic
 from gradcheck_dist.events import (
+    SHARDING,
     AmpUnscale,
     AnyEvent,
     Backward,
@@ -36,8 +37,6 @@ from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 Slot = tuple[int, int]
 """(accumulation step, microbatch)"""
 Groups = frozenset[tuple[int, ...]]
-
-_SHARDED = {"fsdp", "hsdp", "replicate"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
 
 def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Way | None:
     """One parameter's events, in order; None when no optimizer reads it or no gradient arrived."""
-    sharded = any(isinstance(event, Reduce) and event.impl in _SHARDED for event in events)
+    sharded = any(isinstance(event, Reduce) and event.impl in SHARDING for event in events)
     grad: _Buffer = {}
     unsharded: _Buffer = {}
     partial: _Buffer = {}
@@ -193,7 +192,7 @@ def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Wa
             slot = (event.accumulation_step, event.microbatch)
             arrived.add(slot)
             (unsharded if sharded else grad)[slot] = _Share()
-        elif isinstance(event, Reduce) and event.impl not in _SHARDED:
+        elif isinstance(event, Reduce) and event.impl not in SHARDING:
             grad = _joined(grad, event)
         elif isinstance(event, Reduce):
             joined, unsharded = _joined(unsharded, event), {}

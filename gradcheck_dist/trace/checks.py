@@ -54,7 +54,7 @@ class Checks:
         elif plan.num_values and _ends(plan.positions)[0] < 0:
             return f"holds position {_ends(plan.positions)[0]}"
         for name, box in (("offset", plan.offset), ("extent", plan.extent)):
-            if box is not None and len(box) != len(param.shape):
+            if box is not None and len(box) not in (1, len(param.shape)):  # one: of the flattened parameter
                 return f"has an {name} of {len(box)} dimensions for {param.name!r} of {len(param.shape)}"
         self.plans[plan.id] = plan
         return ""

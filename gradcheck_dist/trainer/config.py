@@ -61,7 +61,7 @@ class TrainConfig:
             "average" keeps the wrappers' default and the loss carries R/N, R being dp_replicate * dp_shard * cp.
         replication: what keeps replicas equal where nothing is sharded (dp_shard * cp = 1): DistributedDataParallel, or
             the composable `replicate` of torch, which alone goes together with tp.
-        sharding: "fsdp2", or "fsdp1": FullyShardedDataParallel, which probes cannot follow, alone on dp_shard.
+        sharding: "fsdp2", or "fsdp1": FullyShardedDataParallel, alone on dp_shard.
         reshard_after_forward: FSDP2's; "default" keeps parameters whole between forward and backward of a pipeline.
         sequence_parallel: also split norms and residuals along the sequence over tp.
         loss_parallel: leave the logits split along the vocabulary over tp.

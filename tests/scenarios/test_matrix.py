@@ -88,13 +88,3 @@ def test_nothing_is_found_on_any_other_either(case: Case, request: pytest.Fixtur
     if case.name in FALSE_ALARMS:
         request.applymarker(pytest.mark.xfail(reason=FALSE_ALARMS[case.name], strict=True))
     assert matrix.Matrix().run(case).note == ""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_fsdp1_trains_right_and_is_called_undetermined() -> None:
-    config = TrainConfig.from_dict({"dp_shard": 2, "sharding": "fsdp1", "gradient_reduction": "average"})
-    row = matrix.Matrix().run(Case("FSDP1", config, False))
-    assert row.verdict == "undetermined"
-    assert row.control_norm is not None
-    assert row.grad_norm == pytest.approx(row.control_norm, rel=1e-6)

@@ -35,7 +35,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import BY_AUTOGRAD
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS101"
@@ -61,9 +61,9 @@ def judge(case: Case) -> Answer | None:
         if event.hook == BY_AUTOGRAD
         else "set_gradient_divide_factor(1.0) on every FSDP module (on gloo with "
         "set_force_sum_reduction_for_comms(True))"
-        if event.impl in ("fsdp", "hsdp", "replicate")
+        if event.impl in SHARDING - {"fsdp1"}
         else "a communication hook that sums"
-        if event.impl == "ddp"
+        if event.impl in DATA_PARALLEL
         else "op=ReduceOp.SUM"
     )
     return Answer(

@@ -1,0 +1,37 @@
+"""What tells one rank's parameter from another's: checksums of values, and whether it is an embedding's."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcheck_dist.stats.sampling import sample_positions
+
+
+def fingerprint(param: Tensor, positions: Any) -> int | None:
+    """A checksum of a plain parameter's values at the sampled positions; read once, when it is first seen."""
+    if hasattr(param, "_local_tensor") or not param.numel() or param.is_meta:
+        return None
+    values = param.detach().take(torch.as_tensor(positions, device=param.device)).cpu()
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def start(param: Tensor, sample_size: int) -> int | None:
+    """A checksum of the values that this rank holds of a parameter, at sampled positions; None for a constant."""
+    local = getattr(param, "_local_tensor", param).detach()
+    if not local.numel() or local.is_meta:
+        return None
+    positions = sample_positions("local", local.numel(), sample_size)
+    values = local.take(torch.as_tensor(positions, device=local.device)).cpu().contiguous()
+    if bool((values == values[0]).all()):
+        return None
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+
+
+def embeddings_of(root: nn.Module) -> set[int]:
+    """Weights of embeddings, torch's and others' (Megatron's VocabParallelEmbedding)."""
+    modules = [m for m in root.modules() if isinstance(m, nn.Embedding) or "Embedding" in type(m).__name__]
+    return {id(param) for module in modules for param in module.parameters(recurse=False)}

@@ -1,0 +1,60 @@
+"""Ranks of FSDP1 trainers as people write them, for test_fsdp1.py."""
+
+import contextlib
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel_workers import Block, Net, token_sum, tokens
+from probe_workers import with_and_without
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+STEPS, ACCUMULATION = 2, 2
+
+
+def train(variant: str) -> int:
+    """Train by "strategy options fault" (options: flat, no-sync, bf16, frozen, offload), return a checksum of the
+    rank's parameters."""
+    strategy, *rest = variant.split()
+    world = dist.get_world_size()
+    given: dict[str, Any] = {"use_orig_params": "flat" not in rest, "device_id": torch.device("cpu")}
+    if "HYBRID" in strategy:
+        given["device_mesh"] = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    if "bf16" in rest:
+        given["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = Net()
+    if "frozen" in rest:
+        net.block.up.requires_grad_(False)
+    model = FullyShardedDataParallel(
+        net, sharding_strategy=getattr(ShardingStrategy, strategy), auto_wrap_policy=ModuleWrapPolicy({Block}), **given
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        batches = [tokens(dist.get_rank(), 10 * step + k) for k in range(ACCUMULATION)]
+        count = torch.tensor(sum(int((labels >= 0).sum()) for _, labels in batches))
+        dist.all_reduce(count)
+        for k, (inputs, labels) in enumerate(batches):
+            quiet = "no-sync" in rest and k < ACCUMULATION - 1
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                loss = token_sum(model(inputs).float(), labels) / count
+                if "double-averaging" not in rest:
+                    loss = loss * world
+                loss.backward()
+        if "halved" in rest:
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        if "local-clip" in rest:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        else:
+            model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def run(variants: list[str], folder: str) -> list[tuple[int, int]]:
+    return with_and_without(train, variants, folder)

@@ -1,0 +1,70 @@
+"""FSDP1: parameters inside of flat ones are judged under their own names, whatever the strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+NAMES = ["block.down.bias", "block.down.weight", "block.norm.bias", "block.norm.weight", "block.up.bias",
+         "block.up.weight", "embed.weight", "head.weight"]  # fmt: skip
+RIGHT = ("FULL_SHARD", "FULL_SHARD flat no-sync", "SHARD_GRAD_OP no-sync bf16", "NO_SHARD flat", "NO_SHARD no-sync",
+         "FULL_SHARD frozen")  # fmt: skip
+WRONG = {
+    "FULL_SHARD flat double-averaging": ("GS101", 0.5, "loss.backward()"),
+    "NO_SHARD no-sync double-averaging": ("GS101", 0.5, "loss.backward()"),
+    "SHARD_GRAD_OP halved": ("GS000", 0.5, "loss.backward()"),
+    "FULL_SHARD local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
+    "FULL_SHARD flat local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """All variants in one start of two ranks; parameters are the same bits with and without probes."""
+    warm_up()
+    folder = tmp_path_factory.mktemp("fsdp1")
+    variants = [*RIGHT, *WRONG]
+    found = launch("fsdp1_workers:run", (variants, str(folder)), 2, timeout_s=90)
+    for of_rank in found:
+        for variant, (plain, recorded) in zip(variants, of_rank, strict=True):
+            assert plain == recorded, variant
+    return {variant: diagnose(read_run(folder / variant)) for variant in variants}
+
+
+@pytest.mark.parametrize("variant", RIGHT)
+def test_a_right_trainer_is_clean_and_every_parameter_has_its_name(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert (report.verdict, report.reasons, report.coverage.problems) == ("clean", [], [])
+    frozen = ["block.up.bias", "block.up.weight"] if "frozen" in variant else []
+    names = sorted(name for unit in report.units for name in unit.parameters)
+    assert names == [name for name in NAMES if name not in frozen]
+    sharded = "NO_SHARD" not in variant
+    assert (report.run.axes["dp_shard"], report.run.axes["dp_replicate"]) == ((2, 1) if sharded else (1, 2))
+
+
+@pytest.mark.parametrize("variant", WRONG)
+def test_a_fault_is_found_with_its_factor_and_line(reports: dict[str, Report], variant: str) -> None:
+    code, factor, line = WRONG[variant]
+    (finding,) = reports[variant].findings
+    assert finding.code == code
+    if factor is not None:
+        assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
+    event = finding.first_event
+    assert event is not None and event.file is not None and event.line is not None
+    assert Path(event.file).read_text().splitlines()[event.line - 1].strip() == line
+
+
+def test_two_replicas_of_two_shards_are_judged_over_both(tmp_path: Path) -> None:
+    warm_up()
+    variants = ["HYBRID_SHARD no-sync", "HYBRID_SHARD flat double-averaging"]
+    launch("fsdp1_workers:run", (variants, str(tmp_path)), 4, timeout_s=90)
+    clean, averaged = (diagnose(read_run(tmp_path / variant)) for variant in variants)
+    assert (clean.verdict, clean.findings) == ("clean", [])
+    (finding,) = averaged.findings
+    assert (finding.code, finding.factor.expression) == ("GS101", "1/(dp_replicate * dp_shard)")
