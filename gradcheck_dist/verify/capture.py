@@ -50,11 +50,20 @@ class RootCall:
         device = next((tensor.device.type for _, tensor in tensors_of([*args, *kwargs.values()])), None)
         self.device_type = device or next((param.device.type for param in module.parameters()), "cpu")
         self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
+        self.root = module
+        while (inner := inner_module(self.root)) is not None:
+            self.root = inner
+        self.buffers: dict[str, Tensor] = {}
         self.training = module.training
         self.outputs: list[Output] = []
         self.inputs: list[Output] = []
         self.leaves: dict[str, Tensor] = {}
         self.several = False
+
+    def starts(self) -> None:
+        """What is inside of the wrappers is about to run; a spectral norm changes its buffers in every forward."""
+        if not self.buffers:
+            self.buffers = {name: buffer.detach().clone() for name, buffer in self.root.named_buffers()}
 
     @property
     def has_gradient(self) -> bool:
@@ -80,14 +89,21 @@ class Capture:
 
         @functools.wraps(original)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if capture._done or torch.compiler.is_compiling() or not capture._wanted():
+            if capture._done or torch.compiler.is_compiling():
+                return original(self, *args, **kwargs)
+            running = getattr(capture._inside, "call", None)
+            if running is not None and running.root is self:
+                capture._starts(running)
+            if not capture._wanted():
                 return original(self, *args, **kwargs)
             taken = capture._before(self, args, kwargs)
-            capture._inside.depth = True
+            capture._inside.depth, capture._inside.call = True, taken
+            if taken is not None and taken.root is self:
+                capture._starts(taken)
             try:
                 result = original(self, *args, **kwargs)
             finally:
-                capture._inside.depth = False
+                capture._inside.depth, capture._inside.call = False, None
             if taken is not None:
                 capture._after(taken, [*args, *kwargs.values()], result)
             return result
@@ -115,6 +131,10 @@ class Capture:
                 return RootCall(module, args, kwargs, when)
         return None
 
+    def _starts(self, call: RootCall) -> None:
+        with self._guarded():
+            call.starts()
+
     def _after(self, call: RootCall, given: list[Any], result: Any) -> None:
         with self._guarded():
             outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
@@ -126,10 +146,7 @@ class Capture:
                     call.inputs.append(self._hooked(name, tensor))
             for name, tensor in outputs:
                 call.outputs.append(self._hooked(name, tensor))
-            root = call.module
-            while (inner := inner_module(root)) is not None:
-                root = inner
-            for name, param in root.named_parameters():
+            for name, param in call.root.named_parameters():
                 if param.requires_grad and not is_distributed(param):
                     call.several |= self._others.setdefault(id(param), id(call)) != id(call)
                     self._hooks.append(param.register_hook(functools.partial(self._leaf, call, name)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcheck_dist.verify.capture import RootCall
+from gradcheck_dist.verify.gradients import gradients
 from gradcheck_dist.verify.observe import Observer
 from gradcheck_dist.verify.pieces import cast, is_distributed, local, tensors_of
 from gradcheck_dist.verify.preserve import set_random_state
@@ -90,9 +91,11 @@ class Function:
     @contextlib.contextmanager
     def run(self, variables: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
         """The module's floating outputs, with some variables replaced; random numbers are those of the replay."""
-        leaves = list(self._leaves)
+        leaves = [
+            leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves
+        ]  # forward may change them
         for index, key in self._inputs.items():
-            leaves[index] = variables.get(key, self.variables[key])
+            leaves[index] = variables.get(key, self.variables[key]).clone()
         args, kwargs = tree_unflatten(leaves, self._spec)
         values = {}
         for name, full in self._names.items():
@@ -135,16 +138,11 @@ class Function:
                 for output, cotangent in zip(outputs, self.cotangents, strict=True)
                 if cotangent is not None and output.requires_grad
             ]
-            gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+            found: list[Tensor | None] = [None] * len(leaves)
             if pairs and leaves:
-                gradients = torch.autograd.grad(
-                    [output for output, _ in pairs],
-                    list(leaves.values()),
-                    [cotangent for _, cotangent in pairs],
-                    allow_unused=True,
-                )
-        found = {key: None if grad is None else grad.detach() for key, grad in zip(leaves, gradients, strict=True)}
-        return [output.detach() for output in outputs], found
+                arriving = [cotangent for _, cotangent in pairs]
+                found = gradients([output for output, _ in pairs], arriving, list(leaves.values()))
+        return [output.detach() for output in outputs], dict(zip(leaves, found, strict=True))
 
     def _use_random(self, index: int) -> bool:
         """Where backward brought nothing at all, because the outputs are cut off behind, any gradient will do."""

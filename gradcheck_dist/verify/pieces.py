@@ -56,9 +56,14 @@ def local(tensor: Any) -> Tensor:
     return found
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor as it is, a sparse gradient (of an embedding) as a plain one."""
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
 def sample(tensor: Tensor) -> Tensor:
     """At most NUM_SAMPLES elements at fixed places of the local part, float64, shape (n,), on its device."""
-    flat = local(tensor).detach().reshape(-1)
+    flat = dense(local(tensor).detach()).reshape(-1)
     stride = max(1, -(-flat.numel() // NUM_SAMPLES))
     return flat[::stride].to(torch.float64).clone()
 

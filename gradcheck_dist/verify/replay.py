@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcheck_dist.verify.capture import Output, RootCall
+from gradcheck_dist.verify.gradients import gradients, reentrant_checkpoints
 from gradcheck_dist.verify.observe import Observer
 from gradcheck_dist.verify.pieces import frozen, is_distributed, local, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, random_state, set_random_state
@@ -72,29 +73,26 @@ def replay(call: RootCall, twin: Twin) -> Replay:
     wanted = list({id(value): value for value in values.values() if value.requires_grad}.values())
     with twin.standing_in("", values) as root:
         with torch.enable_grad(), training_precision(call), _watched(twin, calls), observer:
-            result = root(*args, **kwargs)
+            copies, named = map_tensors(Tensor.clone, (args, kwargs))  # forward may change them
+            result = root(*copies, **named)
         outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
         _check_faithful(call, outputs)
         given = [tensor for _, tensor in tensors_of([*args, *kwargs.values()]) if tensor.requires_grad]
         with observer:
-            pairs = _from_outside(
-                [
-                    (tensor, seen.gradient)
-                    for (_, tensor), seen in zip(outputs, call.outputs, strict=True)
-                    if seen.gradient is not None
-                ]
-            )
+            with reentrant_checkpoints():
+                pairs = _from_outside(
+                    [
+                        (tensor, seen.gradient)
+                        for (_, tensor), seen in zip(outputs, call.outputs, strict=True)
+                        if seen.gradient is not None
+                    ]
+                )
             for output in (output for known in calls.values() for output in known.outputs):
                 output.gradient = None  # what arrives now is the whole
-            gradients = torch.autograd.grad(
-                [tensor for tensor, _ in pairs],
-                [*wanted, *given],
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-            )
-    by_leaf = dict(zip(map(id, wanted), gradients, strict=False))
-    found = {name: by_leaf.get(id(value)) for name, value in values.items()}
-    samples = {name: sample(grad) for name, grad in found.items() if grad is not None and not is_distributed(grad)}
+            found = gradients([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs], [*wanted, *given])
+    by_leaf = dict(zip(map(id, wanted), found, strict=False))
+    by_name = {name: by_leaf.get(id(value)) for name, value in values.items()}
+    samples = {name: sample(grad) for name, grad in by_name.items() if grad is not None and not is_distributed(grad)}
     return Replay(calls, samples, observer.ranks, observer.epsilon, bool(wanted))
 
 

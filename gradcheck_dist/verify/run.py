@@ -92,7 +92,7 @@ def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
     problem, twin, played = "", None, None
     with contextlib.ExitStack() as stack:
         try:
-            twin = Twin(call.module)
+            twin = Twin(call.module, call.buffers)
             stack.enter_context(unwrapped(twin.root))
             played = replay(call, twin)
         except NotVerifiableError as error:

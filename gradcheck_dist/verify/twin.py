@@ -27,12 +27,13 @@ class NotVerifiableError(Exception):
 class Twin:
     """An outermost module and detached values of its parameters.
 
-    `values` are by name, whole where FSDP2 shards them (in its param_dtype), DTensors where a model axis does; tied
-    parameters share one tensor.
+    `buffers` are by name, as they were at the call. `values` of parameters are by name, whole where FSDP2 shards them
+    (in its param_dtype), DTensors where a model axis does; tied parameters share one tensor.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         self.root = unwrap(root)
+        self._buffers = buffers
         self.names = {id(module): name for name, module in self.root.named_modules()}
         self.trained: set[str] = set()
         self.values: dict[str, Tensor] = {}
@@ -57,7 +58,8 @@ class Twin:
         self, prefix: str, values: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> Iterator[nn.Module]:
         """While open, the module at `prefix` has `values` (by its own names) for its parameters and fresh copies of its
-        buffers, floating ones in `dtype`. Backward belongs inside too: checkpointing runs forward again in it."""
+        buffers as they were when the root was called, floating ones in `dtype`. Backward belongs inside too:
+        checkpointing runs forward again in it."""
         module = self.root.get_submodule(prefix)
         copies: dict[int, Tensor] = {}
         saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -73,7 +75,8 @@ class Twin:
                 vars(owner)["_flat_weights"] = [owner._parameters[own] for own in names]
             for own, buffer in owner._buffers.items():
                 if buffer is not None:
-                    copies.setdefault(id(buffer), cast(buffer.detach().clone(), dtype))
+                    then = self._buffers.get(".".join(part for part in (prefix, name, own) if part), buffer)
+                    copies.setdefault(id(buffer), cast(then.detach().clone(), dtype))
                     owner._buffers[own] = copies[id(buffer)]
         try:
             yield module
