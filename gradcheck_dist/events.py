@@ -232,9 +232,10 @@ class GradientCheck(Event, tag="gradient_check"):
     `target` is "parameter", "input", "parameters" (of the child `name`), "leaf" (what training delivered at the
     parameter), "boundary" (from the output to the next rank's module `name`) or "module" (the whole of it). `outcome`
     is "right", "wrong", "undetermined" or "zero" (nothing depends on it); `shape` says how: "scaled" by `factor`, "cut"
-    (no gradient), "constant" (whatever arrives), "flat" (a gradient where there is no
-    dependence), "other", "partial" (a summand over the ranks of `group`). `group` are the ranks that
-    were checked together. `site` is the module's forward.
+    (no gradient), "constant" (whatever arrives), "flat" (a gradient where there is no dependence), "other", "partial"
+    (a summand over the ranks of `group`), "stopped" (right where the stop-gradient that `reason` names is constant),
+    "reversed" (by a function that turns the sign), "apart" (the derivative of each rank's own share alone). `group` are
+    the ranks that were checked together. `site` is the module's forward; where ranks are apart, what communicates.
     """
 
     module: str

@@ -32,7 +32,7 @@ class Wrong:
         return tuple(sorted({rank for rank, _ in self.checks}))
 
 
-_PLAIN = ("scaled", "cut", "constant", "partial", "flat", "other")
+_PLAIN = ("scaled", "cut", "constant", "partial", "flat", "apart", "reversed", "stopped", "other")
 
 
 def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
@@ -45,16 +45,23 @@ def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
     for rank, check in _checks(events):
         if check.outcome == "wrong":
             place: tuple[object, ...] = (check.site.file, check.site.line) if check.site else (check.module,)
-            apart = check.target if check.target in ("leaf", "boundary") else ""
+            apart = check.target if check.target in ("leaf", "boundary") else _kind(check)
             if apart == "leaf":  # one hook function on many parameters
                 place = (f"{check.factor:.3g}",)
             groups[apart, *place].append((rank, check))
     return [Wrong(tuple(sorted(group, key=lambda one: (_plainness(one[1]), one[0])))) for group in groups.values()]
 
 
-def _plainness(check: GradientCheck) -> tuple[int, float]:
+def _kind(check: GradientCheck) -> str:
+    """What one forward may do beside being wrong, and is told apart."""
+    if check.shape in ("stopped", "cut") and check.reason:
+        return "stopped"
+    return check.shape if check.shape in ("apart", "reversed") else ""
+
+
+def _plainness(check: GradientCheck) -> tuple[int, bool, float]:
     share = abs((check.error or 0.0) / check.numerical) if check.numerical else 1.0
-    return (_PLAIN.index(check.shape) if check.shape in _PLAIN else len(_PLAIN), share)
+    return (_PLAIN.index(check.shape) if check.shape in _PLAIN else len(_PLAIN), check.factor is None, share)
 
 
 def was_verified(events: Mapping[int, Iterable[Event]]) -> bool:

@@ -127,9 +127,8 @@ def _record(
         "config": config.to_dict(),
     }
     create_run_dir(run_dir, manifest)
-    return launch(
-        WORKER, (str(run_dir), config, scenario.objective), world_size, timeout_s=TIMEOUT_S, log_dir=run_dir / "logs"
-    )
+    arguments = (str(run_dir), config, scenario.objective, scenario.verify)
+    return launch(WORKER, arguments, world_size, timeout_s=TIMEOUT_S, log_dir=run_dir / "logs")
 
 
 def _judge(scenario: Scenario, variant: Variant, config: TrainConfig, run_dir: Path) -> VariantReport:

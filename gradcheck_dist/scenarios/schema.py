@@ -79,7 +79,8 @@ class Scenario:
     """A known bug: story, where it was reported, the job that shows it, and its variants with the healthy twins.
 
     `mesh` gives each axis a degree, or the word "nproc" for the one axis that takes all remaining ranks. `torch` holds
-    the versions that a bug of torch's own was seen on; elsewhere it need not show.
+    the versions that a bug of torch's own was seen on; elsewhere it need not show. `verify`: every backward is checked
+    by central differences, as `gradcheck run --verify` does.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Scenario:
     config: Mapping[str, Any]
     variants: tuple[Variant, ...]
     torch: tuple[str, ...] = ()
+    verify: bool = False
 
     def seen_on(self, version: str) -> bool:
         """Whether the bug must show on this version of torch."""
@@ -138,6 +140,12 @@ class _Fields:
     def entry(self, name: str, index: int) -> _Fields:
         """One mapping out of a list."""
         return _Fields(self._file, f"{self._path}.{name}[{index}]".lstrip("."), self.raw(name)[index])
+
+    def flag(self, name: str) -> bool:
+        """Whether a thing is asked for; left out is no."""
+        value = self.raw(name)
+        self.check(name, value, value is None or isinstance(value, bool), "true or false")
+        return bool(value)
 
     def text_or_none(self, name: str) -> str | None:
         self._asked.add(name)
@@ -239,6 +247,7 @@ def parse(text: str, file: str) -> Scenario:
         config=top.mapping("config", {}),
         variants=tuple(_variant(name, variants.fields(name)) for name in names),
         torch=top.texts("torch", []),
+        verify=top.flag("verify"),
     )
     top.done()
     top.check("name", scenario.name, scenario.name == file.rpartition("/")[2].removesuffix(".yaml"), "the file's name")

@@ -9,12 +9,13 @@ from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.result import TrainResult
 
 
-def run_rank(run_dir: str, config: TrainConfig, objective: str) -> TrainResult:
-    """Train as `config` says, record into `run_dir` and bring home the numbers that were logged."""
+def run_rank(run_dir: str, config: TrainConfig, objective: str, verify: bool = False) -> TrainResult:
+    """Train as `config` says, record into `run_dir` and bring home the numbers that were logged. `verify`: every
+    backward of the first step is checked by central differences."""
     from gradcheck_dist.probes import attach
     from gradcheck_dist.trainer.loop import train
 
-    with attach(run_dir=Path(run_dir), objective=objective, axes=config.axes):
+    with attach(run_dir=Path(run_dir), objective=objective, axes=config.axes, verify=verify):
         return train(config)
 
 

@@ -9,12 +9,18 @@ check.py       one module: can it be evaluated alone, and in which dtype
 function.py    a module call as a number: the inner product of its outputs with the gradients that arrived there
 targets.py     what of a module is perturbed: parameters, inputs, the modules below
 measure.py     central differences of that number against what autograd gives, over all ranks concerned
+attached.py    losses that a function puts into backward, by the arguments that it was given
+stops.py       what detach, no_grad and collectives without a gradient give, held fixed
+meant.py       what else would make a wrong gradient right: a remark and no accusation
 boundaries.py  what leaves one pipeline stage's input against what arrives at the other's output
 result.py      what was found
 leaves.py      what training delivered at the parameters against the replay
 difference.py  the arithmetic: steps, extrapolation, error estimate, judgement
 exchange.py    numbers between ranks through the rendezvous store, with a time limit and no collective
+gradients.py   backward of a replay, also through checkpoint functions
+inner.py       the inner products that make a module a number
 observe.py     which groups communicate inside, and in which precision
+place.py       the line of the model that is being evaluated
 pieces.py      tensors inside of arguments and results
 
 The model's parameters are never changed: what is perturbed are copies.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from gradcheck_dist.verify.attached import Attached
 from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.exchange import Exchange
-from gradcheck_dist.verify.function import Base, Function
+from gradcheck_dist.verify.function import Function
+from gradcheck_dist.verify.inner import Base
 from gradcheck_dist.verify.measure import Measured
-from gradcheck_dist.verify.pieces import fingerprint, is_distributed, sample
+from gradcheck_dist.verify.pieces import fingerprint, is_distributed, local, sample
 from gradcheck_dist.verify.replay import FAITHFUL, Call
-from gradcheck_dist.verify.result import Result
+from gradcheck_dist.verify.result import ATTACHED, Result
 from gradcheck_dist.verify.targets import Target, targets_of
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
@@ -35,7 +38,25 @@ def check(twin: Twin, root: RootCall, call: Call, called: Sequence[str], exchang
         problems.append("it does not run in the same dtype on every rank")
     if problems or function is None or base is None:
         return [Result(call.path, whole, "undetermined", reason=problems[0])]
-    return Measured(function, base, exchange, told).results(targets_of(function, twin, called))
+    targets = targets_of(function, twin, called)
+    results = Measured(function, base, exchange, told).results(targets)
+    if any(fact["added"] for fact in told):
+        results += _check_attached(function, base, exchange.tagged("attached"), targets)
+    return results
+
+
+def _check_attached(function: Function, base: Base, exchange: Exchange, targets: list[Target]) -> list[Result]:
+    """The losses that functions inside put into backward; a part of the gradient that no output shows."""
+    attached, values = function.attached(), None
+    if attached is not None:
+        values = attached.base(base)
+    told = exchange.gather(function.call.path, _facts(attached, values, None))
+    if attached is None or values is None or len({len(fact.get("outputs", ())) for fact in told}) > 1:
+        reason = "what its backward adds to zeros is added by no torch.autograd.Function, or not on every rank"
+        return [Result(function.call.path, Target("attached", "", ()), "undetermined", reason=reason)]
+    results = Measured(attached, values, exchange, told).results(targets)
+    reached = [result for result in results if result.outcome != "zero"]  # such a loss depends on few variables
+    return [replace(result, reason=result.reason or ATTACHED) for result in reached]
 
 
 def _prepare(twin: Twin, root: RootCall, call: Call) -> tuple[Function, Base]:
@@ -62,7 +83,7 @@ def _replays(twin: Twin, root: RootCall, call: Call) -> bool:
         return True
 
 
-def _facts(function: Function | None, base: Base | None, problem: str | None) -> dict[str, Any]:
+def _facts(function: Function | Attached | None, base: Base | None, problem: str | None) -> dict[str, Any]:
     """What the ranks must know of each other before they go on: who holds the same, and how coarse it is."""
     if function is None or base is None:
         return {"problem": problem}
@@ -71,6 +92,7 @@ def _facts(function: Function | None, base: Base | None, problem: str | None) ->
         "problem": problem,
         "dtype": str(function.dtype),
         "epsilon": base.epsilon,
+        "added": any(grad is not None and bool(local(grad).any()) for grad in base.added.values()),
         "variables": {key: fingerprint(value) for key, value in function.variables.items()},
         "outputs": [
             None if cotangent is None or is_distributed(output) else [fingerprint(output), fingerprint(cotangent)]

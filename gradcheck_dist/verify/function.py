@@ -7,43 +7,30 @@ shares of all ranks that communicate inside of the module add up to the whole.
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gradcheck_dist.verify.attached import Attached, Injected, watched
 from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.gradients import gradients
+from gradcheck_dist.verify.inner import Base, Terms, random_direction
 from gradcheck_dist.verify.observe import Observer
-from gradcheck_dist.verify.pieces import cast, is_distributed, local, tensors_of
+from gradcheck_dist.verify.pieces import cast, tensors_of
 from gradcheck_dist.verify.preserve import set_random_state
 from gradcheck_dist.verify.replay import Call, training_precision
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
 
 @dataclass
-class Base:
-    """The function at the unperturbed point: its outputs, its gradient by variable, what its arithmetic was like.
-
-    `added` is what backward gives when zeros arrive: an auxiliary loss that puts its gradient in there (as Megatron's
-    MoEAuxLossAutoScaler does), or a backward that does not look at what arrives.
-    """
-
-    outputs: list[Tensor]
-    gradient: dict[str, Tensor | None]
-    added: dict[str, Tensor | None]
-    epsilon: float
-
-
-@dataclass
-class Function:
+class Function(Terms):
     """A module call in one dtype (None: training's own, with its autocast).
 
     `variables` by key: "input N" and names of parameters in the root; tied parameters are one variable.
-    `share` of each output counts 1 / (number of ranks that hold the same).
+    `within` surrounds forward.
     """
 
     twin: Twin
@@ -52,6 +39,7 @@ class Function:
     dtype: torch.dtype | None
     variables: dict[str, Tensor] = field(default_factory=dict)
     share: list[float] = field(default_factory=list)
+    within: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:
         self._leaves, self._spec = tree_flatten((self.call.args, self.call.kwargs))
@@ -75,6 +63,10 @@ class Function:
                 self._fixed[id(value)] = cast(value, self.dtype)
         self.cotangents = [self._cotangent(index) for index in range(len(self.call.outputs))]
         self.share = [1.0] * len(self.cotangents)
+
+    @property
+    def module_call(self) -> Function:
+        return self
 
     def key_of(self, name: str) -> str | None:
         """The variable that a parameter of the root is here; None when it is not trained."""
@@ -111,23 +103,48 @@ class Function:
             else torch.autocast(self.root.device_type, enabled=False)
         )
         with self.twin.standing_in(self.call.path, values, self.dtype) as module:
-            with torch.enable_grad(), precision:  # as in training, also where nothing requires a gradient
+            within = self.within() if self.within is not None else contextlib.nullcontext()
+            with torch.enable_grad(), precision, within:  # as in training, also where nothing requires a gradient
                 result = module(*args, **kwargs)
             found = [tensor for _, tensor in tensors_of(result)]
             if len(found) != len(self.cotangents):
                 raise NotVerifiableError("run once more, it gives another number of tensors")
             yield found
 
+    def terms(self, variables: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[list[Tensor]]:
+        return self.run(variables)
+
     def base(self) -> Base:
         """Forward and backward, watched; backward with what arrived and with zeros."""
         observer = Observer()
-        outputs, gradient = self._differentiated(observer, 1.0)
-        _, added = self._differentiated(observer, 0.0)
-        return Base(outputs, gradient, added, observer.epsilon)
+        outputs, gradient = self.differentiated(1.0, observer)
+        _, added = self.differentiated(0.0, observer)
+        return Base(outputs, gradient, added, observer.epsilon, observer.site)
 
-    def _differentiated(self, observer: Observer, scale: float) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    def attached(self) -> Attached | None:
+        """The losses that are attached inside, None where there are none."""
+        first = Injected()
+        self.differentiated(0.0, watch=first.watch)
+        if not first.found:
+            return None
+        again = Injected()
+        with watched(first.classes) as calls:
+            self.differentiated(0.0, watch=again.watch)
+        number = {ctx: index for index, (ctx, _) in enumerate(calls)}
+        places = {(number[node], index): grad for (node, index), grad in again.found.items() if node in number}
+        share = [1.0] * len(places)
+        return Attached(self, first.classes, list(places), list(places.values()), share) if places else None
+
+    def differentiated(
+        self, scale: float, observer: Observer | None = None, watch: Callable[[list[Tensor]], None] | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        """Outputs, and the gradients of the variables when `scale` times what arrived in training arrives.
+
+        Args:
+            watch: is given the outputs before backward begins.
+        """
         leaves = {key: value.detach().clone().requires_grad_() for key, value in self.variables.items()}
-        with observer, self.run(leaves) as outputs:
+        with observer or contextlib.nullcontext(), self.run(leaves) as outputs:
             for index, output in enumerate(outputs):
                 if self.dtype is not None and output.dtype not in (self.dtype, torch.float32):
                     raise NotVerifiableError(f"computes in {output.dtype} whatever its input is")
@@ -139,6 +156,8 @@ class Function:
                 if cotangent is not None and output.requires_grad
             ]
             found: list[Tensor | None] = [None] * len(leaves)
+            if watch is not None:
+                watch([output for output, _ in pairs])
             if pairs and leaves:
                 arriving = [cotangent for _, cotangent in pairs]
                 found = gradients([output for output, _ in pairs], arriving, list(leaves.values()))
@@ -148,54 +167,3 @@ class Function:
         """Where backward brought nothing at all, because the outputs are cut off behind, any gradient will do."""
         outputs = self.call.outputs
         return outputs[index].requires_grad and all(output.gradient is None for output in outputs)
-
-    def value(self, variables: Mapping[str, Tensor]) -> float:
-        """This rank's share of the function, with some variables replaced."""
-        with self.run(variables) as outputs:
-            return sum(
-                inner(cotangent, output) * share
-                for output, cotangent, share in zip(outputs, self.cotangents, self.share, strict=True)
-                if cotangent is not None
-            )
-
-    def magnitude(self, base: Base) -> float:
-        """The sum of the squares of this rank's summands."""
-        return sum(
-            float((local(cotangent).double() * local(output).double()).square().sum()) * share
-            for output, cotangent, share in zip(base.outputs, self.cotangents, self.share, strict=True)
-            if cotangent is not None and local(cotangent).shape == local(output).shape
-        )
-
-
-def inner(one: Tensor, other: Tensor) -> float:
-    """The inner product in float64; of DTensors this rank's share of the whole."""
-    if not is_distributed(one) and not is_distributed(other):
-        return float((one.detach().double() * other.detach().double()).sum())
-    from torch.distributed.tensor import DTensor, Replicate
-
-    like = other if isinstance(other, DTensor) else one
-    assert isinstance(like, DTensor)
-    placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
-    parts, copies = [], 1
-    for tensor in (one, other):
-        if not isinstance(tensor, DTensor):
-            tensor = DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim)
-        assert isinstance(tensor, DTensor)
-        parts.append(tensor.detach().redistribute(placements=placements).to_local().double())  # type: ignore[attr-defined]
-    for dim, placement in enumerate(placements):
-        if placement.is_replicate():
-            copies *= like.device_mesh.size(dim)
-    return float((parts[0] * parts[1]).sum()) / copies
-
-
-def random_direction(like: Tensor, seed: str) -> Tensor:
-    """Standard normal numbers in the shape, dtype and layout of a tensor, the same wherever the seed is the same."""
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(local(like).device, like.dtype)
-    if not is_distributed(like):
-        return numbers
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
-    return distribute_tensor(numbers, like.device_mesh, placements, src_data_rank=None)

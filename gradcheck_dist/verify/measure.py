@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcheck_dist.verify.attached import Attached
 from gradcheck_dist.verify.difference import Derivative, Outcome, confirmed, differentiate, judge, steps
 from gradcheck_dist.verify.exchange import Exchange
-from gradcheck_dist.verify.function import Base, Function, inner, random_direction
+from gradcheck_dist.verify.function import Function
+from gradcheck_dist.verify.inner import Base, inner, random_direction
+from gradcheck_dist.verify.meant import explained
 from gradcheck_dist.verify.pieces import is_distributed, local, same
 from gradcheck_dist.verify.result import ARRIVED, Result, Shape
 from gradcheck_dist.verify.targets import Target
 
+Gradient = dict[str, Tensor | None]
 DIRECTIONS = ("along", "across")
 INSIDE = {"float32": 2.0**-23, "TF32 or float16": 2.0**-10, "bfloat16": 2.0**-7}
 REPEATS = (1.0, 3.0, 1 / 3)
@@ -25,12 +30,17 @@ REPEATS = (1.0, 3.0, 1 / 3)
 class Measured:
     """A module whose function could be evaluated on every rank."""
 
-    def __init__(self, function: Function, base: Base, exchange: Exchange, told: list[dict[str, Any]]) -> None:
-        self._function, self._base, self._exchange = function, base, exchange
+    def __init__(
+        self, function: Function | Attached, base: Base, exchange: Exchange, told: list[dict[str, Any]]
+    ) -> None:
+        self.function, self._base, self.exchange = function, base, exchange
+        self.site = base.site
         self._gradient = {key: _less(grad, base.added[key]) for key, grad in base.gradient.items()}
         own = told[exchange.ranks.index(exchange.rank)]
         self._own = own["variables"]
         self._whole, self._torn = _shares(function, own, told)
+        self.scalar = all(term.numel() == 1 for term in base.outputs)
+        self.held_once = all(fact["outputs"].count(None) == 0 for fact in told) and _held_once(told)
         self._holders = {
             key: [
                 rank for rank, fact in zip(exchange.ranks, told, strict=True) if same(mine, fact["variables"].get(key))
@@ -44,8 +54,8 @@ class Measured:
         self._precision = _precision(function.dtype, self._epsilon)
 
     def results(self, targets: list[Target]) -> list[Result]:
-        first, second = self._function.value({}), self._function.value({})
-        self._noise = [self._function.magnitude(self._base), abs(first - second)]
+        first, second = self.function.value({}), self.function.value({})
+        self._noise = [self.function.magnitude(self._base), abs(first - second)]
         return [self._result(target) for target in targets]
 
     def _result(self, target: Target) -> Result:
@@ -56,10 +66,21 @@ class Measured:
                 break
         if len(results) > 1 and results[-1].outcome != "wrong":
             return replace(results[-1], outcome="undetermined", reason="the differences depend on the step: not smooth")
-        return results[0]
+        return explained(self, target, results[0]) if results[0].outcome == "wrong" else results[0]
+
+    def agrees(self, target: Target, tag: str, gradient: Gradient | None = None, only: int | None = None) -> bool:
+        """Whether a gradient is the derivative along every direction; not where there is none of either.
+
+        Args:
+            gradient: in place of what backward gave.
+            only: the rank whose variables alone are changed, and whose share alone is looked at.
+        """
+        where = f"{self.function.call.path}/{target.label}/{tag}"
+        tries = [self._try(target, kind, f"{where}/{kind}", 1.0, gradient, only) for kind in DIRECTIONS]
+        return "right" in (_together([one.complete for one in tries]), _together([one.partial for one in tries]))
 
     def _measure(self, target: Target, stretch: float) -> Result:
-        where = f"{self._function.call.path}/{target.label}/{stretch:.3f}"
+        where = f"{self.function.call.path}/{target.label}/{stretch:.3f}"
         tries = [self._try(target, kind, f"{where}/{kind}", stretch) for kind in DIRECTIONS]
         complete = _together([one.complete for one in tries])
         partial = _together([one.partial for one in tries])
@@ -68,17 +89,19 @@ class Measured:
         if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
             shape = "constant"
         reason, unsummed, seen = "", False, tuple[list[float], ...]()
-        if complete not in ("right", "zero") and partial == "right" and not self._exchange.alone:
+        if complete == "wrong" and self._counts_each(tries):
+            outcome, shape = "right", ""
+        elif complete not in ("right", "zero") and partial == "right" and not self.exchange.alone:
             outcome, shape = "right", "partial"
             unsummed = target.kind == "input" and self._whole
             seen = tuple(self._own[key] for key in target.keys)
-        elif complete == "wrong" and self._torn:
+        elif complete == "wrong" and self._torn and not isinstance(self.function, Attached):
             outcome, reason, seen = "undetermined", ARRIVED, self._torn
         elif outcome == "undetermined":
             reason = _why(best)
         ratio = best.observed / best.numeric.value if best.numeric.value and shape in ("scaled", "cut") else None
         return Result(
-            self._function.call.path,
+            self.function.call.path,
             target,
             outcome,
             observed=best.observed,
@@ -87,21 +110,43 @@ class Measured:
             factor=ratio,
             precision=self._precision,
             shape=shape,
-            ranks=self._exchange.ranks,
+            ranks=self.exchange.ranks,
             reason=reason,
             left_unsummed=unsummed,
             seen=seen,
+        )
+
+    def _counts_each(self, tries: list[_Try]) -> bool:
+        """Whether the output is a loss that all ranks hold alike, and the gradient that of the sum of them all: whether
+        the total is one loss or that sum is the trainer's own, and an average behind it may make up for it."""
+        copies = len(self.exchange.ranks)
+        return (
+            self._whole
+            and self.scalar
+            and all(
+                self._judged(one.observed / copies, one.numeric, one.natural / copies, one.size) in ("right", "zero")
+                for one in tries
+            )
         )
 
     @property
     def _agree(self) -> float:
         return 8 * self._epsilon
 
-    def _try(self, target: Target, kind: str, tag: str, stretch: float) -> _Try:
+    def _try(
+        self,
+        target: Target,
+        kind: str,
+        tag: str,
+        stretch: float,
+        given: Gradient | None = None,
+        only: int | None = None,
+    ) -> _Try:
         """One direction: with the finest steps, and with larger ones where these do not agree with autograd."""
-        function, gradient = self._function, self._gradient
-        directions = {key: self._direction(key, kind) for key in target.keys}
-        shares = {key: 1 / len(self._holders[key]) for key in target.keys}
+        function, gradient = self.function, self._gradient if given is None else given
+        moves = only is None or only == self.exchange.rank
+        directions = {key: self._direction(key, kind) for key in target.keys} if moves else {}
+        shares = {key: 1 / len(self._holders[key]) if only is None else 1.0 for key in target.keys}
         projected = {key: inner(grad, d) for key, d in directions.items() if (grad := gradient[key]) is not None}
         # The perturbed variables are rounded too.
         rounded = sum(_squares(gradient[key], function.variables[key]) * shares[key] for key in directions)
@@ -119,7 +164,9 @@ class Measured:
             values = [
                 function.value({key: function.variables[key] + t * d for key, d in directions.items()}) for t in points
             ]
-            told = self._exchange.gather(f"{tag}/{epsilon}", [*facts, *values])
+            told = self.exchange.gather(f"{tag}/{epsilon}", [*facts, *values])
+            if only is not None:
+                told = [told[self.exchange.ranks.index(only)]]
             complete, partial, squares, magnitude, jitter, *sums = (sum(column) for column in zip(*told, strict=True))
             at = dict(zip(points, sums, strict=True))
             natural, size = sqrt(squares), sqrt(magnitude)
@@ -134,6 +181,8 @@ class Measured:
             numeric,
             self._judged(complete, numeric, natural, size),
             self._judged(partial, numeric, natural, size),
+            natural,
+            size,
         )
 
     def _judged(self, analytic: float, numeric: Derivative, natural: float, size: float) -> Outcome:
@@ -141,23 +190,29 @@ class Measured:
 
     def _direction(self, key: str, kind: str) -> Tensor:
         """Relative to the variable's own size: along its gradient where every holder knows it whole, else random."""
-        value, grad = self._function.variables[key], self._gradient[key]
+        value, grad = self.function.variables[key], self._gradient[key]
         spread = is_distributed(value)
         size = float(_full(value.double().square().mean()).sqrt()) or 1.0
         leader = "" if spread else str(self._holders[key][0])
-        if kind == "along" and grad is not None and (spread or self._exchange.alone):
+        if kind == "along" and grad is not None and (spread or self.exchange.alone):
             if spread:
                 grad = grad.redistribute(placements=value.placements)  # type: ignore[attr-defined]
             norm = float(_full(grad.double().square().sum()).sqrt())
             highest = float(_full(grad.abs().max()))
             if norm > 0 and highest > 0:
                 return grad * min(size * sqrt(value.numel()) / norm, 8 * size / highest)
-        seed = f"{self._function.call.path} {key} {kind} {leader}"
+        seed = f"{self.function.call.path} {key} {kind} {leader}"
         return random_direction(value, seed) * size
 
 
+def _held_once(told: list[dict[str, Any]]) -> bool:
+    """Whether every output is on one rank alone."""
+    seen = [output[0] for fact in told for output in fact["outputs"]]
+    return not any(same(one, other) for one, other in combinations(seen, 2))
+
+
 def _shares(
-    function: Function, own: dict[str, Any], told: list[dict[str, Any]]
+    function: Function | Attached, own: dict[str, Any], told: list[dict[str, Any]]
 ) -> tuple[bool, tuple[list[float], ...]]:
     """Let what several ranks hold count once; tells whether all ranks hold all of it alike, and the fingerprints of
     outputs that are the same on ranks where different gradients of them arrived."""
@@ -184,6 +239,8 @@ class _Try:
     numeric: Derivative
     complete: Outcome
     partial: Outcome
+    natural: float
+    size: float
 
 
 def _less(gradient: Tensor | None, added: Tensor | None) -> Tensor | None:

@@ -10,11 +10,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcheck_dist.events import Site
+from gradcheck_dist.verify.place import model_site
+
 _FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 class Observer(TorchDispatchMode):
-    """Collects the ranks of every collective and the largest machine epsilon of any result.
+    """Collects the ranks of every collective, the line of the first, and the largest machine epsilon of any result.
 
     A DTensor's operation is let through first, so that its collectives are seen (as torch's CommDebugMode does).
     """
@@ -23,6 +26,7 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self.ranks: set[int] = set()
         self.epsilon = 0.0
+        self.site: Site | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -31,6 +35,7 @@ class Observer(TorchDispatchMode):
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self.ranks |= _ranks((*args, *kwargs.values()))
+            self.site = self.site or model_site()
         for part in result if isinstance(result, tuple | list) else (result,):
             if isinstance(part, Tensor) and part.dtype in _FLOATING:
                 self.epsilon = max(self.epsilon, epsilon_of(part.dtype, part.device))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gradcheck_dist.events import Site
 from gradcheck_dist.verify.difference import Outcome
 from gradcheck_dist.verify.targets import Target
 
-Shape = Literal["", "scaled", "cut", "constant", "flat", "other", "partial"]
+Shape = Literal["", "scaled", "cut", "constant", "flat", "other", "partial", "stopped", "apart", "reversed"]
 ARRIVED = "the gradients that arrive at its output differ between ranks that hold the same output: look behind it"
+ATTACHED = "of the losses that are attached inside, whose gradient a function puts into backward"
+BENT = "what it gives in backward is no multiple of what arrives: it clips or scales by the gradient itself"
+LOSS = "of the loss that it gives"
 INSIDE = "a module inside is wrong: mend it and verify again"
 
 
@@ -19,10 +23,12 @@ class Result:
     differences', both in the unit of the function; `factor` is observed / numerical where that is one number.
 
     `shape`: "scaled" by one factor, "cut" (no gradient although the output depends on it), "constant" (the same
-    gradient whatever arrives), "flat" (a gradient although the output does not depend on it), "other"; "partial": right
-    as a summand of the sum over `ranks`; `left_unsummed`: an input's gradient that is one although all ranks hold the
-    same outputs and the same gradients of them. Right where the caller sums. `seen`: fingerprints of that input, or of
-    the outputs where ARRIVED is the reason.
+    gradient whatever arrives), "flat" (a gradient although the output does not depend on it), "other"; "stopped": right
+    where what `reason` names is constant; "apart": the derivative of each rank's own share, not of the sum over ranks;
+    "reversed": right but for functions that turn the sign; "partial": right as a summand of the sum over `ranks`;
+    `left_unsummed`: an input's gradient that is one although all ranks hold the same outputs and the same gradients of
+    them. Right where the caller sums. `seen`: fingerprints of that input, or of the outputs where ARRIVED is the
+    reason. `site`: where it happens, where that is known better than by the module.
     """
 
     path: str
@@ -38,3 +44,9 @@ class Result:
     reason: str = ""
     left_unsummed: bool = False
     seen: tuple[list[float], ...] = ()
+    site: Site | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop-gradient that is written makes the difference."""
+        return self.outcome == "wrong" and (self.shape == "stopped" or (self.shape == "cut" and bool(self.reason)))

@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,7 @@ def verify(recorder: Any, calls: list[RootCall]) -> None:
                 continue
             emit = functools.partial(_emit, recorder, call.module)
             try:
-                with preserved(call.module):
+                with preserved(call.module), warnings.catch_warnings(action="ignore"):  # training has said it already
                     _verify_root(call, world, f"{index}", emit)
             except NotVerifiableError as error:
                 emit(Result("", WHOLE, "undetermined", reason=str(error)))
@@ -115,6 +116,7 @@ def _agree(world: Exchange, tag: str, played: Replay | None, problem: str) -> tu
 def _check_modules(twin: Twin, call: RootCall, played: Replay, group: Exchange, emit: Emit) -> None:
     results: list[Result] = []
     wrong: set[str] = set()
+    stopped: set[str] = set()  # told once, where they are written; what is around them is right as they are
     try:
         for path in reversed(list(played.calls)):  # children before their parents
             if any(not path or below.startswith(f"{path}.") for below in wrong):
@@ -124,8 +126,12 @@ def _check_modules(twin: Twin, call: RootCall, played: Replay, group: Exchange, 
             if path and not any(output.requires_grad for output in known.outputs):
                 continue  # gives nothing that could get a gradient
             found = check(twin, call, known, list(played.calls), group)
-            if any(result.outcome == "wrong" for result in found):
+            if any(result.outcome == "wrong" and not result.stopped for result in found):
                 wrong.add(path)
+            if any(below.startswith(f"{path}." if path else "") for below in stopped):
+                found = [replace(one, outcome="right") if one.stopped else one for one in found]
+            elif any(result.stopped for result in found):
+                stopped.add(path)
             results += found
         results = _blame_unsummed(results)
         if not wrong:
@@ -160,7 +166,7 @@ def _emit(recorder: Any, root: nn.Module, result: Result) -> None:
         module = module.get_submodule(result.path)
     recorder.emit(
         GradientCheck,
-        site=_site(module),
+        site=result.site or _site(module),
         module=result.path or name,
         module_type=type(module).__name__,
         target=result.target.kind,

@@ -73,7 +73,7 @@ def test_a_right_model_is_right_everywhere_and_trains_on_bit_by_bit(tmp_path: Pa
         ("hook", 0.5, "error", "x 0.5"),
         ("ignoring", None, "error", "whatever gradient arrives"),
         ("detached", 0.0, "warning", "no gradient where the output does depend"),
-        ("reversed", -1.0, "warning", "x -1"),
+        ("reversed", -1.0, "info", "the other sign on the way through a function"),
     ],
 )
 def test_a_fault_inside_a_module_is_named(
