@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test clients lint types layers unit test-kernels library simulate matrix bench bench-gpu bench-quick screenshots notebooks docs clean
+.PHONY: help install demo test test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
@@ -15,6 +15,7 @@ help:
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; what is kept already is left out"
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
+	@echo "make test-dask  judging on a Dask cluster of two processes, byte for byte as without; fetches distributed"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
@@ -61,6 +62,11 @@ layers: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# A cluster of worker processes: half a minute, most of it starts processes.
+test-dask: $(VENV)/.installed-dev
+	@$(PIP) --editable '.[dask]'
+	$(BIN)/python -m pytest -m dask tests/stream $(PYTEST_ARGS)
 
 # Other people's trainers, in an environment of their own. Older releases of one have each theirs inside of it.
 CLIENTS := $(VENV)/clients

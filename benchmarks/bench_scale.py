@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scale_trace
@@ -33,6 +33,9 @@ SIZES = {"1e6": (64, 244, 64, 5), "1e7": (256, 610, 64, 3), "65.5e6": (1024, 100
 TOLERANCE = 1e-5
 PANDAS_LIMIT = 20_000_000
 GOAL_TIMES_READ, GOAL_MIB = 10.0, 500.0
+if TYPE_CHECKING:
+    from gradcheck_dist.stream.workers import Workers
+
 Divergence = tuple[int, int, int]
 """(step, rank, microbatch)"""
 
@@ -46,13 +49,21 @@ def read_only(run: Path, _table: Path, _ranks: int) -> Divergence | None:
     return None
 
 
-def gradcheck(run: Path, jobs: int = 1, *, first: bool = False) -> Divergence:
+def gradcheck(run: Path, jobs: int = 1, *, first: bool = False, workers: Workers | None = None) -> Divergence:
     from gradcheck_dist.stream.diagnose import diagnose_run
 
-    finding = diagnose_run(run, jobs=jobs, first=first).findings[0]
+    finding = diagnose_run(run, jobs=jobs, first=first, workers=workers).findings[0]
     event = finding.first_event
     assert event is not None and event.accumulation_step is not None
     return finding.step, finding.ranks[0], event.accumulation_step
+
+
+def on_dask(run: Path) -> Divergence:
+    """On a cluster of two worker processes, its start included."""
+    from gradcheck_dist.stream.on_dask import on_dask
+
+    with on_dask("local", 2) as workers:
+        return gradcheck(run, workers=workers)
 
 
 def pandas(_run: Path, table: Path, ranks: int) -> Divergence:
@@ -93,12 +104,18 @@ ENGINES: dict[str, Callable[[Path, Path, int], Divergence | None]] = {
     "read only": read_only,
     "gradcheck": lambda run, table, ranks: gradcheck(run),
     "gradcheck, 2 processes": lambda run, table, ranks: gradcheck(run, 2),
+    "gradcheck, 2 Dask workers": lambda run, table, ranks: on_dask(run),
     "gradcheck --first": lambda run, table, ranks: gradcheck(run, first=True),
     "pandas": pandas,
     "polars": polars,
     "duckdb": duckdb,
 }
-NEEDS = {"pandas": ("pandas", "pyarrow"), "polars": ("polars", "pyarrow"), "duckdb": ("duckdb", "pyarrow")}
+NEEDS = {
+    "gradcheck, 2 Dask workers": ("distributed",),
+    "pandas": ("pandas", "pyarrow"),
+    "polars": ("polars", "pyarrow"),
+    "duckdb": ("duckdb", "pyarrow"),
+}
 
 
 def installed(engine: str) -> bool:
@@ -180,7 +197,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     engines = [engine for engine in ENGINES if installed(engine)]
     if ranks * steps * microbatches > PANDAS_LIMIT:
         engines = [engine for engine in engines if engine != "pandas"]  # holds some 10 GB at a time
-    if any(engine in NEEDS for engine in engines):
+    if any("pyarrow" in NEEDS.get(engine, ()) for engine in engines):
         write_table(table, ranks, steps, microbatches, truth)
     times: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
     for round_ in range(rounds):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from gradcheck_dist.cli.output import Format, check_writable, show
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.steps import parse_steps
 from gradcheck_dist.trace.store import place_of
+
+if TYPE_CHECKING:
+    from gradcheck_dist.stream.workers import Workers
 
 Objective = Annotated[
     str | None,
@@ -29,6 +33,14 @@ def diagnose(
     steps: Steps = None,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first step with a finding.")] = False,
     jobs: Annotated[int, typer.Option(min=0, help="Processes that judge a long run; 0: one for each core.")] = 0,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="local|ADDRESS",
+            help="Judge on a Dask cluster: on one of this machine with --jobs workers, or on that of the scheduler at "
+            "tcp://HOST:PORT. Its workers read the run themselves.",
+        ),
+    ] = None,
     export_golden: golden_file.ExportGolden = None,
     golden: golden_file.GoldenFile = None,
 ) -> None:
@@ -44,13 +56,15 @@ def diagnose(
     frozen = golden_file.read(golden) if golden is not None else None
     if export_golden is not None:
         check_writable(export_golden)
-    with Progress(f"reading {place}") as progress:
+    jobs = jobs or min(os.cpu_count() or 1, MAX_JOBS)
+    with Progress(f"reading {place}") as progress, _workers(dask, jobs) as workers:
         report = diagnose_run(
             place,
             objective=objective,
             steps=chosen,
             first=first,
-            jobs=jobs or min(os.cpu_count() or 1, MAX_JOBS),
+            jobs=jobs,
+            workers=workers,
             progress=lambda done: progress.update(f"judging {place}: {done}"),
         )
     show(report, form)
@@ -59,3 +73,11 @@ def diagnose(
     if frozen is not None:
         raise typer.Exit(golden_file.check(report, frozen, str(golden)))
     raise typer.Exit(report.exit_code)
+
+
+def _workers(address: str | None, jobs: int) -> AbstractContextManager[Workers | None]:
+    if address is None:
+        return nullcontext()
+    from gradcheck_dist.stream.on_dask import on_dask
+
+    return on_dask(address, jobs)

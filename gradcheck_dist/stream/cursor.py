@@ -8,6 +8,8 @@ reduced at all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import (
@@ -50,6 +52,7 @@ class RankCursor(TraceTail):
         super().__init__(path)
         self._read_bytes = read_bytes
         self._steps: dict[int, list[AnyRecord]] = {}
+        self._trained: set[int] = set()
         self._ended: set[int] = set()
         self._sampled: set[int] = set()
         self._reduces: set[tuple[object, ...]] = set()
@@ -87,12 +90,15 @@ class RankCursor(TraceTail):
             if step is None:
                 tables.append(record)
                 continue
-            self._steps.setdefault(step, []).append(record)
+            self._keep(step, record)
             if isinstance(record, Event):
                 self._note(trace, record)
             elif isinstance(record, Samples):
                 self._sampled.add(step)
         trace.add(tables)
+
+    def _keep(self, step: int, record: AnyRecord) -> None:
+        self._steps.setdefault(step, []).append(record)
 
     def _note(self, trace: RankTrace, event: Event) -> None:
         if isinstance(event, Reduce):
@@ -108,6 +114,8 @@ class RankCursor(TraceTail):
                 self.overflowed.add(event.step)
         elif isinstance(event, OptimizerStep):
             self.stepped.add(event.step)
+        elif isinstance(event, Backward):
+            self._trained.add(event.step)
 
     def _is_whole(self, step: int) -> bool:
         later = [other for other in self._steps if other > step]
@@ -123,7 +131,7 @@ class RankCursor(TraceTail):
             for step in sorted(self._steps):
                 if not self._is_whole(step):
                     break
-                if any(isinstance(record, Backward) for record in self._steps[step]):
+                if step in self._trained:
                     return step
                 self._forget(step)
             if self.finished:
@@ -140,9 +148,42 @@ class RankCursor(TraceTail):
         return part
 
     def _forget(self, step: int) -> None:
-        for kept in (self._ended, self._sampled):
+        for kept in (self._ended, self._sampled, self._trained):
             kept.discard(step)
         self._steps.pop(step, None)
+
+
+@dataclass
+class Mark:
+    """How much of a rank was known: events, damage and tables, and bytes."""
+
+    num_events: int
+    num_damage: int
+    tables: tuple[int, ...]
+    num_bytes: int
+    overflowed: set[int]
+    stepped: set[int]
+
+    @classmethod
+    def of(cls, cursor: RankCursor) -> Mark:
+        trace = cursor.trace
+        assert trace is not None
+        tables = tuple(len(table) for table in _tables(trace))
+        overflowed, stepped = set(cursor.overflowed), cursor.stepped & cursor.overflowed
+        return cls(len(trace.events), len(trace.damage), tables, trace.num_bytes, overflowed, stepped)
+
+    def restore(self, cursor: RankCursor) -> None:
+        trace = cursor.trace
+        assert trace is not None
+        del trace.events[self.num_events :], trace.damage[self.num_damage :]
+        for table, count in zip(_tables(trace), self.tables, strict=True):
+            for key in list(table)[count:]:
+                del table[key]
+        trace.num_bytes, cursor.overflowed, cursor.stepped = self.num_bytes, self.overflowed, self.stepped
+
+
+def _tables(trace: RankTrace) -> tuple[dict[int, Any], ...]:
+    return trace.params, trace.param_sets, trace.plans, trace.wrappers
 
 
 class RunCursor:
@@ -161,7 +202,8 @@ class RunCursor:
         read_bytes = min(max(share, MIN_READ_BYTES), MAX_READ_BYTES)
         self._cursors: dict[int, RankCursor] = {}
         self._unreadable: dict[int, str] = {}
-        cursors = {rank: RankCursor(file, read_bytes) for rank, file in files.items()}
+        self.read_bytes = read_bytes
+        cursors = {rank: self._rank(file) for rank, file in files.items()}
         for cursor in cursors.values():
             cursor.expect(HEADER_BYTES)
         for rank, cursor in cursors.items():
@@ -174,6 +216,7 @@ class RunCursor:
                 continue
             self._cursors[rank] = cursor
         note_problems(self.run, self._unreadable)
+        self.marks: dict[int, dict[int, Mark]] | None = None
 
     @property
     def num_bytes_read(self) -> int:
@@ -187,14 +230,36 @@ class RunCursor:
             return []
         return sorted(overflowed - {step for cursor in self._cursors.values() for step in cursor.stepped})
 
+    def _rank(self, file: Place) -> RankCursor:
+        return RankCursor(file, self.read_bytes)
+
     def steps(self) -> Iterator[tuple[int, Run]]:
         """Each step with a backward pass, ascending, as a run of that step alone."""
+        for step in self._following():
+            part = Run(self.run.path, self.run.manifest, problems=list(self.run.problems))
+            part.ranks = {rank: cursor.take(step) for rank, cursor in self._cursors.items()}
+            yield step, part
+
+    def _following(self) -> Iterator[int]:
         while True:
             following = [step for cursor in self._cursors.values() if (step := cursor.next_step()) is not None]
             note_problems(self.run, self._unreadable)
             if not following:
                 return
             step = min(following)
-            part = Run(self.run.path, self.run.manifest, problems=list(self.run.problems))
-            part.ranks = {rank: cursor.take(step) for rank, cursor in self._cursors.items()}
-            yield step, part
+            if self.marks is not None:
+                self.marks[step] = {rank: Mark.of(cursor) for rank, cursor in self._cursors.items()}
+            yield step
+
+    def unmark(self, step: int) -> None:
+        """Nobody will go back to this step."""
+        if self.marks is not None:
+            self.marks.pop(step, None)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was read since a step was handed out, which depends on how many steps are judged at a time: `run`
+        is as it was then. Takes `marks` that were {} from the start."""
+        assert self.marks is not None
+        for rank, mark in self.marks[step].items():
+            mark.restore(self._cursors[rank])
+        note_problems(self.run, self._unreadable)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader, KnownShapes, Round, rounds
+from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader, MakeReader, Round, rounds
 from gradcheck_dist.trace.store import Place, size_of
+
+ReadShares = Callable[[dict[int, Place], str, int, MakeReader], Iterator[dict[int, Round]]]
+"""Reads ranks by their files, for an objective, so many bytes of each at a time, with these readers."""
 
 WORTH_BYTES = 1 << 30
 """A run smaller than this is read before another process has started."""
@@ -18,11 +21,11 @@ WORTH_BYTES = 1 << 30
 def read_shares(
     files: dict[int, Place],
     objective: str,
-    jobs: int,
     read_bytes: int = READ_BYTES,
-    make: Callable[[Place, KnownShapes], BlockReader] = BlockReader,
-) -> Iterator[tuple[int, Round]]:
-    """The rounds of all shares of the ranks in turn, as (share, round).
+    make: MakeReader = BlockReader,
+    jobs: int = 1,
+) -> Iterator[dict[int, Round]]:
+    """One round after the other, by share of the ranks.
 
     Raises:
         GradcheckError: E411 a reading process ended before its time.
@@ -30,7 +33,7 @@ def read_shares(
     num_bytes = sum(size_of(path) for path in files.values())
     jobs = min(jobs, len(files))
     if jobs < 2 or num_bytes < WORTH_BYTES:
-        yield from ((0, told) for told in rounds(files, objective, read_bytes, make))
+        yield from ({0: told} for told in rounds(files, objective, read_bytes, make))
         return
     context = multiprocessing.get_context("spawn")  # not forked: the caller may have threads
     ranks = sorted(files)
@@ -47,6 +50,7 @@ def read_shares(
             stack.callback(process.terminate)
             ends[share] = receive
         while ends:
+            told_by: dict[int, Round] = {}
             for share, receive in list(ends.items()):
                 try:
                     told = receive.recv()
@@ -59,14 +63,15 @@ def read_shares(
                 if told is None:
                     del ends[share]
                 else:
-                    yield share, told
+                    told_by[share] = told
+            yield told_by
 
 
 def _serve(
     files: dict[int, Place],
     objective: str,
     read_bytes: int,
-    make: Callable[[Place, KnownShapes], BlockReader],
+    make: MakeReader,
     send: Connection,
 ) -> None:
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):

@@ -204,6 +204,9 @@ class BlockReader(TraceTail):
         return blocks
 
 
+MakeReader = Callable[[Place, KnownShapes], BlockReader]
+
+
 @dataclass
 class Summary:
     """Some steps of one rank, ready for the comparison. Arrays have shape (num_steps,)."""
@@ -256,7 +259,7 @@ def rounds(
     files: dict[int, Place],
     objective: str,
     read_bytes: int = READ_BYTES,
-    make: Callable[[Place, KnownShapes], BlockReader] = BlockReader,
+    make: MakeReader = BlockReader,
 ) -> Iterator[Round]:
     """Read a share of the ranks, one chunk of `read_bytes` of each in turn, each with the reader that `make` gives."""
     shapes: KnownShapes = {}

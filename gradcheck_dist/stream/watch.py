@@ -60,7 +60,7 @@ class Watch:
     last_step: int | None = None
     first_step: int | None = None
     reasons: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems_of: dict[int, list[str]] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
 
     def __post_init__(self) -> None:
@@ -86,8 +86,19 @@ class Watch:
         return (self._way, self._tokens, self._hashes, self._low, self._high, self._losses, self._mixed,
                 self._loss, self._norm)  # fmt: skip
 
-    def take(self, share: int, told: Round) -> Iterator[Deviation]:
-        """What one share of the ranks told in one round."""
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read or compared, in the order of ranks, whoever read them."""
+        return [f"rank {rank}: {text}" for rank, texts in sorted(self.problems_of.items()) for text in texts]
+
+    def take(self, told: Mapping[int, Round]) -> Iterator[Deviation]:
+        """What the shares of the ranks told in one round, by share. All shares are heard before anything is judged: how
+        the ranks are shared out changes nothing."""
+        for share, round_ in told.items():
+            self._hear(share, round_)
+        yield from self._judge()
+
+    def _hear(self, share: int, told: Round) -> None:
         for number, shape in told.shapes.items():
             self._numbers[share, number] = len(self._shapes)
             self._shapes.append(shape)
@@ -95,8 +106,7 @@ class Watch:
             self._keep(summary, self._numbers[share, summary.way])
         for rank, damage in told.ended.items():
             self._told[self._index[rank]] = np.iinfo(np.int64).max
-            self.problems += [f"rank {rank}: {text}" for text in damage]
-        yield from self._judge()
+            self.problems_of.setdefault(rank, []).extend(damage)
 
     def _keep(self, summary: Summary, way: int) -> None:
         index, first, count = self._index[summary.rank], summary.first_step, len(summary.low)
@@ -104,9 +114,9 @@ class Watch:
             self._base = first
         ahead, limit = max(first + count - self._base, self._base - first), max(MAX_AHEAD, MAX_CELLS // len(self.ranks))
         if ahead > limit:
-            self.problems.append(
-                f"rank {summary.rank}: the {count} steps from step {first} are {ahead} steps away from those of the "
-                "other ranks, and were not compared"
+            self.problems_of.setdefault(summary.rank, []).append(
+                f"the {count} steps from step {first} are {ahead} steps away from those of the other ranks, and were "
+                "not compared"
             )
             return
         if first < self._base:

@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
 from gradcheck_dist.stream.plain import PlainReader
 from gradcheck_dist.stream.series import Series
-from gradcheck_dist.stream.shares import read_shares
+from gradcheck_dist.stream.shares import ReadShares, read_shares
 from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader
 from gradcheck_dist.stream.watch import Watch
 from gradcheck_dist.trace.run import Run
@@ -45,7 +45,7 @@ def watch_run(
     *,
     steps: Collection[int] | None = None,
     first: bool = False,
-    jobs: int = 1,
+    read: ReadShares = read_shares,
     told: Callable[[int, int, int, float], None] | None = None,
     plain: bool = False,
     early: Callable[[Watched], None] | None = None,
@@ -57,7 +57,7 @@ def watch_run(
         objective: what a step's gradient is meant to be.
         steps: those that findings are wanted of; None: all.
         first: stop at the first step that is off.
-        jobs: processes that read.
+        read: who reads the ranks.
         told: called now and then with the last step, how many were judged, how many are off, and the share of bytes.
         plain: take steps that were recorded event by event as if they stood in columns.
         early: called once, with what is known when the first step is off.
@@ -69,10 +69,10 @@ def watch_run(
     num_read = num_off = 0
     has_more = False
     read_bytes = PLAIN_BYTES if plain else FIRST_BYTES if first else READ_BYTES
-    for share, round_ in read_shares(files, objective, jobs, read_bytes, make):
-        num_read += round_.num_bytes
-        has_more |= round_.has_more
-        for deviation in watch.take(share, round_):
+    for told_by in read(files, objective, read_bytes, make):
+        num_read += sum(round_.num_bytes for round_ in told_by.values())
+        has_more |= any(round_.has_more for round_ in told_by.values())
+        for deviation in watch.take(told_by):
             if steps is not None and deviation.step not in steps:
                 continue
             num_off += 1

@@ -15,19 +15,22 @@ SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 class Checks:
-    """Takes records in their order and remembers the tables that later ones refer to."""
+    """Takes records in their order and remembers the tables that later ones refer to. `unsound`: which records of the
+    last frame failed."""
 
     def __init__(self) -> None:
         self.params: dict[int, Param] = {}
         self.plans: dict[int, Plan] = {}
+        self.unsound: tuple[int, ...] = ()
 
     def sort(self, records: list[AnyRecord], note: Callable[[str], None]) -> list[AnyRecord]:
         """The records that are sound; each other is named to `note`."""
-        sound = []
-        for record in records:
+        sound, self.unsound = [], ()
+        for index, record in enumerate(records):
             check: Any = _CHECKS.get(type(record))
             problem = check(self, record) if check is not None else ""
             if problem:
+                self.unsound += (index,)
                 note(f"a {record.__struct_config__.tag} record {problem}")
             else:
                 sound.append(record)

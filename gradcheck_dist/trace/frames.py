@@ -16,6 +16,7 @@ from dataclasses import dataclass
 MAGIC = b"GCTRACE\n"
 MARK = b"\xf7GC\x01"
 _HEAD = struct.Struct("<4sII")
+HEAD_BYTES = _HEAD.size
 MAX_PAYLOAD_BYTES = 1 << 30
 
 
@@ -74,6 +75,11 @@ def iter_frames(data: bytes, offset: int = 0, *, more: bool = False) -> Iterator
         else:
             yield payload, behind
         offset = behind
+
+
+def payload_in(data: bytes | memoryview, offset: int) -> memoryview | None:
+    """The payload of the whole frame at `offset`; None where there is none."""
+    return _try_frame(memoryview(data), offset)[0]
 
 
 def _next_frame(data: bytes, view: memoryview, search: int) -> int:

@@ -27,6 +27,8 @@ from gradcheck_dist.trace.frames import MAGIC, Damage, iter_frames
 from gradcheck_dist.trace.store import Place, Where, open_file, place_of
 
 _DECODER = msgspec.msgpack.Decoder(list[AnyRecord])
+decode_records = _DECODER.decode
+"""The records in a frame's payload."""
 _RAW_DECODER = msgspec.msgpack.Decoder()
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """What a decoder raises on bytes that are no records though their checksum holds."""
@@ -174,7 +176,7 @@ class TraceTail:
         if self.trace is None:
             self.trace = RankTrace(self.path, read_header(self.path, payload))
         try:
-            records = _DECODER.decode(payload)
+            records = decode_records(payload)
         except UNDECODABLE as error:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0

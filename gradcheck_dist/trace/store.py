@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -162,8 +162,8 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self, offset: int, num_bytes: int | None) -> bytes:
-        """At most `num_bytes` from `offset`, all where None."""
+    def read(self, offset: int, num_bytes: int | None, *, ahead: bool = True) -> bytes:
+        """At most `num_bytes` from `offset`, all where None. `ahead`: more will be read behind them."""
         with open(self._path, "rb") as file:
             file.seek(offset)
             return file.read() if num_bytes is None else file.read(num_bytes)
@@ -182,8 +182,8 @@ class RemoteFile:
         self._next: Future[bytes] | None = None
         self._handle: IO[bytes] | None = None
 
-    def read(self, offset: int, num_bytes: int | None) -> bytes:
-        """At most `num_bytes` from `offset`, all where None."""
+    def read(self, offset: int, num_bytes: int | None, *, ahead: bool = True) -> bytes:
+        """At most `num_bytes` from `offset`, all where None. `ahead`: more will be read behind them."""
         if not self._start <= offset <= self._end:
             self._start, self._data, self._next = offset, b"", None
         self._data, self._start = self._data[offset - self._start :], offset
@@ -193,7 +193,7 @@ class RemoteFile:
             self._next = None
         if self._end < behind:
             self._data += self._fetch(self._end, behind)
-        if num_bytes is not None:
+        if ahead and num_bytes is not None:
             self.expect(num_bytes)
         return self._data[: behind - offset]
 
@@ -225,6 +225,21 @@ class RemoteFile:
 def open_file(place: Place) -> LocalFile | RemoteFile:
     """A file to be read piece by piece."""
     return RemoteFile(place) if isinstance(place, RemotePath) else LocalFile(place)
+
+
+def read_ranges(wanted: Sequence[tuple[Place, int, int]]) -> list[bytes]:
+    """Bytes of files, each as (place, start, end); of a store many at a time.
+
+    Raises:
+        OSError: a local file cannot be read.
+    """
+    if any(isinstance(place, RemotePath) for place, _, _ in wanted):
+        return list(_requests().map(_read_range, *zip(*wanted, strict=True)))
+    return [_read_range(*one) for one in wanted]
+
+
+def _read_range(place: Place, start: int, end: int) -> bytes:
+    return open_file(place).read(start, end - start, ahead=False)
 
 
 @cache

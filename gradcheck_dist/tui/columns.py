@@ -96,10 +96,10 @@ class ColumnWatch:
             waiting.ended = {rank: [] for rank in self._watch.ranks}
         self._waiting = Round([], {}, {}, 0)
         with self._lock:
-            self._watch.problems += [
-                f"rank {rank} came late, and its steps in columns were not compared" for rank in late
-            ]
-            for deviation in self._watch.take(0, waiting):
+            for rank in late:
+                problems = self._watch.problems_of.setdefault(rank, [])
+                problems.append("it came late, and its steps in columns were not compared")
+            for deviation in self._watch.take({0: waiting}):
                 self._groups.add(deviation)
 
     def result(self, run: Run) -> Watched | None:

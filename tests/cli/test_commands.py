@@ -25,7 +25,7 @@ FLAGS = {
     "matrix": "--quick --only --list --resume --report --format",
     "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "
     "--keep --tui --format",
-    "diagnose": "--format --objective --steps --first --jobs --export-golden --golden",
+    "diagnose": "--format --objective --steps --first --jobs --dask --export-golden --golden",
     "watch": "--compare --screen --web --port",
     "report": "--format --output --before --after --plotlyjs --objective --steps",
     "compare": "--axes --by --loss --grad-norm --tokens --format --output",

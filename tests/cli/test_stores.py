@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import fsspec
+import pytest
 from command_line_doubles import Gradcheck
 from small_runs import write_run
 
@@ -36,3 +38,12 @@ def test_commands_read_stores_and_none_writes_there(gradcheck: Gradcheck, tmp_pa
         assert (refused.code, "error E512" in refused.err) == (2, True), command
     assert fs.find("/test-stores") == before
     fs.rm("/test-stores", recursive=True)
+
+
+def test_without_dask_it_is_said_what_to_install(
+    gradcheck: Gradcheck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    outcome = gradcheck("diagnose", write_run(tmp_path / "run"), "--dask", "local")
+    assert outcome.code == 2
+    assert "error E412" in outcome.err and "pip install 'gradcheck-dist[dask]'" in outcome.err

@@ -11,7 +11,7 @@ from small_runs import write_run
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.stream import cursor
+from gradcheck_dist.stream import cursor, workers
 from gradcheck_dist.stream import diagnose as stream
 from gradcheck_dist.stream.diagnose import Progress, diagnose_run
 from gradcheck_dist.trace.run import read_run
@@ -53,7 +53,7 @@ def test_the_report_is_that_of_the_whole_run(
 
 def test_other_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", steps=5, flush_steps=True)
-    monkeypatch.setattr(stream, "POOL_FROM_S", 0.0)
+    monkeypatch.setattr(workers, "POOL_FROM_S", 0.0)
     assert as_json(diagnose_run(run, jobs=2)) == as_json(diagnose(read_run(run)))
 
 
