@@ -37,16 +37,23 @@ def read_config(arguments: list[str]) -> TrainConfig:
                 place = values
                 for parent in parents:
                     place = place.setdefault(parent, {})
+                    if not isinstance(place, dict):
+                        raise GradcheckError(
+                            f"{argument!r} sets a part of {parent}, which is {place!r}. Only axes has parts.",
+                            code="E212",
+                        )
                 place[last] = yaml.safe_load(text)
                 continue
-            loaded = yaml.safe_load(Path(argument).read_text())
+            loaded = yaml.safe_load(Path(argument).read_text(encoding="utf-8"))
         except OSError as error:
             raise GradcheckError(
                 f"{argument!r} is neither key=value nor a file that can be read: {error.strerror}. {__doc__}",
                 code="E212",
             ) from error
-        except yaml.YAMLError as error:
-            raise GradcheckError(f"{argument!r} is not YAML: {error}", code="E212") from error
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
+            raise GradcheckError(
+                f"{argument!r} is not YAML: {error}. Write lines such as accum: 3.", code="E212"
+            ) from error
         if not isinstance(loaded, dict):
             raise GradcheckError(f"{argument!r} holds {type(loaded).__name__}; legal is a YAML mapping.", code="E212")
         values |= loaded

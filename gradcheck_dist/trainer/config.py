@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -31,6 +32,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
 }
 """Legal values of every field that takes one name out of a closed set."""
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of names",
+    types.NoneType: "null",
+}
 
 
 @dataclass(frozen=True)
@@ -210,22 +219,25 @@ class TrainConfig:
 
 
 def _convert(key: str, value: Any, annotation: Any) -> Any:
-    """`value` as the field's type: YAML reads 1e-3 as text and has no tuples."""
+    """`value` as the field's type: YAML reads 1e-3 as text and on as true, and has no tuples."""
     accepted = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if typing.get_origin(annotation) is tuple:
         if isinstance(value, str):
             return (value,)
         if isinstance(value, list | tuple):
             return tuple(str(item) for item in value)
-    elif typing.get_origin(annotation) is Literal or type(value) in accepted or (value is None and None in accepted):
+    elif typing.get_origin(annotation) is Literal:
+        written = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else None
+        return written if written in CHOICES.get(key, ()) else value
+    elif type(value) in accepted or (value is None and None in accepted):
         return value
     elif float in accepted and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
         except ValueError:
             pass
-    wanted = getattr(annotation, "__name__", str(annotation))
-    raise GradcheckError(f"{key} is {value!r}; legal values are of type {wanted}.", code="E203")
+    legal = " or ".join(_WORDS[one] for one in _WORDS if one in (*accepted, typing.get_origin(annotation)))
+    raise GradcheckError(f"{key} is {value!r}; legal is {legal}.", code="E203")
 
 
 def _check_values(config: TrainConfig) -> None:
@@ -236,14 +248,16 @@ def _check_values(config: TrainConfig) -> None:
         value = getattr(config, name)
         if type(value) is not int or value < 1:
             raise GradcheckError(f"{name} is {value!r}; legal values are integers from 1 up.", code="E205")
-    if not config.lr > 0:
-        raise GradcheckError(f"lr is {config.lr!r}; legal values are numbers above 0.", code="E205")
+    if type(config.seed) is not int or not 0 <= config.seed < 2**32:
+        raise GradcheckError(f"seed is {config.seed!r}; legal values are integers from 0 to 2^32 - 1.", code="E205")
+    if not 0 < config.lr < math.inf:
+        raise GradcheckError(f"lr is {config.lr!r}; legal values are finite numbers above 0.", code="E205")
     if not 0 <= config.dropout < 1:
         raise GradcheckError(f"dropout is {config.dropout!r}; legal values are from 0 to below 1.", code="E205")
     for name in ("aux_loss_weight", "z_loss_weight", "mtp_loss_weight", "contrastive_loss_weight"):
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise GradcheckError(
-                f"{name} is {getattr(config, name)!r}; legal values are numbers from 0 up.", code="E205"
+                f"{name} is {getattr(config, name)!r}; legal values are finite numbers from 0 up.", code="E205"
             )
     if config.max_norm is not None and not config.max_norm > 0:
         raise GradcheckError(

@@ -25,7 +25,9 @@ def stages_per_rank(config: TrainConfig) -> int:
     """Pipeline stages that one rank holds."""
     if config.axes.pp == 1:
         return 1
-    return config.stages_per_rank or (1 if config.schedule in SINGLE_STAGE_SCHEDULES else 2)
+    if config.stages_per_rank is not None:
+        return config.stages_per_rank
+    return 1 if config.schedule in SINGLE_STAGE_SCHEDULES else 2
 
 
 def stages_of_rank(config: TrainConfig, pipeline_rank: int) -> list[int]:
@@ -79,10 +81,10 @@ def check_layout(config: TrainConfig) -> None:
         or config.tied_embeddings
     ):
         _refuse(
-            f"sharding=fsdp1 with {config.axes.world_size} ranks, dp_shard={config.axes.dp_shard}, gradient_reduction="
-            f"{config.gradient_reduction}, tied_embeddings={config.tied_embeddings}: this trainer runs it alone, to be "
-            "watched. Set dp_shard to the number of ranks, gradient_reduction=average and tied_embeddings=false, or "
-            "sharding=fsdp2.",
+            f"sharding=fsdp1 with a world size of {config.axes.world_size}, dp_shard={config.axes.dp_shard}, "
+            f"gradient_reduction={config.gradient_reduction}, tied_embeddings={config.tied_embeddings}: this trainer "
+            "runs it alone, to be watched. Set dp_shard to the number of ranks, gradient_reduction=average and "
+            "tied_embeddings=false, or sharding=fsdp2.",
             "E213",
         )
     _check_pipeline(config)
@@ -182,11 +184,21 @@ def _check_pipeline(config: TrainConfig) -> None:
                 "Set scale_grads=false, or set pp.",
                 "E210",
             )
+        if config.stages_per_rank not in (None, 1):
+            _refuse(
+                f"stages_per_rank={config.stages_per_rank} without a pipeline (pp=1): the model is one stage. Set "
+                "stages_per_rank=null, or set pp.",
+                "E210",
+            )
         return
     per_rank = stages_per_rank(config)
     legal = "1" if config.schedule in SINGLE_STAGE_SCHEDULES else "2" if config.schedule in V_SCHEDULES else "2 and up"
     if (per_rank == 1) != (legal == "1") or (legal == "2" and per_rank != 2) or per_rank < 1:
-        _refuse(f"stages_per_rank={per_rank} with schedule={config.schedule}; legal values: {legal}.", "E210")
+        _refuse(
+            f"stages_per_rank={per_rank} with schedule={config.schedule}; legal values: {legal}. Or set "
+            "stages_per_rank=null, which takes what the schedule needs.",
+            "E210",
+        )
     if stages > config.n_layers:
         _refuse(
             f"pp={pp} with {per_rank} stages a rank makes {stages} stages, which need at least one layer each, but "
@@ -197,10 +209,11 @@ def _check_pipeline(config: TrainConfig) -> None:
     least = {"gpipe": 1, "loopedbfs": 1, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(config.schedule, pp)
     step = pp if config.schedule in ("interleaved1f1b", "interleavedzerobubble") else 1
     if config.microbatches < least or config.microbatches % step:
-        wanted = f"{least} and up" if step == 1 else f"multiples of {step}"
+        needs = f"at least {least}" if step == 1 else f"a multiple of {step}"
+        wanted = f"{least} and up" if step == 1 else f"{step}, {2 * step}, {3 * step} and so on"
         _refuse(
-            f"microbatches={config.microbatches} with pp={pp}: schedule {config.schedule} needs at least {least} and "
-            f"a multiple of {step}. Legal values: {wanted}; or set schedule=gpipe.",
+            f"microbatches={config.microbatches} with pp={pp}: schedule {config.schedule} needs {needs}. Legal values: "
+            f"{wanted}; or set schedule=gpipe.",
             "E210",
         )
 
@@ -209,9 +222,10 @@ def _check_pipeline_with_others(config: TrainConfig) -> None:
     split = config.schedule in SPLIT_BACKWARD_SCHEDULES
     if uses_ddp(config) and split:
         _refuse(
-            f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: DistributedDataParallel does "
-            "not reduce every stage of schedules that compute weight gradients apart (pytorch#144530). Legal "
-            f"schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
+            f"dp_replicate={config.axes.dp_replicate} with schedule={config.schedule}: torch is wrong there. It "
+            "computes weight gradients apart, without the nodes at which DistributedDataParallel waits, and most "
+            "stages are never reduced, without an error (pytorch#144530; gradcheck scenario zero-bubble-in-ddp shows "
+            f"it). Legal schedules: {', '.join(WHOLE_BACKWARD_SCHEDULES)}; or set replication=composable.",
             "E217",
         )
     if split and uses_fsdp(config) and config.reshard_after_forward == "always":
