@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradcheck_dist.trainer.fault import Fault
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -120,6 +121,24 @@ def drop_partial_sums(model: nn.Module) -> None:
             parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, parameter.placements)
         else:
             parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def divide_before_sending(
+    part: nn.Module, index: int, config: TrainConfig, device: torch.device, group: dist.ProcessGroup
+) -> Any:
+    """Stands in for pipeline.build_stage."""
+    from gradcheck_dist.trainer.pipeline import stage_shapes
+    from gradcheck_dist.trainer.stages import AccumulatingStage
+
+    class DividingStage(AccumulatingStage):
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+            super().backward_one_chunk(bwd_chunk_id, *args, **options)
+            if self.is_last:
+                (grad,) = self.bwd_cache[bwd_chunk_id]
+                assert grad is not None
+                self.bwd_cache[bwd_chunk_id] = (grad / config.num_stages,)
+
+    return DividingStage(part, index, config.num_stages, device, group=group, **stage_shapes(index, config))
 
 
 def router_without_sum(weight: Tensor) -> Tensor:
@@ -304,5 +323,12 @@ FAULTS = (
         "each copy holds its own stage's part, and the copies drift apart.",
         "gradcheck_dist.trainer.tied:sum_tied_gradients",
         keep_copies_apart,
+    ),
+    Fault(
+        "scaled-in-flight",
+        "The last pipeline stage divides the gradient of its input by the number of stages S before it sends it: "
+        "weights of all earlier stages are 1/S, those of the last one are right.",
+        "gradcheck_dist.trainer.pipeline:build_stage",
+        divide_before_sending,
     ),
 )

@@ -111,12 +111,14 @@ OTHERS = (
     *("zero-bubble-reshards", "zero-bubble-in-ddp", "fsdp-divides-twice-over-one-rank"),
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
-    *("found-inf-not-shared", "overflow-in-first-stage"),
+    *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
 )
 """Faults with a test of their own below."""
 
 
 JOBS = {case: plan(small(**values, faults=[case.split()[0]])) for case, (values, _) in WEIGHTS.items()}
+
+IN_FLIGHT = plan(small(**PIPELINE, faults=["scaled-in-flight"]))
 
 
 def faulty(name: str, **values: Any) -> tuple[list[Gradients], list[TrainResult]]:
@@ -140,6 +142,13 @@ def test_a_fault_weighs_contributions_as_its_story_says(case: str) -> None:
 
 def test_every_fault_is_under_test() -> None:
     assert sorted({case.split()[0] for case in WEIGHTS} | set(OTHERS)) == fault_names()
+
+
+def test_what_the_last_stage_divides_before_it_sends_it_is_missing_in_the_earlier_one_alone() -> None:
+    (first, last), _ = run(IN_FLIGHT)
+    expected = control(small(**PIPELINE))[0]
+    assert_same(first, {name: expected[name] / 2 for name in first})
+    assert_same(last, {name: expected[name] for name in last})
 
 
 def test_one_forgotten_unit_is_averaged_alone() -> None:
