@@ -113,7 +113,8 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
     """Replay every parameter that an optimizer owns, on every rank that holds it."""
     held: list[Held] = []
     for key, tracks in sorted(data.tracks.items()):
-        basis = build_basis(tracks, contributions)
+        copy = data.beside.get(key)
+        basis = build_basis(tracks, contributions, data.tracks.get(copy) if copy is not None else None)
         if not len(basis):
             continue
         played = replay(data, tracks, basis)

@@ -38,7 +38,7 @@ from gradcheck_dist.ledger.contributions import ContributionKey, collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
-from gradcheck_dist.ledger.tied import told
+from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.trace.run import Run
@@ -122,6 +122,7 @@ def judge_step(
     verdict.reasons += [*why_not(run, data, contributions), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
+    verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     if not tokens_known(run, data) or passes_unmatched(data):
         return verdict
     on_the_way = transits(data, contributions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -40,27 +41,30 @@ class Basis:
         return len(self.keys)
 
 
-def build_basis(tracks: dict[int, Track], contributions: Contributions) -> Basis:
-    """The columns of one parameter from its tracks on all ranks."""
+def build_basis(
+    tracks: dict[int, Track], contributions: Contributions, beside: Mapping[int, Track] | None = None
+) -> Basis:
+    """The columns of one parameter from its tracks on all ranks, and from those of a tied copy `beside` it."""
     keys: list[ContributionKey] = []
     origin: list[int] = []
     of: dict[tuple[int, int, int], int] = {}
     values: list[np.ndarray] = []
     columns_of: dict[ContributionKey, list[int]] = {}
-    for rank, track in sorted(tracks.items()):
+    copies = [(-1 - rank, rank, track) for rank, track in sorted((beside or {}).items())]
+    for own, rank, track in [*((rank, rank, track) for rank, track in sorted(tracks.items())), *copies]:
         for slot, (_, leaf) in sorted(track.leaves.items()):
             key = (contributions.coordinate.get(rank, rank), *slot)
             index = None if leaf.partial else _matching(columns_of.get(key, []), values, leaf.data)
             if index is None:
                 index = len(keys)
                 keys.append(key)
-                origin.append(rank)
+                origin.append(own)
                 values.append(leaf.data.copy())
                 columns_of.setdefault(key, []).append(index)
             else:
                 hole = np.isnan(values[index])
                 values[index][hole] = leaf.data[hole]
-            of[(rank, *slot)] = index
+            of[(own, *slot)] = index
     summands = {key: len(columns) for key, columns in columns_of.items()}
     return Basis(keys, origin, of, np.array(values) if values else np.empty((0, 0)), summands)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -27,19 +27,20 @@ class _Copy:
         return frozenset(start for start in self.starts.values() if start is not None)
 
     def began_as(self, other: _Copy) -> bool:
-        """Whether both held the same values when they were first seen, which were not all one number."""
+        """Whether both held the same values when they were first seen, which were not all one number. Their ranks are
+        others, or the same."""
         mine, theirs = self.param, other.param
         return (
             bool(self.values)
             and self.values == other.values
             and (mine.shape, mine.dtype, mine.placements) == (theirs.shape, theirs.dtype, theirs.placements)
             and mine.num_positions == theirs.num_positions
-            and self.starts.keys().isdisjoint(other.starts)
+            and (self.starts.keys().isdisjoint(other.starts) or self.starts == other.starts)
         )
 
 
 def ties(run: Run, names: Mapping[tuple[int, int], Key] | None = None) -> dict[Key, Key]:
-    """Copies of one parameter: for each but the first the first.
+    """Copies of one parameter on other ranks: for each but the first the first.
 
     Several processes cannot share a tensor, so nothing but its values tells that a matrix on one stage is the one on
     another. Equal values alone are no proof: ranks with one seed draw alike, and layers are cloned. So one of the two
@@ -49,6 +50,22 @@ def ties(run: Run, names: Mapping[tuple[int, int], Key] | None = None) -> dict[K
     Args:
         names: the key of each (rank, parameter id); None takes those that the ranks recorded.
     """
+    first: dict[Key, Key] = {}
+    for one, other in _pairs(run, names, on_one_rank=False):
+        first[other] = first.get(one, one)
+    return first
+
+
+def beside(run: Run, names: Mapping[tuple[int, int], Key]) -> dict[Key, Key]:
+    """Two copies of one parameter on the same ranks, in two stages that these hold (a schedule in the shape of a V):
+    for each the other one. Told as `ties` are."""
+    both: dict[Key, Key] = {}
+    for one, other in _pairs(run, names, on_one_rank=True):
+        both |= {one: other, other: one}
+    return both
+
+
+def _pairs(run: Run, names: Mapping[tuple[int, int], Key] | None, on_one_rank: bool) -> Iterator[tuple[Key, Key]]:
     copies: dict[Key, _Copy] = {}
     for rank, trace in run.ranks.items():
         for param in trace.params.values():
@@ -60,11 +77,9 @@ def ties(run: Run, names: Mapping[tuple[int, int], Key] | None = None) -> dict[K
     for copy in copies.values():
         if copy.values:
             places[copy.key[0], frozenset(copy.starts)].append(copy)
-    first: dict[Key, Key] = {}
     for (one, here), (other, there) in combinations(sorted(places.items(), key=lambda item: sorted(item[0][1])), 2):
-        if one[1].isdisjoint(other[1]):
-            first |= {second: first.get(key, key) for key, second in _tied(here, there)}
-    return first
+        if one[1] == other[1] if on_one_rank else one[1].isdisjoint(other[1]):
+            yield from _tied(here, there)
 
 
 def _tied(here: list[_Copy], there: list[_Copy]) -> list[tuple[Key, Key]]:
@@ -84,6 +99,14 @@ def told(first: Key, copies: list[Key]) -> str:
     return (
         f"{others} began with the values of {_place(first)}, an embedding's: they are judged as one tied parameter, "
         f"under the name {first[1]}"
+    )
+
+
+def told_beside(one: Key, other: Key) -> str:
+    """That each of these should hold the gradient of both, in words."""
+    return (
+        f"{_place(other)} began with the values of {_place(one)}, and one of them is an embedding's: they are judged "
+        "as copies of one tied parameter, each of which should hold the gradient of both"
     )
 
 

@@ -25,7 +25,7 @@ from gradcheck_dist.events import (
     Wrapper,
 )
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tied import ties
+from gradcheck_dist.ledger.tied import beside, ties
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
@@ -77,7 +77,8 @@ class Track:
 class StepData:
     """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`.
 
-    `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all.
+    `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all. `beside`:
+    the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart.
     """
 
     step: int
@@ -87,6 +88,7 @@ class StepData:
     complete: bool
     wrappers: dict[int, dict[int, Wrapper]] = field(default_factory=dict)
     tied: dict[ParamKey, list[ParamKey]] = field(default_factory=dict)
+    beside: dict[ParamKey, ParamKey] = field(default_factory=dict)
 
     @cached_property
     def event_of(self) -> dict[int, dict[int, Event]]:
@@ -130,7 +132,8 @@ def step_data(run: Run, step: int) -> StepData:
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
-    return StepData(step, events, sets, dict(tracks), complete, wrappers, tied)
+    copies = {key: other for key, other in beside(run, names).items() if _got_gradients(tracks, (key, other))}
+    return StepData(step, events, sets, dict(tracks), complete, wrappers, tied, copies)
 
 
 def _join_tied(
@@ -139,10 +142,14 @@ def _join_tied(
     """Give the first of several copies the tracks of all, where all got gradients; which they are."""
     joined: dict[ParamKey, list[ParamKey]] = defaultdict(list)
     for copy, one in first.items():
-        if all(any(track.leaves for track in tracks.get(key, {}).values()) for key in (copy, one)):
+        if _got_gradients(tracks, (copy, one)):
             tracks[one] = {**tracks[one], **tracks.pop(copy)}
             joined[one].append(copy)
     return dict(joined)
+
+
+def _got_gradients(tracks: dict[ParamKey, dict[int, Track]], keys: Iterable[ParamKey]) -> bool:
+    return all(any(track.leaves for track in tracks.get(key, {}).values()) for key in keys)
 
 
 def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradcheck_dist.events import Header, Param
-from gradcheck_dist.ledger.tied import ties
+from gradcheck_dist.ledger.tied import beside, ties
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -72,3 +72,16 @@ def test_what_may_have_begun_alike_by_chance_is_not_tied(
 def test_both_on_one_rank_are_left_apart() -> None:
     here = [EMBEDDING, FIRST, LAST | {"stage": 1}, HEAD | {"stage": 1}]
     assert tied_of((0, here)) == {}
+
+
+def test_copies_on_one_rank_are_beside_one_another_and_not_joined() -> None:
+    run = Run(Path(), {})
+    header = Header(schema_version=1, tool_version="", rank=0, world_size=1, pid=1, started_unix_s=0.0)
+    run.ranks[0] = RankTrace(Path(), header)
+    held = [(0, EMBEDDING), (0, FIRST), (3, LAST), (3, HEAD)]
+    for id, (stage, values) in enumerate(held):
+        usual: dict[str, Any] = {"shape": (8, 4), "dtype": "float32", "num_positions": 32, "stage": stage}
+        run.ranks[0].params[id] = Param(id=id, **usual | values)
+    names = {(0, id): (stage, values["name"]) for id, (stage, values) in enumerate(held)}
+    first, last = (0, "embedding.weight"), (3, "head.weight")
+    assert (ties(run, names), beside(run, names)) == ({}, {first: last, last: first})

@@ -59,6 +59,14 @@ def judge(case: Case) -> Answer | None:
             return None
     ranks = sorted({held.rank for held, _ in wrong})
     num = len({held.param for held, _ in wrong})
+    if all(held.replay.basis.origin[cell.column] < 0 for held, cell in wrong):
+        return Answer(
+            explanation=f"Rank(s) {', '.join(map(str, ranks))} hold two copies of one matrix, on two pipeline stages, "
+            "each with the gradient of its own stage alone; the sum of both, which is the gradient, was never taken. "
+            "The copies drift apart.",
+            fix="Add up the gradients of the two copies after the last backward and give both the sum, or let both "
+            "stages use one parameter.",
+        )
     return Answer(
         explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
         f"{num} parameter{'s' * (num != 1)}; the sum over the ranks that share these tokens, which "
