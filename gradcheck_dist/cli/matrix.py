@@ -10,6 +10,7 @@ import typer
 
 from gradcheck_dist.cli.output import Format, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
+from gradcheck_dist.errors import GradcheckError
 
 if TYPE_CHECKING:
     from gradcheck_dist.scenarios import matrix as table
@@ -37,6 +38,12 @@ def matrix(
     from gradcheck_dist.scenarios import matrix as table
 
     chosen = [case for case in table.cases() if (case.is_quick or not quick) and only.lower() in case.name.lower()]
+    if not chosen:
+        of = "of the dozen of --quick" if quick else "of the matrix"
+        raise GradcheckError(
+            f"--only is {only!r}, which the name of no configuration {of} holds. `gradcheck matrix --list` names all.",
+            code="E601",
+        )
     if list_:
         for case in chosen:
             typer.echo(case.name)

@@ -197,7 +197,15 @@ def load(name: str, folder: Path | None = None) -> Scenario:
         hint = "`gradcheck scenario --list` tells what each one shows."
         raise unknown_value("scenario", name, names, code="E601", hint=hint)
     place = _folder(folder).joinpath(f"{name}.yaml")
-    return parse(place.read_text(encoding="utf-8"), f"{name}.yaml" if folder is None else str(place))
+    file = f"{name}.yaml" if folder is None else str(place)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GradcheckError(
+            f"cannot read {file}: {error}. A scenario is UTF-8 text; `gradcheck scenario --new NAME` writes one.",
+            code="E603",
+        ) from error
+    return parse(text, file)
 
 
 def _folder(folder: Path | None) -> Traversable:

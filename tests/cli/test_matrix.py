@@ -65,3 +65,9 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     outcome = gradcheck("matrix", option, "/nowhere/r.json")
     assert (outcome.code, ran) == (2, [])
     assert "cannot write /nowhere/r.json" in outcome.err
+
+
+def test_a_name_that_no_configuration_has_is_refused(gradcheck: Gradcheck, ran: list[str]) -> None:
+    outcome = gradcheck("matrix", "--only", "nosuch")
+    assert (outcome.code, ran) == (2, [])
+    assert "E601: --only is 'nosuch'" in outcome.err and "--list" in outcome.err

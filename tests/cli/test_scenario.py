@@ -122,6 +122,12 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "scenario" not in asked
 
 
+def test_a_file_that_is_no_text_is_named(gradcheck: Gradcheck, tmp_path: Path) -> None:
+    (tmp_path / "bin.yaml").write_bytes(b"\xff\xfe")
+    outcome = gradcheck("scenario", "bin", "--library", tmp_path)
+    assert outcome.code == 2 and "E603: cannot read" in outcome.err and "bin.yaml" in outcome.err
+
+
 def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> None:
     text = gradcheck("scenario", "--list").out
     assert "ddp-accum" in text
