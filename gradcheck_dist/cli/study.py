@@ -39,9 +39,8 @@ def study(
 
     Exit codes: 0 all coincide with the control, 1 some strategy is off, 2 it could not run.
     """
-    if report is not None:
-        if report.suffix != ".svg":
-            _form_of(report)
+    if report is not None and report.suffix != ".svg":
+        _form_of(report)
     from gradcheck_dist.scenarios import study as studies
 
     chosen = studies.load(config, steps, tuple(only or ()))
