@@ -16,6 +16,23 @@ def skipped_apart(verdict: StepVerdict) -> bool:
     return any(finding.code == SKIPPED_APART for finding in verdict.findings)
 
 
+def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
+    """Behind a step that only some ranks of a model took, its parts are a step apart and their loss scales differ: what
+    is off there is the consequence, and no fault of the lines that show it."""
+    first = next((index for index, verdict in enumerate(verdicts) if skipped_apart(verdict)), None)
+    if first is None:
+        return verdicts, []
+    behind = [verdict for verdict in verdicts[first + 1 :] if not skipped_apart(verdict)]
+    if not behind:
+        return verdicts, []
+    kept = [*verdicts[: first + 1], *(verdict for verdict in verdicts[first + 1 :] if skipped_apart(verdict))]
+    left_out = [str(verdict.context.step) for verdict in behind]
+    return kept, [
+        f"step(s) {', '.join(left_out)} came behind step {verdicts[first].context.step}, which only some ranks took: "
+        "parts of the model are a step apart there, and these steps are left out"
+    ]
+
+
 def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
     """A pass that was thrown away in the first step and never again was a warm-up and no fault."""
     lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]

@@ -9,7 +9,14 @@ from fractions import Fraction
 from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
-from gradcheck_dist.diagnosis.alternatives import LOST, UNREDUCED, skipped_apart, training_apart, without_warm_up
+from gradcheck_dist.diagnosis.alternatives import (
+    LOST,
+    UNREDUCED,
+    skipped_apart,
+    training_apart,
+    until_apart,
+    without_warm_up,
+)
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
@@ -87,8 +94,9 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
         notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
         verdicts = whole
+    verdicts, behind = until_apart(verdicts)
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
-    notes += more
+    notes += [*behind, *more]
     weigh(verdicts)
     report = _report(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
 
+from gradcheck_dist.diagnosis.alternatives import until_apart
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.events import AmpUnscale, OptimizerStep, Reduce
 from gradcheck_dist.trace.run import Run
@@ -50,6 +53,18 @@ def test_a_run_of_which_every_step_was_skipped_says_so() -> None:
     ]
     assert (report.run.steps, report.run.skipped_steps) == ([], [0])
     assert "--steps" in report.next_step
+
+
+def test_steps_behind_one_that_only_some_ranks_took_are_its_consequence() -> None:
+    codes: tuple[list[str], ...] = (["GS101"], ["GS607"], ["GS303", "GS000"], [], ["GS607"])
+    verdicts: list[Any] = [
+        SimpleNamespace(context=SimpleNamespace(step=step), findings=[SimpleNamespace(code=code) for code in of_step])
+        for step, of_step in enumerate(codes)
+    ]
+    kept, notes = until_apart(verdicts)
+    assert [verdict.context.step for verdict in kept] == [0, 1, 4]
+    assert notes[0].startswith("step(s) 2, 3 came behind step 1, which only some ranks took")
+    assert until_apart(verdicts[:2]) == (verdicts[:2], [])
 
 
 def test_ranks_that_share_nothing_may_skip_alone() -> None:
