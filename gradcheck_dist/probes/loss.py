@@ -21,6 +21,7 @@ from gradcheck_dist.probes.autograd import mark_recorded
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.stats import memory
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -58,7 +59,7 @@ def label_hash(target: Tensor) -> int | Tensor:
     there, as a 0-d int64 tensor."""
     local = getattr(target, "_local_tensor", target).detach()
     if local.is_cpu:
-        return zlib.crc32(local.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return zlib.crc32(memory.flat(local).data)
     position = torch.arange(local.numel(), device=local.device) * HASH_FACTOR + HASH_OFFSET
     return ((local.reshape(-1).to(torch.int64) + 1) * position).sum()
 
@@ -82,7 +83,7 @@ def evaluated(
     if target.is_floating_point():
         num_tokens = target.shape[0]
     elif type(target) is Tensor and target.is_cpu and class_weight is None and reduction != "none":
-        num_tokens = int(np.count_nonzero(target.numpy() != ignore_index))  # one call where torch takes three
+        num_tokens = int(np.count_nonzero(memory.flat(target) != ignore_index))  # one call where torch takes three
     else:
         valid = target != ignore_index
         num_tokens = int(valid.sum()) if valid.device.type == "cpu" else valid.sum()

@@ -7,6 +7,7 @@ from array import array
 from collections import defaultdict
 from math import nan
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.stats.inputs import DTYPES
-from gradcheck_dist.stats.norms import PendingNorms, easy_norms, start
+from gradcheck_dist.stats.norms import PendingNorms, on_host, start
 
 
 @guarded("norms")
@@ -24,7 +25,7 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     Of sparse gradients and layouts that torch's statistics do not read the norm is NaN; an optimizer's own copies of
     what lies in the model too are left out.
     """
-    if not recorder.sampling or not infos or _record_small(recorder, seq, infos):
+    if not recorder.sampling or not infos or _record_plain(recorder, seq, infos):
         return
     grads: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
     unread: list[ParamInfo] = []
@@ -54,28 +55,24 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
 
 
-def _record_small(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
-    """The same for small whole gradients on the CPU, in one call of torch; False, and nothing is done, for others."""
+def _record_plain(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
+    """The same where all gradients are plain float32 ones on the CPU; False, and nothing is done, for others."""
     bundle = recorder.bundle(infos)
-    if bundle is None or not bundle.easy:
+    if bundle is None or bundle.dtype is not torch.float32:
         return False
-    grads: list[Tensor] = []
-    dtype = bundle.dtype
-    for param, _, _ in bundle.parts:
-        grad = param.grad
-        if type(grad) is not Tensor or grad.dtype is not dtype or not grad.is_cpu or not grad.is_contiguous():
-            if grad is None:
-                continue
+    grads = [param.grad for param, _, _ in bundle.parts]
+    present: list[Tensor] = []
+    for grad in grads:
+        if type(grad) is Tensor and grad.is_cpu and grad.dtype is torch.float32 and grad.layout is torch.strided:
+            present.append(grad)
+        elif grad is not None:
             return False
-        grads.append(grad)
-    norms = easy_norms(grads) if grads else None
-    if norms is None:
-        return False
+    norms, counts = on_host(present, [grad.numel() for grad in present])
     table = bundle.norm_rows
-    if len(grads) < len(bundle.parts):
-        table = table[[param.grad is not None for param, _, _ in bundle.parts]]
-    values = norms.astype("<f8").tobytes()
-    recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=table.tobytes(), values=values))
+    if len(present) < len(grads):
+        table = table[[grad is not None for grad in grads]]
+    table[:, 2] = np.minimum(counts, 2**31 - 1)
+    recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=table.tobytes(), values=norms.tobytes()))
     return True
 
 

@@ -20,21 +20,19 @@ _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fs
 class LocalPlan:
     """Which elements of a local tensor are sampled: flat indices on its device.
 
-    `slot` is where those of a leaf's gradient on the CPU lie from its arrival to the end of the pass, `raw` the bytes.
+    `slot` is where those of a leaf's gradient on the CPU lie from its arrival to the end of the pass.
     """
 
-    __slots__ = ("id", "indices", "param_id", "raw", "slot")
+    __slots__ = ("id", "indices", "param_id", "slot")
 
     def __init__(self, id: int, param_id: int, indices: Any, device: torch.device) -> None:
         self.id = id
         self.param_id = param_id
         self.indices = torch.as_tensor(indices, dtype=torch.int64).to(device)
         self.slot: Any = None
-        self.raw: Any = None
 
     def new_slot(self, dtype: torch.dtype) -> Tensor:
         self.slot = slot = torch.empty(len(self.indices), dtype=dtype)
-        self.raw = slot.view(torch.uint8).numpy()
         return slot
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from torch import Tensor
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.regions import Region
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo, Registry
-from gradcheck_dist.stats.norms import is_easy_size
 
 MAX_REMEMBERED = 64
 """Sets of parameters that were sampled together (a mixture of experts reaches others each time)."""
@@ -73,11 +73,11 @@ class Bundle:
 
     Their values are gathered into memory that is allocated once: an allocation a parameter, and laying the results end
     to end, would cost more than reading them. `rows` has shape (n, 4): seq and role, to be filled in, parameter id,
-    plan id; row i's values are the bytes from bounds[i] to bounds[i + 1] of `values`. `easy`: torch's own norms of
-    contiguous gradients are right; `norm_rows` has shape (n, 3): parameter id, plan id, 0.
+    plan id; row i's values are the bytes from bounds[i] to bounds[i + 1] of `values`. `norm_rows` has shape (n, 3):
+    parameter id, plan id, number of elements that are not finite, to be filled in.
     """
 
-    __slots__ = ("bounds", "dtype", "easy", "norm_rows", "parts", "rows", "values")
+    __slots__ = ("bounds", "dtype", "norm_rows", "parts", "rows", "values")
 
     def __init__(self, infos: list[ParamInfo], dtype: torch.dtype) -> None:
         plans = [info.plain for info in infos if info.plain is not None]
@@ -87,7 +87,6 @@ class Bundle:
         self.dtype = dtype
         self.parts = list(zip(params, [plan.indices for plan in plans], gathered.split(counts), strict=True))
         self.rows = row_table(plans)
-        self.easy = all(is_easy_size(dtype, param.numel()) for param in params)
         self.norm_rows: np.ndarray = np.array([(plan.param_id, plan.id, 0) for plan in plans], dtype="<i4")
         self.values: memoryview = gathered.view(torch.uint8).numpy().data
         self.bounds: list[int] = (np.cumsum([0, *counts]) * gathered.element_size()).tolist()
@@ -97,6 +96,26 @@ class Bundle:
         left = sorted(set(range(len(self.parts))) - set(missing))
         pieces = [self.values[self.bounds[index] : self.bounds[index + 1]] for index in left]
         return self.rows[left], b"".join(pieces)
+
+
+class Arrivals:
+    """Leaves of one type that arrive in one order, pass after pass: their slots are laid end to end, so that the values
+    of all of them are copied at once. `rows` is that of a Bundle."""
+
+    __slots__ = ("rows", "slots", "values")
+
+    def __init__(self, plans: list[LocalPlan], dtype: torch.dtype) -> None:
+        counts = [len(plan.indices) for plan in plans]
+        slots = torch.empty(sum(counts), dtype=dtype)
+        self.rows = row_table(plans)
+        self.slots = slots.split(counts)
+        self.values: memoryview = slots.view(torch.uint8).numpy().data
+        for plan, slot in zip(plans, self.slots, strict=True):
+            plan.slot = slot
+
+    def lie_together(self, plans: list[LocalPlan]) -> bool:
+        """Whether no other order has taken one of the slots away since."""
+        return all(map(is_, [plan.slot for plan in plans], self.slots))
 
 
 def row_table(plans: Sequence[LocalPlan]) -> np.ndarray:
@@ -114,7 +133,7 @@ class Sampler:
         self._values: dict[torch.dtype, list[Tensor]] = {}
         self._on_host: dict[torch.dtype, tuple[list[bytes], list[bytes]]] = {}  # rows and values
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}  # None: not together
-        self._leaf_rows: dict[tuple[int, ...], np.ndarray] = {}
+        self._arrivals: dict[tuple[int, ...], Arrivals] = {}
 
     def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
         """Keep the sampled elements of a gradient, on its device. False: its layout in the parameter is not known.
@@ -206,19 +225,24 @@ class Sampler:
 
     def keep_leaves(self, seq: int, leaves: list[LocalPlan]) -> None:
         """Keep what a backward pass sampled at its leaves, which lies in their plans' slots; empties the list."""
-        if not leaves:
-            return
         for dtype in {plan.slot.dtype for plan in leaves}:
-            plans = [plan for plan in leaves if plan.slot.dtype is dtype]
-            asked = tuple([plan.id for plan in plans])
-            rows = self._leaf_rows.get(asked)
-            if rows is None:
-                if len(self._leaf_rows) >= MAX_REMEMBERED:
-                    self._leaf_rows.clear()
-                rows = self._leaf_rows[asked] = row_table(plans)
-            rows[:, 0], rows[:, 1] = seq, LEAF
-            self._keep_bytes(dtype, rows.tobytes(), b"".join([plan.raw for plan in plans]))
+            self._keep_arrived(seq, dtype, [plan for plan in leaves if plan.slot.dtype is dtype])
         leaves.clear()
+
+    def _keep_arrived(self, seq: int, dtype: torch.dtype, plans: list[LocalPlan]) -> None:
+        asked = tuple([plan.id for plan in plans])
+        known = self._arrivals.get(asked)
+        if known is not None and known.lie_together(plans):
+            values = known.values.tobytes()
+        else:
+            values = b"".join([plan.slot.view(torch.uint8).numpy() for plan in plans])
+            if known is None:
+                if len(self._arrivals) >= MAX_REMEMBERED:
+                    self._arrivals.clear()
+                known = self._arrivals[asked] = Arrivals(plans, dtype)
+        rows = known.rows
+        rows[:, 0], rows[:, 1] = seq, LEAF
+        self._keep_bytes(dtype, rows.tobytes(), values)
 
     def keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
         """Keep one row."""

@@ -1,4 +1,4 @@
-"""Statistics of gradients on a CPU, in one pass over memory, with numpy's views of torch's memory.
+"""Statistics of gradients on a CPU, in one pass over memory, with numpy's views of torch's memory (DLPack's).
 
 float32 norms of torch's CPU build are off by 6.5e-4 at 16.8 M elements and by 5e-3 at 67 M. Here squares are summed in
 float32 within rows of 256 only, and in float64 over rows: longer rows are no faster and lose small elements beside a
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcheck_dist.stats import memory
 from gradcheck_dist.stats.inputs import check_companions, is_dense, local_tensors
 from gradcheck_dist.stats.result import GradientStats
 
@@ -85,16 +86,23 @@ class CpuStats:
             if largest == 0:
                 continue
             if SAFE_MIN < largest < SAFE_MAX:
-                row[L2] += _sum_of_products(values, values)
+                row[L2] += sum_of_products(values, values)
                 row[ABS_MAX] = max(row[ABS_MAX], largest)
                 if other_flat is not None:
                     self._dot(row, values, self._read(other_flat, start, self._reference))
             else:
                 self._careful(row, values, other_flat, start)
 
+    def squares(self, tensor: Tensor) -> float:
+        """The sum of squares of a tensor with elements, if none of its squares leaves the range of float32: else not
+        finite, or too small."""
+        flat = _flat(tensor, keep_order=False)
+        blocks = (self._read(flat, start, self._converted) for start in range(0, flat.numel(), BLOCK))
+        return sum(sum_of_products(block, block) for block in blocks)
+
     def _dot(self, row: np.ndarray, values: np.ndarray, other: np.ndarray) -> None:
         if values.dtype == other.dtype == np.float32 and np.abs(other).max() < SAFE_MAX:
-            row[DOT] += _sum_of_products(values, other)
+            row[DOT] += sum_of_products(values, other)
         else:
             finite = np.isfinite(other)
             row[DOT] += np.dot(values[finite].astype(np.float64), other[finite].astype(np.float64))
@@ -116,12 +124,12 @@ class CpuStats:
     def _read(flat: Tensor, start: int, scratch: Tensor) -> np.ndarray:
         """A block as numpy: float32 and float64 as they lie in memory, half precision widened into `scratch`."""
         block = flat[start : start + BLOCK]
-        if block.dtype in (torch.float32, torch.float64):
-            return block.numpy()
+        if block.dtype is torch.float64 or block.dtype is torch.float32:
+            return memory.flat(block)
         return scratch[: len(block)].copy_(block).numpy()
 
 
-def _sum_of_products(left: np.ndarray, right: np.ndarray) -> float:
+def sum_of_products(left: np.ndarray, right: np.ndarray) -> float:
     """The inner product, in float32 within rows and in float64 over them."""
     whole = len(left) // ROW * ROW
     rows = np.vecdot(left[:whole].reshape(-1, ROW), right[:whole].reshape(-1, ROW))
@@ -157,3 +165,4 @@ def _flat(tensor: Tensor, *, keep_order: bool) -> Tensor:
 
 
 gradient_stats = CpuStats()
+squares = gradient_stats.squares

@@ -129,3 +129,18 @@ def test_what_is_kept_of_a_gradient_are_its_own_values(tmp_path: Path, only: str
     for (step, name), grad in expected.items():
         positions = torch.from_numpy(sample_positions(str(tuple(grad.shape)), grad.numel(), 96).astype("int64"))
         assert torch.equal(kept[step, name], grad.take(positions)), (step, name)
+
+
+def test_what_was_read_can_still_be_freed_and_grown(tmp_path: Path) -> None:
+    """`Tensor.numpy()` would have marked labels and gradients as not resizable."""
+    model = torch.nn.Linear(8, 10_000)
+    tokens, labels = torch.randn(4, 8), torch.arange(4)
+    with attach(tmp_path):
+        torch.nn.functional.cross_entropy(model(tokens), labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    labels.resize_(8)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.resize_(param.numel() + 1)
+        param.grad.untyped_storage().resize_(0)
