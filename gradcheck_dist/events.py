@@ -230,7 +230,8 @@ class GradientCheck(Event, tag="gradient_check"):
     central differences (`numerical`, with `error`, all in the unit of the function).
 
     `target` is "parameter", "input", "parameters" (of the child `name`), "leaf" (what training delivered at the
-    parameter), "boundary" (from the output to the next rank's module `name`) or "module" (the whole of it). `outcome`
+    parameter), "boundary" (from the output to the next rank's module `name`), "outside" (from the output to the loss,
+    outside of modules), "attached" (losses put into backward) or "module" (the whole of it). `outcome`
     is "right", "wrong", "undetermined" or "zero" (nothing depends on it); `shape` says how: "scaled" by `factor`, "cut"
     (no gradient), "constant" (whatever arrives), "flat" (a gradient where there is no dependence), "other", "partial"
     (a summand over the ranks of `group`), "stopped" (right where the stop-gradient that `reason` names is constant),

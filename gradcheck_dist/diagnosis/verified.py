@@ -45,7 +45,7 @@ def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
     for rank, check in _checks(events):
         if check.outcome == "wrong":
             place: tuple[object, ...] = (check.site.file, check.site.line) if check.site else (check.module,)
-            apart = check.target if check.target in ("leaf", "boundary") else _kind(check)
+            apart = check.target if check.target in ("leaf", "boundary", "outside") else _kind(check)
             if apart == "leaf":  # one hook function on many parameters
                 place = (f"{check.factor:.3g}",)
             groups[apart, *place].append((rank, check))
@@ -101,7 +101,8 @@ def not_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
 def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
     """A reason for no verdict when verification was asked for and decided nothing at all."""
     asked = any(True for _ in _checks(events))
-    return ["verify: no module's backward could be checked"] if asked and not was_verified(events) else []
+    modules = any(check.outcome in ("right", "wrong") for _, check in _checks(events) if check.target != "outside")
+    return ["verify: no module's backward could be checked"] if asked and not modules else []
 
 
 def _some(names: list[str]) -> str:

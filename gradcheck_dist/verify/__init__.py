@@ -12,6 +12,8 @@ measure.py     central differences of that number against what autograd gives, o
 attached.py    losses that a function puts into backward, by the arguments that it was given
 stops.py       what detach, no_grad and collectives without a gradient give, held fixed
 meant.py       what else would make a wrong gradient right: a remark and no accusation
+tape.py        in training: the code between modules and backward, operation by operation
+outside.py     that code as a function of the modules' outputs
 boundaries.py  what leaves one pipeline stage's input against what arrives at the other's output
 result.py      what was found
 leaves.py      what training delivered at the parameters against the replay

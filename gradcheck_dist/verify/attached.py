@@ -13,12 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_dist.verify.inner import Base, Terms
-from gradcheck_dist.verify.replay import Call
 
 if TYPE_CHECKING:
     from gradcheck_dist.verify.function import Function
@@ -64,25 +62,16 @@ class Attached(Terms):
     cotangents: list[Tensor | None]
     share: list[float] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.variables, self.dtype = self.function.variables, self.function.dtype
+
     @property
     def module_call(self) -> Function:
         return self.function
 
     @property
-    def call(self) -> Call:
-        return self.function.call
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.function.dtype
-
-    @property
-    def variables(self) -> dict[str, Tensor]:
-        return self.function.variables
-
-    def key_of(self, name: str) -> str | None:
-        """The variable that a parameter of the root is here; None when it is not trained."""
-        return self.function.key_of(name)
+    def path(self) -> str:
+        return self.function.path
 
     def base(self, of_call: Base) -> Base:
         """The losses at the unperturbed point. Their gradient is what backward gives for arriving zeros."""

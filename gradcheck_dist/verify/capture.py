@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten
 
 from gradcheck_dist.events import GradientCheck
 from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, inner_module, random_state
+from gradcheck_dist.verify.tape import Tape, compiles, tensors_in
 
 MAX_CALLS = 64
 NEVER = "no torch optimizer stepped behind its backward, outside of backward"
@@ -29,14 +31,26 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def holds_parameters(module: nn.Module) -> bool:
+    """A module without any is but code, and is recorded as such."""
+    return next(module.parameters(), None) is not None
+
+
 class Output:
     """One floating tensor of a result, or a leaf among the arguments: samples of its values, and the gradient that
-    arrived there."""
+    arrived there. `tensor` and `whole`, its value then, of outputs whose further way is recorded."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name, self.values = name, sample(tensor)
         self.requires_grad = tensor.requires_grad
         self.gradient: Tensor | None = None
+        self.tensor: Tensor | None = None
+        self.whole: Tensor | None = None
+
+    def keep(self, tensor: Tensor) -> None:
+        """Hold on to an output and its value, for the code that goes on with it."""
+        if not is_distributed(tensor):
+            self.tensor, self.whole = tensor, tensor.detach().clone()
 
 
 class RootCall:
@@ -73,8 +87,10 @@ class RootCall:
 class Capture:
     """What was seen so far; `verify` is called once, with everything, before the optimizer steps."""
 
-    def __init__(self, recorder: Any, patches: Any, verify: Callable[[Any, list[RootCall]], None]) -> None:
+    def __init__(self, recorder: Any, patches: Any, verify: Callable[[Any, list[RootCall], Tape], None]) -> None:
         self._recorder, self._verify = recorder, verify
+        self._tape = Tape()
+        self._tape_done = False
         self._calls: dict[int, RootCall] = {}
         self._others: dict[int, int] = {}
         self._inside = threading.local()
@@ -82,6 +98,8 @@ class Capture:
         self._hooks: list[Any] = []
         patches.replace(nn.Module, "__call__", self._watch)
         patches.on_restore(self._forget)
+        patches.replace(torch.autograd, "backward", self._watch_backward)
+        patches.replace(torch.autograd, "grad", self._watch_grad)
         patches.on_restore(register_optimizer_step_pre_hook(self._stepping).remove)
 
     def _watch(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +114,7 @@ class Capture:
                 capture._starts(running)
             if not capture._wanted():
                 return original(self, *args, **kwargs)
+            apart = capture._leaves_tape(self, (args, kwargs))
             taken = capture._before(self, args, kwargs)
             capture._inside.depth, capture._inside.call = True, taken
             if taken is not None and taken.root is self:
@@ -106,6 +125,8 @@ class Capture:
                 capture._inside.depth, capture._inside.call = False, None
             if taken is not None:
                 capture._after(taken, [*args, *kwargs.values()], result)
+            if apart:
+                capture._resume_tape()
             return result
 
         return call
@@ -146,10 +167,72 @@ class Capture:
                     call.inputs.append(self._hooked(name, tensor))
             for name, tensor in outputs:
                 call.outputs.append(self._hooked(name, tensor))
+                if not self._tape_done and holds_parameters(call.module):
+                    call.outputs[-1].keep(tensor)
+                    self._tape.add(tensor)
             for name, param in call.root.named_parameters():
                 if param.requires_grad and not is_distributed(param):
                     call.several |= self._others.setdefault(id(param), id(call)) != id(call)
                     self._hooks.append(param.register_hook(functools.partial(self._leaf, call, name)))
+
+    def _leaves_tape(self, module: nn.Module, given: Any) -> bool:
+        """An outermost module is about to run: what it does is recorded where it holds no parameter and is but code."""
+        holds = holds_parameters(module)
+        with self._guarded():
+            self._tape.pause()
+            if holds and any(part.requires_grad and not part.is_leaf for part in tensors_in(given)):
+                self._tape.problem = self._tape.problem or "the output of one outermost module goes into another"
+        if not holds:
+            self._resume_tape()
+        return holds
+
+    def _resume_tape(self) -> None:
+        with self._guarded():
+            if self._tape_done or not self._calls or threading.current_thread() is not threading.main_thread():
+                return
+            if compiles():
+                self._tape.problem = self._tape.problem or "torch.compile is in use, which a record would turn off"
+            self._tape.resume()
+
+    def _watch_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        capture = self
+
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not capture._tape_done and not torch.compiler.is_compiling():
+                capture._backward_begins(tensors, grad_tensors)
+            return original(tensors, grad_tensors, *args, **kwargs)
+
+        return backward
+
+    def _watch_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        capture = self
+
+        @functools.wraps(original)
+        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            again = kwargs.get("create_graph", args[1] if len(args) > 1 else False)
+            if not capture._tape_done and not again and not torch.compiler.is_compiling():
+                capture._backward_begins(outputs, grad_outputs)
+            return original(outputs, inputs, grad_outputs, *args, **kwargs)
+
+        return grad
+
+    def _backward_begins(self, outputs: Any, given: Any) -> None:
+        """The code between modules and backward ends here; it is recorded once."""
+        if not self._calls or self._recorder.suspended:
+            return
+        with self._guarded():
+            self._tape.pause()
+            self._tape_done = True
+            outputs_alone = {id(output.tensor) for call in self._calls.values() for output in call.outputs}
+            roots, gradients = tree_flatten(outputs)[0], tree_flatten(given)[0]
+            alone = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
+            if all(id(root) in outputs_alone for root in roots):
+                return  # an earlier pipeline stage: nothing lies between
+            if not alone or is_distributed(roots[0]) or any(grad is not None for grad in gradients):
+                self._tape.problem = self._tape.problem or "backward begins with more than one number"
+            else:
+                self._tape.root, self._tape.loss = roots[0], float(roots[0].detach())
 
     def _hooked(self, name: str, tensor: Tensor) -> Output:
         output = Output(name, tensor)
@@ -158,7 +241,8 @@ class Capture:
 
     def _arrived(self, output: Output, gradient: Tensor) -> None:
         with self._guarded():
-            if output.gradient is None:
+            # Gradients that are differentiated again (a penalty) pass here too, and are no backward yet.
+            if output.gradient is None and self._recorder.current is not None:
                 output.gradient = gradient.detach().clone()
 
     def _leaf(self, call: RootCall, name: str, gradient: Tensor) -> None:
@@ -174,7 +258,8 @@ class Capture:
         if not ready and not several_ranks():
             return
         with self._guarded():
-            self._verify(recorder, ready)
+            self._verify(recorder, ready, self._tape)
+            self._tape = Tape()
         for call in ready:
             del self._calls[id(call.module)]
         if several_ranks() or not self._calls:
@@ -182,7 +267,8 @@ class Capture:
 
     def _forget(self) -> None:
         """Take everything away; what was captured and never verified is told."""
-        self._done = True
+        self._done = self._tape_done = True
+        self._tape.pause()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

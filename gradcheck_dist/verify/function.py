@@ -65,8 +65,8 @@ class Function(Terms):
         self.share = [1.0] * len(self.cotangents)
 
     @property
-    def module_call(self) -> Function:
-        return self
+    def path(self) -> str:
+        return self.call.path
 
     def key_of(self, name: str) -> str | None:
         """The variable that a parameter of the root is here; None when it is not trained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -36,6 +36,19 @@ class Terms:
 
     cotangents: list[Tensor | None]
     share: list[float]
+    variables: dict[str, Tensor]
+    dtype: torch.dtype | None
+    within: Callable[[], AbstractContextManager[None]] | None = None
+
+    @property
+    def module_call(self) -> Terms:
+        """What runs forward; `within` surrounds that."""
+        return self
+
+    @property
+    def path(self) -> str:
+        """The module that it is about, as its root knows it."""
+        raise NotImplementedError
 
     def terms(self, variables: Mapping[str, Tensor]) -> AbstractContextManager[list[Tensor]]:
         """The other sides of the inner products, with some variables replaced."""

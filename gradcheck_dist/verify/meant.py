@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from gradcheck_dist.verify.attached import nodes_behind
+from gradcheck_dist.verify.function import Function
 from gradcheck_dist.verify.pieces import is_distributed, local
 from gradcheck_dist.verify.result import BENT, LOSS, Result
 from gradcheck_dist.verify.stops import RECEIVED, WRITTEN, Stops
@@ -39,9 +40,12 @@ def explained(measured: Measured, target: Target, wrong: Result) -> Result:
         line = stops.found.get(kind)
         reason = f"{kind} at {PurePath(line.file).name}:{line.line}" if line is not None else kind
         return replace(wrong, shape="cut" if wrong.shape == "cut" else "stopped", reason=reason)
-    if _is_bent(measured, target):
+    function = measured.function.module_call
+    if not isinstance(function, Function):
+        return wrong
+    if _is_bent(measured, function, target):
         return replace(wrong, outcome="undetermined", shape="", factor=None, reason=BENT)
-    return replace(wrong, shape="reversed") if _is_reversed(measured, target) else wrong
+    return replace(wrong, shape="reversed") if _is_reversed(measured, function, target) else wrong
 
 
 def _own_loss_alone(measured: Measured, target: Target) -> Any:
@@ -63,13 +67,12 @@ def _stops(measured: Measured, target: Target, wrong: Result) -> Stops | None:
         right = measured.agrees(target, "held")
     finally:
         function.within = None
-    found = any(measured.exchange.gather(f"{function.call.path}/{target.label}/stops", bool(stops.found)))
+    found = any(measured.exchange.gather(f"{function.path}/{target.label}/stops", bool(stops.found)))
     return stops if found and (right or wrong.shape == "cut") else None
 
 
-def _is_bent(measured: Measured, target: Target) -> bool:
+def _is_bent(measured: Measured, function: Function, target: Target) -> bool:
     """Whether backward is no linear function of what arrives: it clips, or scales by the gradient itself."""
-    function = measured.function.module_call
     added, once, twice = (function.differentiated(scale)[1] for scale in (0.0, 1.0, 2.0))
     bent = False
     for key in target.keys:
@@ -78,12 +81,11 @@ def _is_bent(measured: Measured, target: Target) -> bool:
             rest = zero if zero is not None else torch.zeros_like(one)
             off = local(two - rest - 2 * (one - rest))
             bent |= float(off.norm()) > LINEAR * float(local(one).norm())
-    return any(measured.exchange.gather(f"{function.call.path}/{target.label}/bent", bent))
+    return any(measured.exchange.gather(f"{function.path}/{target.label}/bent", bent))
 
 
-def _is_reversed(measured: Measured, target: Target) -> bool:
+def _is_reversed(measured: Measured, function: Function, target: Target) -> bool:
     """Whether the gradient is right when functions that turn its sign hand it on as it is."""
-    function = measured.function.module_call
     turned: list[bool] = []
 
     def watch(outputs: list[Tensor]) -> None:
@@ -92,7 +94,7 @@ def _is_reversed(measured: Measured, target: Target) -> bool:
                 node.register_hook(lambda given, arrived: _straight(given, arrived, turned))  # type: ignore[attr-defined]
 
     _, gradient = function.differentiated(1.0, watch=watch)
-    where = f"{function.call.path}/{target.label}/turned"
+    where = f"{function.path}/{target.label}/turned"
     return any(measured.exchange.gather(where, bool(turned))) and measured.agrees(target, "reversed", gradient)
 
 

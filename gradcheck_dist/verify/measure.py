@@ -13,8 +13,7 @@ from torch import Tensor
 from gradcheck_dist.verify.attached import Attached
 from gradcheck_dist.verify.difference import Derivative, Outcome, confirmed, differentiate, judge, steps
 from gradcheck_dist.verify.exchange import Exchange
-from gradcheck_dist.verify.function import Function
-from gradcheck_dist.verify.inner import Base, inner, random_direction
+from gradcheck_dist.verify.inner import Base, Terms, inner, random_direction
 from gradcheck_dist.verify.meant import explained
 from gradcheck_dist.verify.pieces import is_distributed, local, same
 from gradcheck_dist.verify.result import ARRIVED, Result, Shape
@@ -30,9 +29,7 @@ REPEATS = (1.0, 3.0, 1 / 3)
 class Measured:
     """A module whose function could be evaluated on every rank."""
 
-    def __init__(
-        self, function: Function | Attached, base: Base, exchange: Exchange, told: list[dict[str, Any]]
-    ) -> None:
+    def __init__(self, function: Terms, base: Base, exchange: Exchange, told: list[dict[str, Any]]) -> None:
         self.function, self._base, self.exchange = function, base, exchange
         self.site = base.site
         self._gradient = {key: _less(grad, base.added[key]) for key, grad in base.gradient.items()}
@@ -75,12 +72,12 @@ class Measured:
             gradient: in place of what backward gave.
             only: the rank whose variables alone are changed, and whose share alone is looked at.
         """
-        where = f"{self.function.call.path}/{target.label}/{tag}"
+        where = f"{self.function.path}/{target.label}/{tag}"
         tries = [self._try(target, kind, f"{where}/{kind}", 1.0, gradient, only) for kind in DIRECTIONS]
         return "right" in (_together([one.complete for one in tries]), _together([one.partial for one in tries]))
 
     def _measure(self, target: Target, stretch: float) -> Result:
-        where = f"{self.function.call.path}/{target.label}/{stretch:.3f}"
+        where = f"{self.function.path}/{target.label}/{stretch:.3f}"
         tries = [self._try(target, kind, f"{where}/{kind}", stretch) for kind in DIRECTIONS]
         complete = _together([one.complete for one in tries])
         partial = _together([one.partial for one in tries])
@@ -101,7 +98,7 @@ class Measured:
             reason = _why(best)
         ratio = best.observed / best.numeric.value if best.numeric.value and shape in ("scaled", "cut") else None
         return Result(
-            self.function.call.path,
+            self.function.path,
             target,
             outcome,
             observed=best.observed,
@@ -201,7 +198,7 @@ class Measured:
             highest = float(_full(grad.abs().max()))
             if norm > 0 and highest > 0:
                 return grad * min(size * sqrt(value.numel()) / norm, 8 * size / highest)
-        seed = f"{self.function.call.path} {key} {kind} {leader}"
+        seed = f"{self.function.path} {key} {kind} {leader}"
         return random_direction(value, seed) * size
 
 
@@ -211,9 +208,7 @@ def _held_once(told: list[dict[str, Any]]) -> bool:
     return not any(same(one, other) for one, other in combinations(seen, 2))
 
 
-def _shares(
-    function: Function | Attached, own: dict[str, Any], told: list[dict[str, Any]]
-) -> tuple[bool, tuple[list[float], ...]]:
+def _shares(function: Terms, own: dict[str, Any], told: list[dict[str, Any]]) -> tuple[bool, tuple[list[float], ...]]:
     """Let what several ranks hold count once; tells whether all ranks hold all of it alike, and the fingerprints of
     outputs that are the same on ranks where different gradients of them arrived."""
     whole, torn = True, []

@@ -34,7 +34,7 @@ class Observer(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self.ranks |= _ranks((*args, *kwargs.values()))
+            self.ranks |= ranks_of((*args, *kwargs.values()))
             self.site = self.site or model_site()
         for part in result if isinstance(result, tuple | list) else (result,):
             if isinstance(part, Tensor) and part.dtype in _FLOATING:
@@ -49,7 +49,7 @@ def epsilon_of(dtype: torch.dtype, device: torch.device) -> float:
     return torch.finfo(dtype).eps
 
 
-def _ranks(arguments: tuple[Any, ...]) -> set[int]:
+def ranks_of(arguments: tuple[Any, ...]) -> set[int]:
     """The ranks of the group among a collective's arguments: a group, its script object, or its name."""
     for argument in arguments:
         try:

@@ -22,14 +22,16 @@ from torch import nn
 
 from gradcheck_dist.events import GradientCheck, Site
 from gradcheck_dist.verify.boundaries import compare_boundaries
-from gradcheck_dist.verify.capture import Capture, RootCall
+from gradcheck_dist.verify.capture import Capture, RootCall, holds_parameters
 from gradcheck_dist.verify.check import check
 from gradcheck_dist.verify.exchange import Exchange, OutOfStepError, connected
 from gradcheck_dist.verify.leaves import compare_leaves
+from gradcheck_dist.verify.outside import check_outside
 from gradcheck_dist.verify.pieces import same
 from gradcheck_dist.verify.preserve import inner_module, preserved, unwrapped
 from gradcheck_dist.verify.replay import Replay, replay
 from gradcheck_dist.verify.result import ARRIVED, INSIDE, Result
+from gradcheck_dist.verify.tape import Tape
 from gradcheck_dist.verify.targets import Target
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
@@ -43,12 +45,13 @@ def install(recorder: Any, patches: Any) -> None:
     Capture(recorder, patches, verify)
 
 
-def verify(recorder: Any, calls: list[RootCall]) -> None:
+def verify(recorder: Any, calls: list[RootCall], tape: Tape) -> None:
     """Check what was captured, on all ranks in step, and write the outcomes as events."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     world = Exchange.of_world(f"{restart}/{next(_counter)}")
     recorder.suspended += 1
     start = time.perf_counter_ns()
+    wrong_code: list[RootCall] = []
     _say(world, calls)
     try:
         # Making twins and replaying them may communicate, so nobody begins before all are here.
@@ -58,13 +61,18 @@ def verify(recorder: Any, calls: list[RootCall]) -> None:
             if call is None:
                 _agree(world, f"{index}", None, "")
                 continue
-            emit = functools.partial(_emit, recorder, call.module)
+            emit = functools.partial(_emit_of, recorder, call, wrong_code)
             try:
                 with preserved(call.module), warnings.catch_warnings(action="ignore"):  # training has said it already
                     _verify_root(call, world, f"{index}", emit)
             except NotVerifiableError as error:
                 emit(Result("", WHOLE, "undetermined", reason=str(error)))
-        compare_boundaries(calls, world, lambda call, result: _emit(recorder, call.module, result))
+
+        def tell(call: RootCall, result: Result) -> None:
+            _emit(recorder, call.module, result)
+
+        compare_boundaries(calls, world, tell)
+        check_outside(tape, calls, world, tell, bool(wrong_code))
     except OutOfStepError as error:
         for call in calls:
             _emit(recorder, call.module, Result("", WHOLE, "undetermined", reason=str(error)))
@@ -155,6 +163,12 @@ def _blame_unsummed(results: list[Result]) -> list[Result]:
                 results += [Result(path, WHOLE, "undetermined", reason=INSIDE) for path in dict.fromkeys(around)]
                 return results
     return results
+
+
+def _emit_of(recorder: Any, call: RootCall, wrong_code: list[RootCall], result: Result) -> None:
+    if result.outcome == "wrong" and not holds_parameters(call.module):
+        wrong_code.append(call)
+    _emit(recorder, call.module, result)
 
 
 def _emit(recorder: Any, root: nn.Module, result: Result) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,13 @@ from gradcheck_dist.verify.place import model_site
 WRITTEN = "detach, .data, .item or no_grad"
 RECEIVED = "a collective that autograd does not see"
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+def as_function(run: Callable[[], Any]) -> Any:
+    """Run what ran inside of a torch.autograd.Function."""
+    return run()
+
+
+_APPLY = (torch.autograd.Function.apply.__func__.__code__, as_function.__code__)  # type: ignore[attr-defined]
 _NUMBERS = "aten::_local_scalar_dense"
 _DETACH = "aten::detach"
 
@@ -75,7 +81,7 @@ class _Dispatched(TorchDispatchMode):
             return NotImplemented
         name = func.name().partition(".")[0]
         stops = not torch.is_grad_enabled() or name in (_DETACH, _NUMBERS) or func.namespace == "c10d"
-        return self._stopped(func, name, args, kwargs) if stops and not _in_function() else func(*args, **kwargs)
+        return self._stopped(func, name, args, kwargs) if stops and not in_function() else func(*args, **kwargs)
 
     def _stopped(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func.namespace == "c10d":
@@ -107,7 +113,7 @@ class _Data(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is Tensor.data.__get__ and not hasattr(result, "_local_tensor") and not _in_function():  # type: ignore[attr-defined]
+        if func is Tensor.data.__get__ and not hasattr(result, "_local_tensor") and not in_function():  # type: ignore[attr-defined]
             return self._stops.value(result)
         return result
 
@@ -116,11 +122,11 @@ def _named(func: Any, args: Any) -> list[tuple[str, Any]]:
     return [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
 
 
-def _in_function() -> bool:
-    """Whether a torch.autograd.Function is under way."""
+def in_function() -> bool:
+    """Whether a torch.autograd.Function is under way, in training or in a replay of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code in _APPLY:
             return True
         frame = frame.f_back
     return False

@@ -88,6 +88,29 @@ class Pair(nn.Module):
         return self.loss(one, other)
 
 
+class Features(nn.Module):
+    """The same without its loss, which is computed outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(nn.Identity())
+        self.pair.loss = Both()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return self.pair(tokens, labels)
+
+
+class Both(nn.Module):
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return one, other
+
+
+OUTSIDE: dict[str, nn.Module] = {
+    "outside, gathered with a gradient": Contrast(_Gather.apply, False),
+    "outside, all rows": Contrast(put_back, True),
+    "outside, own put back": Contrast(put_back, False),
+    "outside, assignments": Assignments(),
+}
 CASES: dict[str, Callable[[], nn.Module]] = {
     "gathered with a gradient, own rows": lambda: Contrast(_Gather.apply, False),
     "gathered with a gradient, all rows": lambda: Contrast(_Gather.apply, True),
@@ -110,6 +133,12 @@ def train_all(folder: str) -> None:
         with attach(Path(folder) / name, verify=True):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(*batch(0, dist.get_rank())).backward()
+            optimizer.step()
+    for name, loss in OUTSIDE.items():
+        model = DistributedDataParallel(Features())
+        with attach(Path(folder) / name, verify=True):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss.forward(*model(*batch(0, dist.get_rank()))).backward()
             optimizer.step()
     dist.barrier()
     dist.destroy_process_group()

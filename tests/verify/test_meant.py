@@ -127,3 +127,7 @@ def test_losses_over_the_features_of_all_ranks(tmp_path: Path) -> None:
     ((severity, pattern),) = found("assignments below no_grad")
     assert severity == "info" and "no_grad" in pattern
     assert found("a metric") == []
+    assert found("outside, gathered with a gradient") == []
+    assert found("outside, all rows") == []
+    assert found("outside, own put back") == [("warning", f"Features: the output 1 {lost}")]
+    assert found("outside, assignments") == []  # no gradient arrives where they were computed

@@ -5,8 +5,8 @@
 a direction, with central differences of the module's output. It finds a factor in a backward, a backward that ignores
 the gradient that arrives, a path that is cut off, a sum over tensor- or context-parallel ranks that is missing, and a
 hook that scales. It names the innermost module in which the two part. Losses that a function attaches to an activation
-are checked as well, and a loss over several ranks as one function of all of them: features that are gathered without a
-gradient learn from their own rank's loss alone.
+are checked as well, and what is computed outside of modules, from their outputs to the loss. A loss over several ranks
+is one function of all of them: features that are gathered without a gradient learn from their own rank's loss alone.
 
 A stop-gradient that is written (detach, .data, .item, no_grad) is told as a remark, with its line, where the gradient
 is right with it; a warning where an optimizer's parameter gets nothing at all by it. So are a straight-through
@@ -154,6 +154,8 @@ def _what(check: GradientCheck) -> str:
         return f"input {check.name}"
     if check.name == ALL_PARAMETERS:
         return ALL_PARAMETERS
+    if check.target == "outside":
+        return "the output" + (f" {check.name}" if check.name else "")
     if check.target == "boundary":
         return f"the output that goes to {check.name}"
     return f"parameter {check.name}"
@@ -220,6 +222,8 @@ def _explain(wrong: Wrong) -> str:
         times = f" It is cut off by {check.reason}."
     elif check.reason:
         times = f" It is the gradient {check.reason}."
+    if check.target == "outside":
+        return f"Between {_what(check)} of {check.module} and the loss, outside of modules: {_numbers(check)}.{times}"
     return f"In {check.module} ({check.module_type}), for {_what(check)}: {_numbers(check)}.{times}{rest}{also}"
 
 
