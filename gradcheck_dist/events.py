@@ -14,6 +14,7 @@ from gradcheck_dist.records import Norms as Norms
 from gradcheck_dist.records import Param as Param
 from gradcheck_dist.records import ParamGroup as ParamGroup
 from gradcheck_dist.records import ParamSet as ParamSet
+from gradcheck_dist.records import ParamValues as ParamValues
 from gradcheck_dist.records import Plan as Plan
 from gradcheck_dist.records import Record as Record
 from gradcheck_dist.records import Samples as Samples
@@ -331,4 +332,6 @@ AnyEvent = (
 )
 
 
-AnyRecord = AnyEvent | Header | Param | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns
+AnyRecord = (
+    AnyEvent | Header | Param | ParamValues | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns
+)

@@ -62,6 +62,20 @@ class Param(Record, tag="param"):
     looked_up: bool = False
 
 
+class ParamValues(Record, tag="param_values"):
+    """Some values of parameters, in the step in which these were first seen: when a backward pass began, or (`after`)
+    when an optimizer had stepped. They tell copies of one parameter from tensors that only share a name and a shape.
+
+    `values` is float32 bytes: `counts[i]` of them of what this rank holds of parameter `params[i]`, at positions that
+    are equal for equal numbers of elements.
+    """
+
+    params: tuple[int, ...]
+    counts: tuple[Length, ...]
+    values: bytes
+    after: bool = False
+
+
 class ParamSet(Record, tag="param_set"):
     """A set of parameter ids that events refer to."""
 

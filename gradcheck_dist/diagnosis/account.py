@@ -20,7 +20,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, Replay
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.replay import LEAF_ORDER, nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.ledger.transit import gain
 
@@ -261,7 +261,8 @@ def _route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[
         for index, entry in enumerate(since[rank]):
             if not isinstance(entry.event, Reduce):
                 continue
-            for other in entry.sources:
+            # What was sent to one rank only leaves no sources behind where it came from.
+            for other in entry.sources or ((entry.event.root,) if entry.event.root is not None else ()):
                 received = None if other in ways else _received(replay, column, rank, other)
                 if received is None:
                     continue
@@ -289,9 +290,10 @@ def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Even
     first = next((i for i, entry in enumerate(own) if entry.sampled and _contains(entry, column)), None)
     if first is None:
         return [], None
-    leaves = [seq for seq, _ in data.tracks[held.param][holder].leaves.values() if seq < own[first].seq]
-    seen = max([*leaves, *(entry.seq for entry in own[:first] if entry.sampled)], default=-1)
-    return _one_buffer([entry for entry in own if entry.seq > seen]), event_at(data, holder, seen)
+    leaves = [(seq, LEAF_ORDER) for seq, _ in data.tracks[held.param][holder].leaves.values()]
+    before = [*leaves, *((entry.seq, entry.order) for entry in own[:first] if entry.sampled)]
+    seen = max((at for at in before if at < (own[first].seq, own[first].order)), default=(-1, LEAF_ORDER))
+    return _one_buffer([entry for entry in own if (entry.seq, entry.order) > seen]), event_at(data, holder, seen[0])
 
 
 def _contains(entry: Entry, column: int) -> bool:

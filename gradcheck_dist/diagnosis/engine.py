@@ -157,6 +157,8 @@ def judge_step(
         cases = _all_cases(verdict, measured, expected, target.tokens)
     verdict.reasons += [coefficient_unknown(case) for case in cases if may_be_meant(case)]
     cases = [case for case in cases if not may_be_meant(case)]
+    if not data.complete:
+        cases = [case for case in cases if not case.culprit.absent]  # it could still have come
     terms = judge_terms(context, data.events, contributions, expected, cases)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks

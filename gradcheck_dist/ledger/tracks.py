@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,23 +16,26 @@ from gradcheck_dist.events import (
     Backward,
     ClipValue,
     Event,
-    LossGradient,
     OptimizerStep,
     Param,
     Reduce,
     Samples,
     Wrapper,
 )
+from gradcheck_dist.ledger.names import ParamKey as ParamKey
+from gradcheck_dist.ledger.names import crossed, distinct_names
+from gradcheck_dist.ledger.names import merge as merge
+from gradcheck_dist.ledger.names import param_key as param_key
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tied import beside, ties
 from gradcheck_dist.trace.reader import RankTrace, decode_values
 from gradcheck_dist.trace.run import Run
 
-ParamKey = tuple[int, str]
-"""(pipeline stage, -1 without one; fully qualified name): one parameter of the model, on whichever ranks it lies."""
-
 Slot = tuple[int, int]
 """(accumulation step, microbatch)"""
+
+MIN_ON_GRID = 8
+"""Elements that must lie on the grid of a coarser type: one of 2^13 float32 numbers does by chance."""
 
 
 @dataclass
@@ -59,7 +61,8 @@ class Point:
 
 @dataclass
 class Track:
-    """One parameter on one rank during one step."""
+    """One parameter on one rank during one step. `begun` and `left`: a few of its values when the step in which it was
+    first seen began and when that was over, shape (count,); None where nobody looked."""
 
     param: Param
     rank: int
@@ -67,6 +70,8 @@ class Track:
     leaves: dict[Slot, tuple[int, Values]] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     value_clip: tuple[int, int] | None = None
+    begun: np.ndarray | None = None
+    left: np.ndarray | None = None
 
     def is_behind_value_clip(self, event: Event) -> bool:
         """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""
@@ -99,10 +104,6 @@ class StepData:
         return self.param_sets[rank].get(param_set, ())
 
 
-def param_key(param: Param) -> ParamKey:
-    return (-1 if param.stage is None else param.stage, param.name)
-
-
 def steps_of(run: Run) -> list[int]:
     """Steps in which at least one backward was recorded, ascending."""
     return sorted({e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, Backward)})
@@ -124,7 +125,8 @@ def step_data(run: Run, step: int) -> StepData:
         for rank, trace in run.ranks.items()
     }
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
-    names = _distinct_names(run)
+    names = distinct_names(run)
+    names |= crossed(run, events, names)
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
@@ -152,78 +154,13 @@ def _got_gradients(tracks: dict[ParamKey, dict[int, Track]], keys: Iterable[Para
     return all(any(track.leaves for track in tracks.get(key, {}).values()) for key in keys)
 
 
-def _distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
-    """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
-    parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
-    named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
-    that never has a loss is another stage of a pipeline by hand: its names are its own."""
-    found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
-    for rank, trace in sorted(run.ranks.items()):
-        for param in trace.params.values():
-            found[param_key(param)][rank] = param
-    reduced, without_loss = _reduced_together(run), _without_loss(run)
-    parts = {key: _parts(params, reduced[key], without_loss) for key, params in found.items()}
-    names: dict[tuple[int, int], ParamKey] = {}
-    for (stage, name), params in found.items():
-        apart = parts[stage, name]
-        weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
-        if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
-            apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
-        for part in apart:
-            own = name if len(apart) == 1 else f"{name} (as on rank {min(part)})"
-            names |= {(rank, params[rank].id): (stage, own) for rank in part}
-    return names
-
-
-def _reduced_together(run: Run) -> dict[ParamKey, set[tuple[int, ...]]]:
-    """Sets of ranks over which each parameter's gradient was reduced."""
-    groups: dict[ParamKey, set[tuple[int, ...]]] = defaultdict(set)
-    for trace in run.ranks.values():
-        done = {
-            (event.params, (*event.group, *event.replicate_group))
-            for event in trace.events
-            if isinstance(event, Reduce) and len(event.group) > 1
-        }
-        for params, group in done:
-            for param in trace.param_sets.get(params, ()):
-                if param in trace.params:
-                    groups[param_key(trace.params[param])].add(group)
-    return groups
-
-
-def _without_loss(run: Run) -> set[int]:
-    """Ranks that ran backward passes and never had a loss, where others had."""
-    ranks = {rank for rank, trace in run.ranks.items() if any(isinstance(e, Backward) for e in trace.events)}
-    having = {rank for rank, trace in run.ranks.items() if any(isinstance(e, LossGradient) for e in trace.events)}
-    return ranks - having if having else set()
-
-
-def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:
-    """Sets of ranks on which tensors of one name are one parameter."""
-    plain = all(param.fingerprint is not None for param in params.values())
-    alike: dict[object, set[int]] = defaultdict(set)
-    for rank, param in params.items():
-        alike[param.fingerprint if plain else None, param.stage is None and rank in without_loss].add(rank)
-    return merge(list(alike.values()), reduced)
-
-
-def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:
-    """The parts, those that have ranks in one group joined."""
-    if len(parts) > 1:
-        for group in groups:
-            met = [part for part in parts if not part.isdisjoint(group)]
-            if len(met) > 1:
-                parts = [part for part in parts if part.isdisjoint(group)] + [set[int]().union(*met)]
-    return parts
-
-
-def _is_zero(param: Param) -> bool:
-    size = {"float64": 8, "float32": 4}.get(param.dtype, 2)
-    return param.fingerprint == zlib.crc32(bytes(param.num_positions * size))
-
-
 def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:
-    tracks = {id: Track(param, trace.rank) for id, param in trace.params.items() if param.requires_grad}
+    seen = trace.param_values
+    tracks = {
+        id: Track(param, trace.rank, begun=seen.get((id, False)), left=seen.get((id, True)))
+        for id, param in trace.params.items()
+        if param.requires_grad
+    }
     slot_of = {e.seq: (e.accumulation_step, e.microbatch) for e in events if isinstance(e, Backward)}
     known: dict[tuple[int, int, int], Point] = {}
     for samples in trace.samples:
@@ -251,8 +188,30 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                 track.leaves[slot] = (seq, values)
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
+        _note_coarse(track)
         _end_at_value_clip(trace, track, events)
         yield track
+
+
+def _note_coarse(track: Track) -> None:
+    """A buffer whose elements all lie on the grid of a coarser type, as its contributions do not, was once rounded to
+    it: compressed for a reduction and brought back."""
+    if track.dtype not in ("float32", "float64") or not track.leaves:
+        return
+    leaves = np.concatenate([values.data for _, values in track.leaves.values()])
+    for dtype in ("float16", "bfloat16"):
+        if not _on_grid(leaves, dtype) and any(_on_grid(point.values.data, dtype) for point in track.points):
+            track.dtype = dtype  # the coarser of two comes last
+
+
+def _on_grid(values: np.ndarray, dtype: str) -> bool:
+    told = values[np.isfinite(values) & (values != 0)]
+    if len(told) < MIN_ON_GRID or np.abs(told).max() > np.finfo(np.float16).max:
+        return False
+    if dtype == "float16":
+        return bool((told.astype(np.float16) == told).all())
+    single = told.astype(np.float32)
+    return bool((single == told).all() and not (single.view(np.uint32) & 0xFFFF).any())
 
 
 def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> None:

@@ -282,7 +282,8 @@ class Recorder(Sampler):
         if not (self.sampling and info.active) or info.param.__dict__.get(ADDED_FLAG):
             return
         plan = info.plain
-        if plan is not None and type(grad) is Tensor and grad.is_cpu and not (again or grad.requires_grad):
+        plain = type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided
+        if plan is not None and plain and not (again or grad.requires_grad):
             slot = plan.slot
             if slot is None or slot.dtype is not grad.dtype:
                 slot = plan.new_slot(grad.dtype)

@@ -47,13 +47,14 @@ def in_memory(tensor: Tensor, held: Iterable[tuple[Sequence[Region], Tensor]]) -
 
     Only contiguous tensors of one type are compared.
     """
-    size = tensor.element_size()
-    begin = tensor.data_ptr()
-    if not begin or not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.data_ptr() or not tensor.is_contiguous():
         return []
+    size, begin = tensor.element_size(), tensor.data_ptr()
     end = begin + tensor.numel() * size
     found = []
     for regions, other in held:
+        if other.layout is not torch.strided:
+            continue
         start = other.data_ptr()
         if start >= end or start + other.numel() * size <= begin or other.dtype != tensor.dtype:
             continue
@@ -81,7 +82,12 @@ class Finder:
         Reads values on the host, once for each copy, when an optimizer is first seen. Values that are all alike (a
         norm's ones) prove nothing: they count beside a copy that was found by others.
         """
-        plain = [info for info in infos if not hasattr(info.param, "_local_tensor") and not info.param.is_meta]
+        # One that is whole only while it is used (ZeRO-3 by hand) may hold nothing now.
+        plain = [
+            info
+            for info in infos
+            if not hasattr(info.param, "_local_tensor") and not info.param.is_meta and info.param.numel()
+        ]
         flat = {
             index: copy.detach().reshape(-1)
             for index, copy in enumerate(copies)

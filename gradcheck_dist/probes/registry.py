@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
@@ -168,10 +169,11 @@ class Registry:
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
         """Name all parameters below a root module; yields those that are new.
 
-        Parameters on the meta device are left for later: real ones will take their place (to_empty).
+        Parameters on the meta device and lazy ones are left for later: real ones will take their place (to_empty, the
+        first forward).
         """
         for module in root.modules():
-            if not any(param.is_meta for param in module.parameters()):
+            if not any(param.is_meta or is_lazy(param) for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback, looked_up = type(root).__name__, embeddings_of(root)
         trained = {id(param) for param in root.parameters() if param.requires_grad and not param.is_meta}
@@ -179,7 +181,7 @@ class Registry:
         self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
-            if self.find(param) is None and not param.is_meta:
+            if self.find(param) is None and not (param.is_meta or is_lazy(param)):
                 yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:

@@ -147,8 +147,10 @@ class Sampler:
         if found is None:
             return False
         plan, local = found
-        self.keep(seq, role, plan, local.detach().take(plan.indices))
-        return True
+        values = elements(local.detach(), plan.indices)
+        if values is not None:
+            self.keep(seq, role, plan, values)
+        return values is not None
 
     def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
         """Sample `.grad` of parameters that have one."""
@@ -158,11 +160,11 @@ class Sampler:
             return
         for info in infos:
             grad = info.param.grad
-            if grad is None or grad.layout is not torch.strided:
+            if grad is None:
                 continue
-            if info.regions:
+            if info.regions and grad.layout is torch.strided:
                 self.sample_regions(seq, role, info.regions, grad)
-            else:
+            elif not info.regions:
                 self.sample(seq, role, info, grad)
 
     def bundle(self, infos: list[ParamInfo]) -> Bundle | None:
@@ -264,6 +266,22 @@ class Sampler:
         rows, values = self._rows, self._values
         self._rows, self._values = {}, {}
         return [(_name(dtype), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8)) for dtype in rows]
+
+
+def elements(tensor: Tensor, indices: Tensor) -> Tensor | None:
+    """Elements of a tensor at flat positions; None of a layout that is not read. Rows that a sparse gradient (an
+    embedding's) does not hold are zero."""
+    if tensor.layout is torch.strided:
+        return tensor.take(indices)
+    if tensor.layout is not torch.sparse_coo or tensor.sparse_dim() != 1:
+        return None
+    whole = tensor.coalesce()
+    rows, values = whole.indices()[0], whole.values().reshape(whole.values().shape[0], -1)
+    if not len(rows):
+        return torch.zeros(len(indices), dtype=tensor.dtype, device=tensor.device)
+    wanted, column = indices // values.shape[1], indices % values.shape[1]
+    place = torch.searchsorted(rows, wanted).clamp(max=len(rows) - 1)
+    return torch.where(rows[place] == wanted, values[place, column], values.new_zeros(()))
 
 
 def _name(dtype: torch.dtype) -> str:

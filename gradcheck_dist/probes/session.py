@@ -42,6 +42,7 @@ PROBES = (
     "stage_edges",
     "redistribute",
     "replicas",
+    "copies",
     "recompute",
 )
 DEFAULT_SAMPLE_SIZE = 96

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import typing_extensions
 
 from gradcheck_dist.events import Site
 
@@ -20,7 +21,8 @@ _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
 _TYPED = ("<ipython-input", "<stdin>")
-_SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__}
+_SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__, typing_extensions.__file__}
+"""The last wraps what torch calls deprecated (reduce_scatter_tensor)."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcheck_dist.events import AFTER, LEAF, AnyRecord, Header, Norms, Param, Plan, Samples
+from gradcheck_dist.events import AFTER, LEAF, AnyRecord, Header, Norms, Param, ParamValues, Plan, Samples
 
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a sampled value, by legal dtype."""
@@ -83,6 +83,13 @@ class Checks:
             return f"of step {samples.step} has {len(samples.values)} bytes of values, not {count * size}"
         return ""
 
+    def _param_values(self, record: ParamValues) -> str:
+        if len(record.params) != len(record.counts):
+            return f"has {len(record.counts)} counts for {len(record.params)} parameters"
+        if len(record.values) != 4 * sum(record.counts):
+            return f"has {len(record.values)} bytes of values, not {4 * sum(record.counts)}"
+        return ""
+
     def _norms(self, norms: Norms) -> str:
         if len(norms.rows) % 12 or len(norms.values) * 12 != len(norms.rows) * 8:
             return f"of step {norms.step} has {len(norms.rows)} bytes of rows and {len(norms.values)} of values"
@@ -101,4 +108,10 @@ def _ends(positions: bytes) -> tuple[int, int]:
     return int(found.min()), int(found.max())
 
 
-_CHECKS = {Param: Checks._param, Plan: Checks._plan, Samples: Checks._samples, Norms: Checks._norms}
+_CHECKS = {
+    Param: Checks._param,
+    ParamValues: Checks._param_values,
+    Plan: Checks._plan,
+    Samples: Checks._samples,
+    Norms: Checks._norms,
+}

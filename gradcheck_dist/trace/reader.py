@@ -16,6 +16,7 @@ from gradcheck_dist.events import (
     Norms,
     Param,
     ParamSet,
+    ParamValues,
     Plan,
     Samples,
     StepColumns,
@@ -42,6 +43,8 @@ class RankTrace:
     header: Header
     params: dict[int, Param] = field(default_factory=dict)
     param_sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    param_values: dict[tuple[int, bool], np.ndarray] = field(default_factory=dict)
+    """By (parameter id, after): float32, shape (count,)."""
     plans: dict[int, Plan] = field(default_factory=dict)
     wrappers: dict[int, Wrapper] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -66,6 +69,8 @@ class RankTrace:
                 self.norms.append(record)
             elif isinstance(record, Param):
                 self.params[record.id] = record
+            elif isinstance(record, ParamValues):
+                self._keep_values(record)
             elif isinstance(record, ParamSet):
                 self.param_sets[record.id] = record.params
             elif isinstance(record, Plan):
@@ -76,6 +81,12 @@ class RankTrace:
                 self.shapes[record.id] = record
             elif isinstance(record, StepColumns):
                 self.columns.append(record)
+
+    def _keep_values(self, record: ParamValues) -> None:
+        values = np.frombuffer(record.values, dtype="<f4")
+        ends = np.cumsum(record.counts)
+        for param, end, count in zip(record.params, ends, record.counts, strict=True):
+            self.param_values[param, record.after] = values[end - count : end]
 
     def part(self, records: list[AnyRecord]) -> RankTrace:
         """The same rank and tables with these records only."""

@@ -184,7 +184,7 @@ def expert_parallel(variant: str) -> Any:
             if not name.startswith("expert"):
                 dist.all_reduce(param.grad)
             elif "never reduced" not in variant:
-                dist.all_reduce(param.grad, group=edp)
+                dist.all_reduce(param.grad, group=None if "world" in variant else edp)
 
     return model, step
 

@@ -16,6 +16,7 @@ EXPECTED = {
     ("vocab", "by hand", 4): ("undetermined", []),
     ("experts", "right", 4): ("clean", []),
     ("experts", "never reduced", 4): ("findings", ["GS103"]),
+    ("experts", "reduced over the world", 4): ("findings", ["GS105"]),
     ("pipeline", "right", 2): ("clean", []),
     ("pipeline", "clipped by the norm of both", 2): ("clean", []),
     ("pipeline", "clipped, each stage alone", 2): ("findings", ["GS601"]),

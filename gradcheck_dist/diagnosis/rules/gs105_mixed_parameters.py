@@ -1,0 +1,80 @@
+"""Gradients of different parameters are summed as if they were copies of one.
+
+## What it does
+Compares a few values of every parameter over the ranks that reduce its gradient together, at the begin and at the end
+of the first recorded step. Where other parameters are equal on these ranks and this one is not, ranks hold experts,
+shards or heads of their own under one name, and the reduction mixes their gradients. Zeros, ones and other constants
+tell nothing, small differences are no other parameter, and experts that all began alike cannot be told from copies.
+
+## Why it matters
+Every expert or shard steps by the mean over all of them. They are pulled in the same direction and never specialise,
+and nothing in a loss curve or norm shows it: the step just goes where no loss points.
+
+## Example
+    for p in model.parameters():                 # the experts too
+        dist.all_reduce(p.grad)                  # over the world, instead of over the expert's replicas
+
+## Fix
+Reduce such a parameter over the ranks that hold the same one only: the expert-data-parallel group for experts, the
+data-parallel group (without tp) for hand-written tensor-parallel shards. If they are meant to be copies, broadcast them
+from one rank before training.
+
+## References
+- Expert data parallelism: DeepSpeed-MoE, arXiv 2201.05596; Megatron-LM core, expert_data_parallel_group.
+- Expert groups in the field: NVIDIA/Megatron-LM#3023, #6080; deepspeedai/DeepSpeed#4957 (unverified).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.unlike import first_of, mixed
+
+CODE = "GS105"
+NAME = "mixed-parameters"
+
+
+def triggered(context: StepContext) -> bool:
+    return False
+
+
+def judge(case: Case) -> Answer | None:
+    return None
+
+
+def could_audit(facts: StepFacts) -> bool:
+    found = mixed(facts)
+    return bool(found.unlike or found.alike)
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    found = mixed(facts)
+    if not found.unlike or found.began_apart:
+        return
+    rank, event = first_of(found.unlike)
+    names = sorted({one.param[1] for one in found.unlike})
+    holders = max((one.holders for one in found.unlike), key=len)
+    groups = " | ".join(",".join(map(str, ranks)) for ranks in holders)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
+    ranks = tuple(sorted({rank for one in found.unlike for part in one.holders for rank in part}))
+    yield Remark(
+        answer=Answer(
+            explanation=f"The gradients of {shown} are combined over ranks {', '.join(map(str, ranks))}, which hold "
+            f"different values under these names (ranks with equal ones: {groups}), from the first step on{beside}. "
+            "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the "
+            "sum belongs to no parameter.",
+            fix=f"Reduce them over ranks that hold the same parameter only ({groups}). If they are meant to be copies, "
+            "broadcast them from one rank before the first step.",
+        ),
+        pattern=f"gradients of {len(names)} parameter{'s' * (len(names) != 1)} are combined over ranks that hold "
+        f"different ones: {groups}",
+        params=frozenset(one.param for one in found.unlike),
+        ranks=ranks,
+        rank=rank,
+        event=event,
+    )

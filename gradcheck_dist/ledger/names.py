@@ -1,0 +1,120 @@
+"""Which tensors on which ranks are one parameter: by name, by the values that they began with, by what reduces them."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from gradcheck_dist.events import Backward, Event, LossGradient, Param, Reduce
+from gradcheck_dist.trace.run import Run
+
+ParamKey = tuple[int, str]
+"""(pipeline stage, -1 without one; fully qualified name): one parameter of the model, on whichever ranks it lies."""
+
+
+def param_key(param: Param) -> ParamKey:
+    return (-1 if param.stage is None else param.stage, param.name)
+
+
+def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
+    """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
+    parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
+    named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
+    that never has a loss is another stage of a pipeline by hand: its names are its own."""
+    found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
+    for rank, trace in sorted(run.ranks.items()):
+        for param in trace.params.values():
+            found[param_key(param)][rank] = param
+    reduced, without_loss = _reduced_together(run), _without_loss(run)
+    parts = {key: _parts(params, reduced[key], without_loss) for key, params in found.items()}
+    names: dict[tuple[int, int], ParamKey] = {}
+    for (stage, name), params in found.items():
+        apart = parts[stage, name]
+        weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
+        if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
+            apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
+        for part in apart:
+            own = name if len(apart) == 1 else f"{name} (as on rank {min(part)})"
+            names |= {(rank, params[rank].id): (stage, own) for rank in part}
+    return names
+
+
+def _reduced_together(run: Run) -> dict[ParamKey, set[tuple[int, ...]]]:
+    """Sets of ranks over which each parameter's gradient was reduced."""
+    groups: dict[ParamKey, set[tuple[int, ...]]] = defaultdict(set)
+    for trace in run.ranks.values():
+        done = {
+            (event.params, (*event.group, *event.replicate_group))
+            for event in trace.events
+            if isinstance(event, Reduce) and len(event.group) > 1
+        }
+        for params, group in done:
+            for param in trace.param_sets.get(params, ()):
+                if param in trace.params:
+                    groups[param_key(trace.params[param])].add(group)
+    return groups
+
+
+def crossed(
+    run: Run, events: dict[int, list[Event]], names: dict[tuple[int, int], ParamKey]
+) -> dict[tuple[int, int], ParamKey]:
+    """The key of each (rank, parameter id) whose gradient a collective of the step combines with that of another name:
+    the n-th over a group on one rank is the n-th on every other. Both go by the first rank's name."""
+    calls: dict[tuple[int, ...], dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, of_rank in events.items():
+        for event in of_rank:
+            if isinstance(event, Reduce) and event.impl in ("all_reduce", "reduce") and len(event.group) > 1:
+                calls[event.group][rank].append(run.ranks[rank].param_sets.get(event.params, ()))
+    found: dict[tuple[int, int], ParamKey] = {}
+    for group, of_group in calls.items():
+        first, *others = (of_group.get(rank, []) for rank in group)
+        if any(list(map(len, other)) != list(map(len, first)) for other in others):
+            continue
+        for rank, other in zip(group[1:], others, strict=True):
+            for mine, theirs in zip(sum(first, ()), sum(other, ()), strict=True):
+                key, name = names.get((group[0], mine)), names.get((rank, theirs))
+                shapes = [
+                    run.ranks[at].params[id].shape for at, id in ((group[0], mine), (rank, theirs)) if key and name
+                ]
+                if key is not None and key != name and len(set(shapes)) == 1:
+                    found[rank, theirs] = key
+    own = {(rank, key): id for (rank, id), key in names.items()}
+    # Where the rank holds one of that name too, and that stays what it is, nothing is renamed.
+    kept = {(rank, id) for (rank, id), key in found.items() if own.get((rank, key), id) in (id, *_of(found, rank))}
+    return {at: key for at, key in found.items() if at in kept}
+
+
+def _of(found: Iterable[tuple[int, int]], rank: int) -> Iterator[int]:
+    return (id for at, id in found if at == rank)
+
+
+def _without_loss(run: Run) -> set[int]:
+    """Ranks that ran backward passes and never had a loss, where others had."""
+    ranks = {rank for rank, trace in run.ranks.items() if any(isinstance(e, Backward) for e in trace.events)}
+    having = {rank for rank, trace in run.ranks.items() if any(isinstance(e, LossGradient) for e in trace.events)}
+    return ranks - having if having else set()
+
+
+def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:
+    """Sets of ranks on which tensors of one name are one parameter."""
+    plain = all(param.fingerprint is not None for param in params.values())
+    alike: dict[object, set[int]] = defaultdict(set)
+    for rank, param in params.items():
+        alike[param.fingerprint if plain else None, param.stage is None and rank in without_loss].add(rank)
+    return merge(list(alike.values()), reduced)
+
+
+def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:
+    """The parts, those that have ranks in one group joined."""
+    if len(parts) > 1:
+        for group in groups:
+            met = [part for part in parts if not part.isdisjoint(group)]
+            if len(met) > 1:
+                parts = [part for part in parts if part.isdisjoint(group)] + [set[int]().union(*met)]
+    return parts
+
+
+def _is_zero(param: Param) -> bool:
+    size = {"float64": 8, "float32": 4}.get(param.dtype, 2)
+    return param.fingerprint == zlib.crc32(bytes(param.num_positions * size))
