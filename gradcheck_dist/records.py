@@ -74,6 +74,7 @@ class ParamValues(Record, tag="param_values"):
     counts: tuple[Length, ...]
     values: bytes
     after: bool = False
+    exchanges: tuple[Count, ...] = ()
 
 
 class ParamSet(Record, tag="param_set"):

@@ -32,6 +32,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
+from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
@@ -157,6 +158,8 @@ def judge_step(
         cases = _all_cases(verdict, measured, expected, target.tokens)
     verdict.reasons += [coefficient_unknown(case) for case in cases if may_be_meant(case)]
     cases = [case for case in cases if not may_be_meant(case)]
+    verdict.reasons += [not_known(case) for case in cases if may_be_experts(case, data)]
+    cases = [case for case in cases if not may_be_experts(case, data)]
     if not data.complete:
         cases = [case for case in cases if not case.culprit.absent]  # it could still have come
     terms = judge_terms(context, data.events, contributions, expected, cases)

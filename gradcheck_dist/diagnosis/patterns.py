@@ -14,6 +14,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis import shapes
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.written import is_written
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 from gradcheck_dist.ledger.solve import EPSILON
@@ -53,8 +54,8 @@ class Pattern:
 
     `factor` is the ratio's common factor; `base` of a geometric or repeated pattern is what each repetition multiplies;
     `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
-    follow: of n_c tokens of the contribution, L_c labels of it (ignored ones too), N_r tokens of its data rank,
-    accumulation step k of K, microbatch m or data rank r.
+    follow: of n_c tokens of the contribution, N_r of its data rank, N_k of its accumulation step on all ranks, L_c its
+    labels (ignored ones too), accumulation step k of K, microbatch m or data rank r.
     """
 
     kind: str
@@ -111,6 +112,8 @@ def _geometric(samples: list[Sample], context: StepContext) -> Pattern | None:
     if fit is None:
         return None
     factor, base, tolerance = fit
+    if last == 1 and not is_written(base, tolerance, context.quantities):
+        return None  # two numbers are always a progression
     values = " ".join(f"{factor * base**exponent:.4g}" for exponent in range(last, -1, -1))
     text = f"x {values} by accumulation step: {factor:.6g} * {base:.6g}^(K-1-k)"
     return Pattern("geometric", text, factor, base=base, tolerance=tolerance)
@@ -252,7 +255,8 @@ def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | No
     ratios, tolerances = _arrays(samples)
     by_key = context.contributions.by_key
     labels = {key: c.loss.num_labels or 0 for key, c in by_key.items() if c.loss is not None}
-    found = shapes.power_law(ratios, tolerances, shapes.counts([sample.key for sample in samples], tokens, labels))
+    keys = [sample.key for sample in samples]
+    found = shapes.power_law(ratios, tolerances, shapes.counts(keys, tokens, labels, float(tolerances.max())))
     if found is None:
         return None
     factor, name, power = found

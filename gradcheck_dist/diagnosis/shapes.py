@@ -12,7 +12,9 @@ from gradcheck_dist.ledger.contributions import ContributionKey
 
 POWERS = (-1.0, 1.0, -2.0, 2.0, -0.5, 0.5)
 MIN_VALUES = 3
-"""Fewer different counts fit some power by chance."""
+"""Fewer different counts fit some power by chance; two numbers of tokens do not, where ratios are known to PRECISE."""
+PRECISE = 1e-4
+TOKENS = ("n_c", "N_r", "N_k", "L_c")
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,35 @@ def _named(name: str, values: list[int], last: int) -> str:
 
 
 def counts(
-    keys: Sequence[ContributionKey], tokens: Mapping[ContributionKey, int], labels: Mapping[ContributionKey, int]
+    keys: Sequence[ContributionKey],
+    tokens: Mapping[ContributionKey, int],
+    labels: Mapping[ContributionKey, int],
+    tolerance: float,
 ) -> dict[str, list[float]]:
-    """What a loss could be multiplied or divided by in a loop, by name, for each key; only what differs."""
+    """What a loss could be multiplied or divided by in a loop, by name, for each key; only what differs. `tolerance`:
+    how well ratios are known."""
     last = max(key[1] for key in keys)
     of_rank: dict[int, int] = {}
-    for (rank, _, _), count in tokens.items():
+    of_step: dict[int, int] = {}
+    for (rank, k, _), count in tokens.items():
         of_rank[rank] = of_rank.get(rank, 0) + count
+        of_step[k] = of_step.get(k, 0) + count
     found: dict[str, list[float]] = {
         "n_c": [float(tokens.get(key, 0)) for key in keys],
-        "L_c": [float(labels.get(key, 0)) for key in keys],
         "N_r": [float(of_rank.get(key[0], 0)) for key in keys],
+        "N_k": [float(of_step.get(key[1], 0)) for key in keys],
+        "L_c": [float(labels.get(key, 0)) for key in keys],
         "(k+1)": [key[1] + 1.0 for key in keys],
         "(K-k)": [last - key[1] + 1.0 for key in keys],
         "(m+1)": [key[2] + 1.0 for key in keys],
         "(r+1)": [key[0] + 1.0 for key in keys],
     }
-    return {name: values for name, values in found.items() if min(values) > 0 and len(set(values)) >= MIN_VALUES}
+    least = {name: 2 for name in TOKENS if tolerance <= PRECISE}
+    return {
+        name: values
+        for name, values in found.items()
+        if min(values) > 0 and len(set(values)) >= least.get(name, MIN_VALUES)
+    }
 
 
 def power_law(

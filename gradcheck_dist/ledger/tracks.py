@@ -62,7 +62,8 @@ class Point:
 @dataclass
 class Track:
     """One parameter on one rank during one step. `begun` and `left`: a few of its values when the step in which it was
-    first seen began and when that was over, shape (count,); None where nobody looked."""
+    first seen began and when that was over, shape (count,); None where nobody looked. `exchanges`: how often ranks had
+    exchanged activations before its module was called, None where they did not."""
 
     param: Param
     rank: int
@@ -72,6 +73,7 @@ class Track:
     value_clip: tuple[int, int] | None = None
     begun: np.ndarray | None = None
     left: np.ndarray | None = None
+    exchanges: int | None = None
 
     def is_behind_value_clip(self, event: Event) -> bool:
         """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""
@@ -157,7 +159,13 @@ def _got_gradients(tracks: dict[ParamKey, dict[int, Track]], keys: Iterable[Para
 def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]:
     seen = trace.param_values
     tracks = {
-        id: Track(param, trace.rank, begun=seen.get((id, False)), left=seen.get((id, True)))
+        id: Track(
+            param,
+            trace.rank,
+            begun=seen.get((id, False)),
+            left=seen.get((id, True)),
+            exchanges=trace.exchanges.get(id),
+        )
         for id, param in trace.params.items()
         if param.requires_grad
     }

@@ -26,6 +26,10 @@ WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called before its parameters are named: for wrappers whose parameters are no parameters of the model."""
 
 
+CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called with every module that is called with gradients enabled, until all parameters are known."""
+
+
 def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
     patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
@@ -158,6 +162,8 @@ class Discovery:
             return
         if torch.is_grad_enabled():
             self._called.add(id(module))
+            for listener in CALL_LISTENERS:
+                listener(self._recorder, module)
         if id(module) not in self._recorder.registry.known_modules:
             add_root(self._recorder, module, None)
 

@@ -4,15 +4,21 @@ Tensors of one name and one shape may be copies, and share one gradient, or shar
 gradients do not tell which, their values do. They are read when a backward pass begins, when whatever is broadcast,
 loaded or made lazily is in place, and again when an optimizer has stepped, for values may be moved apart during a step
 on purpose (a perturbation that is taken back).
+
+Experts that were drawn from one seed begin alike, as copies do. What tells them is where they stand: they are called
+between two exchanges of activations (all-to-all), and nothing that ranks share is called there.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcheck_dist.events import ParamValues
@@ -35,6 +41,22 @@ class Copies:
         self._step = -1
         self._new: list[ParamInfo] = []
         self._num_known = 0
+        self._num_exchanges = 0
+        self._places: dict[int, int] = {}  # by parameter, how many exchanges came before its module was called
+
+    def exchanged(self, tensor: Any) -> None:
+        """Ranks are about to exchange a tensor by all-to-all: activations, outside of backward passes."""
+        parts = tensor if isinstance(tensor, list | tuple) else [tensor]
+        if self.recorder.current is None and any(
+            isinstance(part, Tensor) and part.is_floating_point() for part in parts
+        ):
+            self._num_exchanges += 1
+
+    def called(self, module: nn.Module) -> None:
+        """A module is called, in a forward pass in which its parameters are not known yet."""
+        for param in module._parameters.values():
+            if param is not None:
+                self._places.setdefault(id(param), self._num_exchanges)
 
     def begins(self) -> None:
         """A backward pass begins: look at the parameters that are new."""
@@ -49,6 +71,7 @@ class Copies:
             found = [info for info in new if info.param.requires_grad and _local(info) is not None]
             self._new += found
             self._look(found, after=False)
+        self._num_exchanges = 0
 
     def is_over(self) -> None:
         """An optimizer has stepped."""
@@ -56,14 +79,22 @@ class Copies:
             self._look(self._new, after=True)
 
     def _look(self, infos: list[ParamInfo], *, after: bool) -> None:
-        held = [(info.id, local) for info in infos if (local := _local(info)) is not None]
+        held = [(info, local) for info in infos if (local := _local(info)) is not None]
         if not held or len({local.device for _, local in held}) > 1:
             return
         parts = [local.take(_positions(local)).float() for _, local in held]
         record = functools.partial(
-            ParamValues, params=tuple(id for id, _ in held), counts=tuple(len(part) for part in parts), after=after
+            ParamValues,
+            params=tuple(info.id for info, _ in held),
+            counts=tuple(len(part) for part in parts),
+            after=after,
+            exchanges=self._exchanges([info for info, _ in held]),
         )
         self.recorder.copies.bring(torch.cat(parts), functools.partial(self._write, record))
+
+    def _exchanges(self, infos: list[ParamInfo]) -> tuple[int, ...]:
+        found = tuple(self._places.get(id(info.param), 0) for info in infos)
+        return found if any(found) else ()
 
     def _write(self, record: Any, host: Tensor) -> None:
         self.recorder.writer.append(record(values=host.contiguous().numpy().tobytes()))
@@ -78,9 +109,38 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def after(*_: Any) -> None:
         over(recorder, copies)
 
+    def watch(original: Callable[..., Any], index: int) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def all_to_all(*args: Any, **kwargs: Any) -> Any:
+            if recorder.sampling:
+                exchanged(recorder, copies, args[index] if len(args) > index else next(iter(kwargs.values()), None))
+            return original(*args, **kwargs)
+
+        return all_to_all
+
+    for name in ("all_to_all_single", "all_to_all"):
+        for module in (distributed_c10d, dist):
+            patches.replace(module, name, functools.partial(watch, index=1))
+    patches.replace(_functional_collectives, "all_to_all_single", functools.partial(watch, index=0))
+
+    def call(_: Recorder, module: nn.Module) -> None:
+        called(recorder, copies, module)
+
+    autograd.CALL_LISTENERS.append(call)
+    patches.on_restore(lambda: autograd.CALL_LISTENERS.remove(call))
     autograd.OPEN_LISTENERS.append(begin)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
     patches.on_restore(register_optimizer_step_post_hook(after).remove)
+
+
+@guarded("copies")
+def exchanged(recorder: Recorder, copies: Copies, tensor: Any) -> None:
+    copies.exchanged(tensor)
+
+
+@guarded("copies")
+def called(recorder: Recorder, copies: Copies, module: nn.Module) -> None:
+    copies.called(module)
 
 
 @guarded("copies")

@@ -84,8 +84,9 @@ class Checks:
         return ""
 
     def _param_values(self, record: ParamValues) -> str:
-        if len(record.params) != len(record.counts):
-            return f"has {len(record.counts)} counts for {len(record.params)} parameters"
+        for name, numbers in (("counts", record.counts), ("exchanges", record.exchanges or record.params)):
+            if len(numbers) != len(record.params):
+                return f"has {len(numbers)} {name} for {len(record.params)} parameters"
         if len(record.values) != 4 * sum(record.counts):
             return f"has {len(record.values)} bytes of values, not {4 * sum(record.counts)}"
         return ""
