@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.hands import (
     settle,
     still_wrong,
 )
+from gradcheck_dist.diagnosis.spared import give_spared
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
@@ -70,6 +71,8 @@ def blame(
     _give_unseen(changed)
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
     _merge_gaps(wrong)
+    give_spared(wrong, every)
+    wrong = [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
     # What came out right in spite of its records speaks for no record.
     right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
     by_hand = next((gap.end for one in unseen.values() for gap in one.account.gaps), None) if unseen else None

@@ -22,7 +22,8 @@ class Culprit:
     evaluation, `gradient` the backward in which its weight was seen. `wrong_constant`: the event did what it documents,
     but should have multiplied by another number. `missing` is the event that other weights went through and this one
     did not. `rivals` are other explanations that cost about as much. `in_flight`: unrecorded, between the
-    backward passes of two pipeline stages.
+    backward passes of two pipeline stages. `spared`: nothing happened between `event` and `before`, where others were
+    multiplied by this number.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Culprit:
     missing: Event | None = None
     rivals: tuple[Rival, ...] = ()
     in_flight: bool = False
+    spared: float | None = None
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""

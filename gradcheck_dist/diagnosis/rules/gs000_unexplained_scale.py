@@ -46,7 +46,13 @@ def judge(case: Case) -> Answer:
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
         fix = "Look at what your code does to .grad between these two lines."
-        if culprit.kind == "loss" and culprit.gradient is not None:
+        if culprit.spared is not None:
+            where = (
+                f"Between the {culprit.kind} event and {end} other gradients of the same contributions are multiplied "
+                f"by {culprit.spared:.6g}, by nothing recorded, and come out right; these are left as they were."
+            )
+            fix = "Do to these parameters what your code does to the others between these two lines."
+        elif culprit.kind == "loss" and culprit.gradient is not None:
             where += " Ranks were combined there by a reduction that no probe saw: it or the loss is to blame."
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."

@@ -67,7 +67,7 @@ def judge(case: Case) -> Answer | None:
         " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
         "steps (local SGD, DiLoCo), that is right."
         if case.everywhere and not reduced and all(abs(cell.ratio) <= max(1e-3, cell.margin) for cell in others)
-        else " They began alike on these ranks, as copies do; heads or experts of a rank's own are told by other values."
+        else " They began alike on these ranks, as copies do; heads or experts of a rank's own are told by other ones."
         if not case.everywhere and not reduced
         else ""
     )

@@ -1,0 +1,27 @@
+"""What a line of the trainer's did to most parameters and not to some is that line's doing, and not the loss's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_trainers import global_mean
+from simulator import Hand, Trainer, World
+
+from gradcheck_dist.diagnosis.engine import diagnose
+
+UNSCALED = frozenset({"embed.weight", "norm.weight"})
+SCALED = Trainer(root=global_mean(1024.0), op="sum", hands=(Hand("before_optimizer", 1 / 1024),))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_parameter_that_was_not_unscaled_is_found_where_the_others_are(accumulation: int) -> None:
+    trainer = replace(SCALED, accumulation=accumulation)
+    assert diagnose(World(trainer).run()).findings == []
+    hands = (Hand("before_optimizer", 1 / 1024, params=UNSCALED),)
+    (finding,) = diagnose(World(replace(trainer, hands=hands)).run()).findings
+    assert finding.code == "GS000" and finding.num_parameters == 1
+    assert finding.factor.observed == pytest.approx(1024, rel=1e-4)
+    assert finding.first_event is not None
+    assert (finding.first_event.kind, finding.first_event.unrecorded) == ("reduce", True)
+    assert "others" not in finding.pattern and "are left as they were" in finding.explanation
