@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis import shapes
 from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.written import is_written
+from gradcheck_dist.diagnosis.written import VAGUE, is_written
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 from gradcheck_dist.ledger.solve import EPSILON
@@ -112,7 +112,7 @@ def _geometric(samples: list[Sample], context: StepContext) -> Pattern | None:
     if fit is None:
         return None
     factor, base, tolerance = fit
-    if last == 1 and not is_written(base, tolerance, context.quantities):
+    if last == 1 and not is_written(base, max(tolerance, VAGUE), context.quantities):
         return None  # two numbers are always a progression
     values = " ".join(f"{factor * base**exponent:.4g}" for exponent in range(last, -1, -1))
     text = f"x {values} by accumulation step: {factor:.6g} * {base:.6g}^(K-1-k)"

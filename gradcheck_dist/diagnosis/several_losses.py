@@ -23,6 +23,8 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
 """Factors nearer to one another than this, relative, are one."""
+MIXED = 1e-4
+"""How near, relative, a coefficient of a mixture is to the number that was written."""
 Place = tuple[str, str]
 """The lines of a loss: where it was computed, where its backward pass began."""
 
@@ -42,8 +44,10 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     losses: dict[Place, list[ContributionKey]] = defaultdict(list)
     for key, contribution in sorted(counted.items()):
         losses[_place(contribution)].append(key)
-    if target.relative or len(losses) < 2 or _fits(measured, target.contributions, target.expected):
+    if target.relative or _fits(measured, target.contributions, target.expected):
         return OwnMeans(target)
+    if len(losses) < 2:
+        return _mixture(target, objective, measured) or OwnMeans(target)
     passes = _passes(data, target.contributions)
     touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
                for place, keys in losses.items()}  # fmt: skip
@@ -65,6 +69,33 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         "whether these are coefficients that are meant or wrong normalisers is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
+    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+
+
+def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | None:
+    """One loss whose accumulation steps have a coefficient each (0.7 of code, 0.3 of text): unequal numbers that
+    somebody wrote and that add up to 1, each times the mean over the tokens of its step."""
+    steps: dict[int, list[ContributionKey]] = defaultdict(list)
+    for key in target.tokens:
+        steps[key[1]].append(key)
+    own: dict[ContributionKey, Fraction] = {}
+    for keys in steps.values():
+        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    shares = {k: _usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
+    numbers = {k: Fraction(share).limit_denominator(100) for k, share in shares.items()}
+    written = all(abs(share - numbers[k]) <= MIXED * share for k, share in shares.items())
+    if not written or sum(numbers.values()) != 1 or len(set(numbers.values())) < 2:
+        return None
+    scaled = {key: own[key] * numbers[k] for k, keys in steps.items() for key in keys}
+    shown = ", ".join(f"{float(number):g}" for number in numbers.values())
+    reason = (
+        f"the accumulation steps weigh {shown} of a mean over the tokens of each, which add up to 1: coefficients of a "
+        "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
+    )
+    known = target.contributions.by_key
+    at_losses = {key: (known[key].weight or 0.0) / float(weight) for key, weight in scaled.items() if key in known}
+    if not at_losses or max(at_losses.values()) > min(at_losses.values()) * (1 + SAME):
+        return None  # the losses did not weigh so: something behind them did
     return OwnMeans(replace(target, expected=scaled), reasons=[reason])
 
 

@@ -88,6 +88,7 @@ def close_pass(recorder: Recorder, current: Any) -> None:
 @guarded("autograd")
 def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gradients_at: int) -> None:
     """Tell from what a backward pass starts."""
+    recorder.discovery.thaw()
     given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
     roots = [root for root in ([given] if isinstance(given, Tensor) else given) if isinstance(root, Tensor)]
     gradients = kwargs.get(
@@ -130,6 +131,7 @@ class Discovery:
         self._handle: Any = None
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
+        self._frozen: list[ParamInfo] = []
         self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
 
     def start(self) -> None:
@@ -183,6 +185,19 @@ class Discovery:
             handle = flat.register_hook(on_arrival)
             put_first(flat, handle.id)
             self._hooks.append(handle)
+
+    def remember_frozen(self, info: ParamInfo) -> None:
+        if not info.param.requires_grad:
+            self._frozen.append(info)
+
+    def thaw(self) -> None:
+        """Watch parameters that were frozen when they were first seen and are trained now."""
+        thawed = [info for info in self._frozen if info.param.requires_grad]
+        if thawed:
+            self._frozen = [info for info in self._frozen if not info.param.requires_grad]
+            for info in thawed:
+                self._recorder.registry.write_again(info)
+                self.hook(info, info.param)
 
     def hook_accumulated(self, info: ParamInfo) -> None:
         """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
@@ -247,3 +262,4 @@ def add_root(recorder: Recorder, root: nn.Module, stage: int | None) -> None:
         listener(recorder, root)
     for info in new:
         discovery.hook(info, info.param)
+        discovery.remember_frozen(info)

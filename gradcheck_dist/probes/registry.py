@@ -109,6 +109,7 @@ class Registry:
         self._sample_size = sample_size
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
+        self._looked_up: set[int] = set()
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
         self._finder = Finder()
         self._names: set[tuple[int | None, str]] = set()
@@ -201,14 +202,26 @@ class Registry:
         self._take_turn(info)
         self._by_param[id(param)] = info
         self._asked.clear()
+        self._write_param(info, looked_up)
+        return info
+
+    def write_again(self, info: ParamInfo) -> None:
+        """A parameter is trained now that was frozen when it was first written."""
+        self._asked.clear()
+        self._write_param(info, info.id in self._looked_up)
+
+    def _write_param(self, info: ParamInfo, looked_up: bool) -> None:
+        param = info.param
+        if looked_up:
+            self._looked_up.add(info.id)
         self._write(
             Param(
                 id=info.id,
-                name=name,
+                name=info.name,
                 shape=info.shape,
                 dtype=str(param.dtype).removeprefix("torch."),
                 num_positions=len(info.positions),
-                stage=stage,
+                stage=info.stage,
                 placements=str(getattr(param, "placements", "")),
                 requires_grad=param.requires_grad,
                 fingerprint=fingerprint(param, info.positions),
@@ -217,7 +230,6 @@ class Registry:
                 looked_up=looked_up,
             )
         )
-        return info
 
     def next_round(self) -> None:
         """Another step is recorded: other parameters have their turn."""
