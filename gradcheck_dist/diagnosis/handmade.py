@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.culprit import kind_of
 from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
 from gradcheck_dist.diagnosis.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.written import SIMPLE, VAGUE, Measured, distinct, is_written
@@ -62,7 +63,7 @@ def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | No
 
 def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | None:
     """The change that a finding accuses, when it is one that no recorded event made; None for all others."""
-    if finding.code not in (unexplained.CODE, scaled_alike.CODE) or not _by_hand(case):
+    if finding.code not in (unexplained.CODE, scaled_alike.CODE, in_flight.CODE) or not _by_hand(case):
         return None
     factors: dict[Key, Measured] = {(held.param, held.rank, cell.key): _factor(cell) for held, cell in case.cells}
     kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step

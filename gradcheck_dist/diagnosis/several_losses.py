@@ -82,7 +82,7 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
     for keys in steps.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
     shares = {k: _usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
-    numbers = {k: Fraction(share).limit_denominator(100) for k, share in shares.items()}
+    numbers = {k: Fraction(round(100 * share), 100) for k, share in shares.items()}
     written = all(abs(share - numbers[k]) <= MIXED * share for k, share in shares.items())
     if not written or sum(numbers.values()) != 1 or len(set(numbers.values())) < 2:
         return None
@@ -92,11 +92,15 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
         f"the accumulation steps weigh {shown} of a mean over the tokens of each, which add up to 1: coefficients of a "
         "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
     )
-    known = target.contributions.by_key
-    at_losses = {key: (known[key].weight or 0.0) / float(weight) for key, weight in scaled.items() if key in known}
-    if not at_losses or max(at_losses.values()) > min(at_losses.values()) * (1 + SAME):
-        return None  # the losses did not weigh so: something behind them did
-    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    if _weigh_as(scaled, target.contributions) and not _weigh_as(target.expected, target.contributions):
+        return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    return None  # something behind the losses did it
+
+
+def _weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contributions) -> bool:
+    """Whether the weights at the losses are as expected, up to a factor."""
+    found = [(contributions.by_key[key].weight or 0.0) / float(weight) for key, weight in expected.items()]
+    return max(found) <= min(found) * (1 + SAME)
 
 
 def _place(contribution: Contribution) -> Place:
