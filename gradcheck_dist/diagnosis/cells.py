@@ -275,7 +275,9 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
                     stderr=error,
                 )
             )
-    if not result.cells:
+    if not result.cells and expected and not any(key in expected for key in held.replay.basis.keys):
+        result.reason = "the losses of its passes count nothing, so nothing says what it should weigh"
+    elif not result.cells:
         result.reason = "its sampled gradient is zero or too small to be told from rounding"
     return result
 

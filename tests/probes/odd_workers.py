@@ -16,14 +16,21 @@ def train(variant: str, run_dir: str) -> None:
     with attach(run_dir):
         model = Net()
         wrapped = DistributedDataParallel(model) if "wrapper" in variant else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        critic = torch.nn.Linear(4, 12)
+        params = [*model.parameters(), *(critic.parameters() if "critic" in variant else ())]
+        optimizer = torch.optim.SGD(params, lr=0.05)
         num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
         for _ in range(STEPS):
             share = world if "wrapper" in variant else 1
             loss = sum(token_sum(wrapped, batch(rank, k)) * share / num_tokens for k in range(2))
             loss.backward()
-            for param in model.parameters():
+            if "critic" in variant:
+                seen = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
+                torch.nn.functional.mse_loss(critic(seen), torch.ones(8, 12)).backward()
+            for param in params:
                 assert param.grad is not None
+                if "critic" in variant and (param.shape[0] != 12 or "never" not in variant):
+                    dist.all_reduce(param.grad)
                 if "reduced to one" in variant:
                     dist.reduce(param.grad, 0)
                 if "and sent back" in variant:

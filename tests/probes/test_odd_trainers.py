@@ -20,6 +20,8 @@ RANKS = {
     "reduced to one, and sent back": ("clean", []),
     "reduced to one": ("findings", ["GS103"]),
     "reduced to one, one steps": ("undetermined", []),
+    "with a critic": ("clean", []),
+    "with a critic, never reduced": ("findings", ["GS103"]),
     "a wrapper, then by its own loss": ("findings", ["GS000"]),
 }
 

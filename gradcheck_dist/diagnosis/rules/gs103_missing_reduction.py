@@ -34,8 +34,9 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import AFTER, BEFORE, Event, OptimizerStep, Reduce
+from gradcheck_dist.events import AFTER, BEFORE, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS103"
@@ -89,6 +90,54 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
+    yield from _left_to_one(facts)
+    yield from _uncounted(facts)
+
+
+def _uncounted(facts: StepFacts) -> Iterator[Remark]:
+    """Parameters whose losses count nothing have no expected weight, beside others that have one. That no other rank's
+    gradient comes to a copy is seen all the same."""
+    place = facts.contributions.coordinate
+    missing: list[Held] = []
+    for held in facts.held if CODE not in facts.found and facts.data.complete else ():
+        keys = held.replay.basis.keys
+        if (
+            held.observed is None
+            or held.stderr is None
+            or held.cells
+            or any(key in facts.contributions.by_key for key in keys)
+        ):
+            continue
+        own = [abs(held.observed[c]) for c, key in enumerate(keys) if key[0] == place.get(held.rank)]
+        sizes = np.abs(held.observed) + 6 * held.stderr
+        others = [size for size, key in zip(sizes, keys, strict=True) if key[0] != place.get(held.rank)]
+        if own and others and min(own) > 0 and max(others) <= 1e-3 * min(own):
+            missing.append(held)
+    if not missing:
+        return
+    rank = min(held.rank for held in missing)
+    params = frozenset(held.param for held in missing)
+    ranks = tuple(sorted({held.rank for held in missing}))
+    passes = [event for event in facts.data.events[rank] if isinstance(event, Backward)]
+    mine = {facts.data.tracks[key][rank].param.id for key in params if rank in facts.data.tracks[key]}
+    last = [event for event in passes if mine.intersection(facts.data.params_of(rank, event.params or 0))]
+    yield Remark(
+        answer=Answer(
+            explanation=f"Other ranks' contributions never reach the gradients of {len(params)} parameters, which "
+            "began alike on these ranks as copies do: no reduction followed their last backward, as others had one.",
+            fix="Reduce these gradients too, or, where they are of each rank's own (heads, experts), draw them from "
+            "seeds of their own.",
+        ),
+        pattern="other ranks' contributions x 0",
+        params=params,
+        ranks=ranks,
+        rank=rank,
+        event=last[-1] if last else None,
+        factor=Factor(observed=0.0),
+    )
+
+
+def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
     """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers."""
     found: dict[ParamKey, int] = {}
     culprits: list[tuple[int, Reduce]] = []
