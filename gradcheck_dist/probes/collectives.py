@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.flat_copies import regions_by_value
 from gradcheck_dist.probes.fused import buffer_of
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
@@ -168,6 +169,11 @@ def before_manual(
                 begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
                 own = [part for part in regions if part.info is info]
                 _sample(recorder, begun.seq, BEFORE, info, own, buffer)
+            opened.append(region)
+    if not opened and impl != "reduce_scatter":
+        for region in regions_by_value(local, recorder.registry.infos()):
+            pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
+            _sample(recorder, begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)
     return opened or None
 

@@ -1,0 +1,80 @@
+"""Copies of gradients, one after the other in a buffer that was made for one collective: known by their values.
+
+Hand-written trainers flatten gradients (`torch.cat`, torch._utils._flatten_dense_tensors), divide them, reduce the
+buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients of neighbours (in
+the order of the model's parameters, or the other way round), whole and times one number. Buffers of another type than
+the gradients are left alone: rounding hides what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.probes.regions import Region
+from gradcheck_dist.probes.registry import ParamInfo
+
+NUM_COMPARED = 8
+"""Elements of each gradient."""
+LEAST = 6
+"""Elements that are not zero, in all: fewer are a multiple of others by chance."""
+MAX_TRIED = 64
+"""Runs of parameters that are compared with one buffer."""
+
+
+def regions_by_value(tensor: Tensor, infos: Sequence[ParamInfo]) -> list[Region]:
+    """Which gradients a tensor is a copy of, times one number; [] where it is none, or lies on an accelerator, whose
+    values nobody waits for."""
+    if tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+        return []
+    held = [info for info in infos if _readable(info.param.grad, tensor.dtype)]
+    flat = tensor.detach().reshape(-1)
+    for count, run in enumerate(_runs(held, flat.numel())):
+        if count >= MAX_TRIED:
+            break
+        if _is_copy(flat, run):
+            found, offset = [], 0
+            for info in run:
+                found.append(Region(info, 0, offset, info.param.numel()))
+                offset += info.param.numel()
+            return found
+    return []
+
+
+def _readable(grad: Tensor | None, dtype: torch.dtype) -> bool:
+    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype is dtype
+
+
+def _runs(infos: list[ParamInfo], num_elements: int) -> Iterator[list[ParamInfo]]:
+    """Neighbouring parameters that have so many elements together, the longest runs first, in either order."""
+    found = []
+    for order in (infos, infos[::-1]) if len(infos) > 1 else (infos,):
+        first, total = 0, 0
+        for last, info in enumerate(order):
+            total += info.param.numel()
+            while total > num_elements:
+                total -= order[first].param.numel()
+                first += 1
+            if total == num_elements:
+                found.append(order[first : last + 1])
+    yield from sorted(found, key=len, reverse=True)
+
+
+def _is_copy(flat: Tensor, run: list[ParamInfo]) -> bool:
+    offset, mine, theirs = 0, [], []
+    for info in run:
+        assert info.param.grad is not None
+        which = torch.as_tensor(info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED])
+        mine.append(info.param.grad.detach().take(which).double())
+        theirs.append(flat.take(which + offset).double())
+        offset += info.param.numel()
+    grads, values = torch.cat(mine), torch.cat(theirs)
+    size = float(grads @ grads)
+    if not size or int((values != 0).sum()) < min(LEAST, flat.numel()):
+        return False
+    factor = float(values @ grads) / size
+    allowed = 4 * torch.finfo(flat.dtype).eps
+    # Element by element: a gradient much smaller than its neighbours is compared at its own size.
+    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs()).all()) and factor != 0
