@@ -75,6 +75,7 @@ class ParamValues(Record, tag="param_values"):
     values: bytes
     after: bool = False
     exchanges: tuple[Count, ...] = ()
+    exchanged_with: tuple[Rank, ...] = ()
 
 
 class ParamSet(Record, tag="param_set"):

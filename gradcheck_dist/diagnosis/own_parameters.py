@@ -13,9 +13,15 @@ def may_be_experts(case: Case, data: StepData) -> bool:
     if not case.culprit.absent or case.everywhere:
         return False
     own = {held.param for held in case.held}
-    places = {(key in own, track.exchanges) for key, of_rank in data.tracks.items() for track in of_rank.values()}
-    mine, others = ({place for is_own, place in places if is_own == side} for side in (True, False))
-    return bool(mine) and None not in mine and 0 not in mine and mine.isdisjoint(others)
+    mine: set[int] = set()
+    others: set[int] = set()
+    for key, of_rank in data.tracks.items():
+        for track in of_rank.values():
+            count, ranks = track.exchanges or (0, ())
+            (mine if key in own else others).add(count)
+            if key in own and (not count or not of_rank.keys() <= set(ranks)):
+                return False
+    return bool(mine) and mine.isdisjoint(others)
 
 
 def not_known(case: Case) -> str:

@@ -62,8 +62,8 @@ class Point:
 @dataclass
 class Track:
     """One parameter on one rank during one step. `begun` and `left`: a few of its values when the step in which it was
-    first seen began and when that was over, shape (count,); None where nobody looked. `exchanges`: how often ranks had
-    exchanged activations before its module was called, None where they did not."""
+    first seen began and when that was over, shape (count,); None where nobody looked. `exchanges`: how often which ranks
+    had exchanged activations before its module was called, None where none did."""
 
     param: Param
     rank: int
@@ -73,7 +73,7 @@ class Track:
     value_clip: tuple[int, int] | None = None
     begun: np.ndarray | None = None
     left: np.ndarray | None = None
-    exchanges: int | None = None
+    exchanges: tuple[int, tuple[int, ...]] | None = None
 
     def is_behind_value_clip(self, event: Event) -> bool:
         """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""

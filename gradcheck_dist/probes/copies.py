@@ -12,6 +12,7 @@ between two exchanges of activations (all-to-all), and nothing that ranks share 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +43,17 @@ class Copies:
         self._new: list[ParamInfo] = []
         self._num_known = 0
         self._num_exchanges = 0
+        self._with: set[int] = set()
         self._places: dict[int, int] = {}  # by parameter, how many exchanges came before its module was called
 
-    def exchanged(self, tensor: Any) -> None:
+    def exchanged(self, tensor: Any, group: Any) -> None:
         """Ranks are about to exchange a tensor by all-to-all: activations, outside of backward passes."""
         parts = tensor if isinstance(tensor, list | tuple) else [tensor]
         if self.recorder.current is None and any(
             isinstance(part, Tensor) and part.is_floating_point() for part in parts
         ):
             self._num_exchanges += 1
+            self._with.update(_ranks(group))
 
     def called(self, module: nn.Module) -> None:
         """A module is called, in a forward pass in which its parameters are not known yet."""
@@ -89,6 +92,7 @@ class Copies:
             counts=tuple(len(part) for part in parts),
             after=after,
             exchanges=self._exchanges([info for info, _ in held]),
+            exchanged_with=tuple(sorted(self._with)),
         )
         self.recorder.copies.bring(torch.cat(parts), functools.partial(self._write, record))
 
@@ -109,19 +113,25 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def after(*_: Any) -> None:
         over(recorder, copies)
 
-    def watch(original: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def all_to_all(*args: Any, **kwargs: Any) -> Any:
             if recorder.sampling:
-                exchanged(recorder, copies, args[index] if len(args) > index else next(iter(kwargs.values()), None))
+                exchanged(recorder, copies, signature, args, kwargs)
             return original(*args, **kwargs)
 
         return all_to_all
 
-    for name in ("all_to_all_single", "all_to_all"):
-        for module in (distributed_c10d, dist):
-            patches.replace(module, name, functools.partial(watch, index=1))
-    patches.replace(_functional_collectives, "all_to_all_single", functools.partial(watch, index=0))
+    for module, name in (
+        (distributed_c10d, "all_to_all_single"),
+        (distributed_c10d, "all_to_all"),
+        (dist, "all_to_all_single"),
+        (dist, "all_to_all"),
+        (_functional_collectives, "all_to_all_single"),
+    ):
+        patches.replace(module, name, watch)
 
     def call(_: Recorder, module: nn.Module) -> None:
         called(recorder, copies, module)
@@ -134,8 +144,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 
 @guarded("copies")
-def exchanged(recorder: Recorder, copies: Copies, tensor: Any) -> None:
-    copies.exchanged(tensor)
+def exchanged(
+    recorder: Recorder, copies: Copies, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    call = signature.bind(*args, **kwargs).arguments
+    sent = next(call[name] for name in ("input", "input_tensor_list", "self") if name in call)
+    copies.exchanged(sent, call.get("group"))
 
 
 @guarded("copies")
@@ -161,6 +175,18 @@ def _local(info: ParamInfo) -> Tensor | None:
     if local.is_meta or not local.numel() or not local.is_floating_point() or not local.untyped_storage().size():
         return None
     return local if tuple(param.shape) == info.shape else None
+
+
+def _ranks(group: Any) -> list[int]:
+    """The global ranks of a group, however it is named: a process group or its name, a mesh, a list of ranks."""
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)
+    if isinstance(group, list) and all(isinstance(rank, int) for rank in group):
+        return group
+    if isinstance(group, tuple) and len(group) == 2:  # a mesh and one of its dimensions
+        group = group[0].get_group(group[1])
+    found = group.get_group() if hasattr(group, "get_group") else group
+    return dist.get_process_group_ranks(found or dist.group.WORLD)
 
 
 def _positions(local: Tensor) -> Tensor:

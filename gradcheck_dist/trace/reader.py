@@ -45,8 +45,8 @@ class RankTrace:
     param_sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
     param_values: dict[tuple[int, bool], np.ndarray] = field(default_factory=dict)
     """By (parameter id, after): float32, shape (count,)."""
-    exchanges: dict[int, int] = field(default_factory=dict)
-    """By parameter id: ParamValues.exchanges, where there were any."""
+    exchanges: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """By parameter id: ParamValues.exchanges and exchanged_with, where there were any."""
     plans: dict[int, Plan] = field(default_factory=dict)
     wrappers: dict[int, Wrapper] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -89,7 +89,12 @@ class RankTrace:
         ends = np.cumsum(record.counts)
         for param, end, count in zip(record.params, ends, record.counts, strict=True):
             self.param_values[param, record.after] = values[end - count : end]
-        self.exchanges.update(zip(record.params, record.exchanges, strict=False))
+        self.exchanges.update(
+            {
+                param: (count, record.exchanged_with)
+                for param, count in zip(record.params, record.exchanges, strict=False)
+            }
+        )
 
     def part(self, records: list[AnyRecord]) -> RankTrace:
         """The same rank and tables with these records only."""

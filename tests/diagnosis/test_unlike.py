@@ -112,3 +112,22 @@ def test_experts_under_names_of_their_own_are_matched_by_the_collective() -> Non
             trace.param_values |= {(id, False): values, (id, True): values}
     (finding,) = diagnose(run).findings
     assert finding.code == "GS105" and "The gradients of experts.0.weight are" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("places", "ranks", "verdict"),
+    [
+        ({EXPERT: 1}, (0, 1), "undetermined"),  # alone between two exchanges: an expert, drawn from the same seed
+        ({EXPERT: 1, "norm.weight": 1}, (0, 1), "findings"),  # beside what is reduced: a copy
+        ({EXPERT: 1}, (0, 2), "findings"),  # its copy is on a rank with which nothing is exchanged
+        ({}, (), "findings"),
+    ],
+)
+def test_experts_of_one_seed_need_no_reduction(places: dict[str, int], ranks: tuple[int, ...], verdict: str) -> None:
+    world = World(replace(TRAINER, not_reduced=frozenset({EXPERT})))
+    run = world.run()
+    for rank, trace in run.ranks.items():
+        trace.exchanges.update({id: (places.get(name, 0), ranks) for name, id in world.ranks[rank].ids.items()})
+    report = diagnose(run)
+    assert report.verdict == verdict
+    assert codes(report) == (["GS103"] if verdict == "findings" else [])

@@ -50,7 +50,7 @@ FROZEN = {
         "looked_up"
     ),
     "param_set": "id params",
-    "param_values": "params counts values after exchanges",
+    "param_values": "params counts values after exchanges exchanged_with",
     "plan": "id param num_values positions partial partial_over offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",
     "samples": "step rows dtype values",
