@@ -41,7 +41,7 @@ from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.ledger.apart import apart, own_coordinates
+from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.contributions import ContributionKey, collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
@@ -123,7 +123,9 @@ def judge_step(
     ranks that reduce no gradients between them train models of their own."""
     data = without_looks(step_data(run, step))
     contributions = same_tokens(data, collect(data.events, run.same_data))
-    own = own_coordinates(data, contributions) if alone else None
+    everyone = own_coordinates(data, contributions)
+    models = own_models(data, everyone)
+    own = everyone if alone or models else None
     if own is not None:
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
@@ -132,6 +134,8 @@ def judge_step(
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
+    # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
+    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
     if not tokens_known(run, data) or passes_unmatched(data):
         return verdict
     on_the_way = transits(data, contributions)
@@ -182,7 +186,7 @@ def judge_step(
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
-    if not alone and UNREDUCED in found:
+    if own is None and UNREDUCED in found:
         verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
     return verdict
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gradcheck_dist.events import PipelineStep, Reduce, Replica
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -71,6 +73,31 @@ def own_coordinates(data: StepData, contributions: Contributions) -> dict[int, s
                 joined.append({rank, *event.group, *getattr(event, "replicate_group", ())} & set(data.events))
     groups = merge([{rank} for rank in data.events], joined)
     return {rank: {place.get(member, member) for member in group} for group in groups for rank in group}
+
+
+def own_models(data: StepData, own: dict[int, set[int]]) -> list[list[int]]:
+    """The groups of ranks that train models of their own: they share no gradient, and no parameter that tells is equal
+    in two of them. [] where all ranks train one model, or it cannot be told."""
+    groups = sorted({tuple(sorted(rank for rank in own if own[rank] == mine)) for mine in own.values()})
+    group_of = {rank: group for group in groups for rank in group}
+    told: set[tuple[int, ...]] = set()
+    for of_rank in data.tracks.values():
+        values = [track.begun for track in of_rank.values()]
+        constant = all(begun is not None and not np.ptp(begun) for begun in values)
+        if len({group_of[rank] for rank in of_rank}) > 1 and not constant:
+            return []
+        if not constant and all(begun is not None for begun in values):
+            told |= {group_of[rank] for rank in of_rank}
+    return [list(group) for group in groups] if len(groups) > 1 and told == set(groups) else []
+
+
+def told_apart(models: list[list[int]]) -> list[str]:
+    """That these groups of ranks are judged apart, in words; nothing where there are none."""
+    groups = " | ".join(",".join(map(str, ranks)) for ranks in models)
+    return [
+        f"ranks {groups} hold different models and share no gradient: each is judged on its own tokens (inferred). If "
+        "they are meant to train one model, broadcast it before the first step and reduce gradients over all ranks"
+    ] * bool(models)
 
 
 def apart(data: StepData, own: dict[int, set[int]]) -> StepData:

@@ -182,8 +182,8 @@ class Mark:
         trace.num_bytes, cursor.overflowed, cursor.stepped = self.num_bytes, self.overflowed, self.stepped
 
 
-def _tables(trace: RankTrace) -> tuple[dict[int, Any], ...]:
-    return trace.params, trace.param_sets, trace.plans, trace.wrappers
+def _tables(trace: RankTrace) -> tuple[dict[Any, Any], ...]:
+    return trace.params, trace.param_sets, trace.plans, trace.wrappers, trace.param_values, trace.exchanges
 
 
 class RunCursor:

@@ -137,7 +137,8 @@ class ToldRank(RankCursor):
         trace = self.trace
         assert trace is not None
         if not self._heard:  # what was read beside the header is told again
-            for known in (trace.params, trace.param_sets, trace.plans, trace.wrappers, trace.events, trace.damage):
+            tables = (trace.params, trace.param_sets, trace.plans, trace.wrappers, trace.param_values, trace.exchanges)
+            for known in (*tables, trace.events, trace.damage):
                 known.clear()
             self._heard = True
         trace.add([*told.tables, *told.events])

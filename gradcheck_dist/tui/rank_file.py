@@ -253,6 +253,7 @@ class RankFile:
         trace = RankTrace(known.path, known.header)
         trace.params, trace.param_sets = dict(known.params), dict(known.param_sets)
         trace.plans, trace.wrappers = dict(known.plans), dict(known.wrappers)
+        trace.param_values, trace.exchanges = dict(known.param_values), dict(known.exchanges)
         trace.damage = list(known.damage)
         wanted = set(steps)
         trace.events = [event for event in list(known.events) if event.step not in wanted or type(event) in _KEPT]
