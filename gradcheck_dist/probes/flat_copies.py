@@ -8,7 +8,8 @@ the gradients are left alone: rounding hides what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ def regions_by_value(tensor: Tensor, infos: Sequence[ParamInfo]) -> list[Region]
         return []
     held = [info for info in infos if _readable(info.param.grad, tensor.dtype)]
     flat = tensor.detach().reshape(-1)
-    for count, run in enumerate(_runs(held, flat.numel())):
-        if count >= MAX_TRIED:
-            break
+    for order, first, last in _runs(tuple(info.param.numel() for info in held), flat.numel())[:MAX_TRIED]:
+        run = held[::order][first:last]
         if _is_copy(flat, run):
             found, offset = [], 0
             for info in run:
@@ -47,19 +47,22 @@ def _readable(grad: Tensor | None, dtype: torch.dtype) -> bool:
     return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype is dtype
 
 
-def _runs(infos: list[ParamInfo], num_elements: int) -> Iterator[list[ParamInfo]]:
-    """Neighbouring parameters that have so many elements together, the longest runs first, in either order."""
+@functools.lru_cache(maxsize=4096)
+def _runs(sizes: tuple[int, ...], num_elements: int) -> list[tuple[int, int, int]]:
+    """Neighbours that have so many elements together, the longest runs first: (1 or -1 for the other way round, first,
+    last + 1). Asked for with the same numbers in every step."""
     found = []
-    for order in (infos, infos[::-1]) if len(infos) > 1 else (infos,):
+    for order in (1, -1) if len(sizes) > 1 else (1,):
         first, total = 0, 0
-        for last, info in enumerate(order):
-            total += info.param.numel()
+        ordered = sizes[::order]
+        for last, size in enumerate(ordered):
+            total += size
             while total > num_elements:
-                total -= order[first].param.numel()
+                total -= ordered[first]
                 first += 1
-            if total == num_elements:
-                found.append(order[first : last + 1])
-    yield from sorted(found, key=len, reverse=True)
+            if total == num_elements and first <= last:
+                found.append((order, first, last + 1))
+    return sorted(found, key=lambda run: run[1] - run[2])
 
 
 def _is_copy(flat: Tensor, run: list[ParamInfo]) -> bool:

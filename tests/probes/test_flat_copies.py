@@ -1,0 +1,43 @@
+"""Buffers that gradients were flattened into are known by their values, whole, in part, times a number, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradcheck_dist.probes.flat_copies import regions_by_value
+from gradcheck_dist.probes.registry import ParamInfo
+
+SIZES = ((5, 4), (7,), (3, 3), (7,))
+
+
+def infos() -> list[ParamInfo]:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+    return [ParamInfo(index, f"w{index}", param, None, 96) for index, param in enumerate(params)]
+
+
+def flat(held: list[ParamInfo]) -> Tensor:
+    return torch.cat([info.param.grad.flatten() for info in held if info.param.grad is not None])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, -4096.0])
+@pytest.mark.parametrize("part", [slice(None), slice(1, 3), slice(None, None, -1), slice(3, 4), slice(1, 2)])
+def test_neighbours_are_known_in_either_order_and_times_a_number(part: slice, factor: float) -> None:
+    known = infos()
+    found = regions_by_value(flat(known[part]) * factor, known)
+    assert [region.info.name for region in found] == [info.name for info in known[part]]
+    assert [region.offset for region in found] == [sum(r.length for r in found[:i]) for i in range(len(found))]
+
+
+def test_what_is_no_copy_is_not_known() -> None:
+    known = infos()
+    whole = flat(known)
+    assert regions_by_value(whole.bfloat16(), known) == []
+    assert regions_by_value(torch.zeros_like(whole), known) == []
+    assert regions_by_value(whole + 0.01, known) == []
+    assert regions_by_value(whole * torch.linspace(1, 1.01, len(whole)), known) == []
+    assert regions_by_value(whole[:-1], known) == []
