@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isfinite
 
 import numpy as np
 
@@ -72,8 +73,10 @@ class Buffer:
         self.leftover = False
 
     def add(self, other: Buffer, factor: float) -> None:
-        # What is not there stays so, even where the factor is not known.
-        self.nominal = self.nominal + np.where(other.nominal == 0, 0.0, factor * other.nominal)
+        added = factor * other.nominal
+        if not isfinite(factor):  # what is not there stays so, even where the factor is not known
+            added = np.where(other.nominal == 0, 0.0, added)
+        self.nominal = self.nominal + added
         self.leftover |= other.leftover
         self.columns += [
             Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns

@@ -101,7 +101,12 @@ def solve(
         inverse = np.linalg.inv(basis.T @ basis)
         spread = max(inverse * sigma**2, _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
     shares = np.zeros((num_columns, len(kept)))
-    for position, column in enumerate(seen):
+    alone = len(kept) == len(seen)  # no two are parallel: hundreds of ranks' columns need no loop
+    if alone:
+        coefficients[seen] = x / norms[seen]
+        stderr[seen] = np.sqrt(np.diag(spread)) / norms[seen]
+        shares[seen, member_of] = 1.0 / norms[seen]
+    for position, column in enumerate(() if alone else seen):
         group = member_of[position]
         members = np.flatnonzero(member_of == group)
         if (sign[members] < 0).any():
@@ -145,12 +150,15 @@ def _directions(unit: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Group parallel unit columns: (indices kept, group of each column, its sign)."""
     cosines = unit.T @ unit
     num = unit.shape[1]
+    close = np.abs(cosines) > 1 - COLLINEAR
+    if close.sum() == num and close.diagonal().all():
+        return list(range(num)), np.arange(num), np.ones(num)
     member_of, sign = np.full(num, -1), np.ones(num)
     kept: list[int] = []
     for index in range(num):
         if member_of[index] >= 0:
             continue
-        parallel = np.flatnonzero((np.abs(cosines[index]) > 1 - COLLINEAR) & (member_of < 0))
+        parallel = np.flatnonzero(close[index] & (member_of < 0))
         member_of[parallel] = len(kept)
         sign[parallel] = np.sign(cosines[index, parallel])
         kept.append(index)

@@ -55,6 +55,7 @@ def on_dask(address: str, jobs: int) -> Iterator[DaskWorkers]:
         GradcheckError: E412 Dask is not installed, E413 no scheduler answers, or it has no workers.
     """
     try:
+        import dask
         import distributed
     except ImportError as error:
         raise GradcheckError(
@@ -64,6 +65,8 @@ def on_dask(address: str, jobs: int) -> Iterator[DaskWorkers]:
         ) from error
     with contextlib.ExitStack() as stack:
         if address == LOCAL:
+            # Dask looks at every worker's stack a hundred times a second otherwise.
+            stack.enter_context(dask.config.set({"distributed.worker.profile.enabled": False}))
             place: dict[str, Any] = {
                 "address": stack.enter_context(
                     distributed.LocalCluster(
