@@ -108,6 +108,9 @@ class DeviceStats:
     ) -> Pending:
         where = [None if position is None else position.contiguous() for position in found]
         addresses = _addresses(own)
+        for index in np.flatnonzero(addresses == 0):
+            if own[index].numel():  # an address that nobody may read would end the user's process
+                raise ValueError(f"tensor {index} has {own[index].numel()} elements and no memory: it was freed")
         other_addresses = None if other is None else _addresses(other)
         aligned = not (addresses % 16).any() and (other_addresses is None or not (other_addresses % 16).any())
         device = own[0].device

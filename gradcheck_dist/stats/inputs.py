@@ -26,7 +26,10 @@ def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"tensor {index} is {local.layout} of {local.dtype}; gradient statistics read dense {names}. "
                 "Leave it out, or convert it first."
             )
-        found.append(local.detach())
+        local = local.detach()
+        found.append(
+            local.resolve_neg() if local.is_neg() else local
+        )  # torch itself loses the sign from half to float32
     return found
 
 

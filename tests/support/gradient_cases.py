@@ -34,7 +34,8 @@ def planted(dtype: torch.dtype, seed: int = 1) -> list[Tensor]:
 
 
 def laid_out(dtype: torch.dtype, seed: int = 2) -> list[Tensor]:
-    """Shapes and strides: a scalar, transposed, sliced, expanded and permuted tensors."""
+    """Shapes and strides: a scalar, transposed, sliced, expanded and permuted tensors, and one whose data have the
+    other sign."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(70, 130, generator=generator).to(dtype)
     cube = torch.randn(5, 7, 190, generator=generator).to(dtype)
@@ -48,6 +49,7 @@ def laid_out(dtype: torch.dtype, seed: int = 2) -> list[Tensor]:
         cube.permute(2, 0, 1),
         cube[:, :0],
         base.flatten()[1:5001],
+        torch._neg_view(base),
     ]
 
 

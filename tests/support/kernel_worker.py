@@ -36,6 +36,14 @@ def interpret() -> None:
     assert len(compute([])) == 0
     first, second = (compute(mixed) for _ in range(2))
     np.testing.assert_array_equal(first.l2, second.l2)
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    try:
+        compute([freed])
+    except ValueError as error:
+        assert "tensor 0 has 8 elements and no memory" in str(error)
+    else:
+        raise AssertionError("freed memory was handed to the kernel")
 
 
 def compile_ahead() -> None:
