@@ -95,7 +95,8 @@ class Block:
         """The gradient norm that was clipped last; NaN where none was. Shape (num_steps,)."""
         if not self.shape.norm_rows:
             return np.full(self.num_steps, np.nan)
-        last: np.ndarray = self.rows(self.shape.norm_rows[-1:], "<f8")[0]
+        # A copy: a view would keep the whole block in memory until all ranks have told of the round.
+        last: np.ndarray = self.rows(self.shape.norm_rows[-1:], "<f8")[0].copy()
         return last
 
     def hashes(self) -> np.ndarray:

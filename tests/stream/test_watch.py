@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from column_runs import one_wrong, write_columns
 from random_trainers import global_mean
@@ -15,6 +16,7 @@ from trainer_families import FAMILIES, make_case
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.stream import shares, summaries
 from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.run import trace_files
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,3 +119,16 @@ def test_ranks_with_the_same_labels_are_one_coordinate_unless_they_reduce_togeth
 
 def as_json(report: Report) -> bytes:
     return msgspec.json.encode(report)
+
+
+def test_what_is_kept_of_a_block_does_not_keep_the_block(tmp_path: Path) -> None:
+    clipping = Trainer(global_mean(2.0), clip=1.0)
+    run = write_columns(tmp_path / "run", [World(clipping, seed=step) for step in range(4)])
+    (round_, *_) = summaries.rounds(trace_files(run), "global-token-mean")
+    assert round_.summaries and np.isfinite(round_.summaries[0].norm).all()
+    for summary in round_.summaries:
+        for name in ("num_tokens", "low", "high", "hashes", "loss", "norm"):
+            array = getattr(summary, name)
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            assert array.base is None, f"{name} is a view of the file's bytes"
