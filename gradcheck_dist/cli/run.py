@@ -147,7 +147,8 @@ def _judge(folder: Path, command: list[str]) -> Report | None:
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
             f"watch. Is gradcheck-dist installed in the environment that {command[0]!r} uses? `gradcheck doctor` "
-            "tells what works here."
+            "tells what works here. The transforms of torch.func (grad, vjp, vmap) are not followed: judge the same loss by "
+            "functional_call and .backward()."
         )
         return None
     try:

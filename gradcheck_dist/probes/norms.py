@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.registry import ParamInfo, originals
 from gradcheck_dist.stats.inputs import DTYPES
 from gradcheck_dist.stats.norms import PendingNorms, on_host, start
 
@@ -22,8 +22,8 @@ from gradcheck_dist.stats.norms import PendingNorms, on_host, start
 def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
-    Of sparse gradients and layouts that torch's statistics do not read the norm is NaN; an optimizer's own copies of
-    what lies in the model too are left out.
+    Of sparse gradients and layouts that torch's statistics do not read the norm is NaN. Of an optimizer's own copies
+    it is the norm of each parameter's part.
     """
     if not recorder.sampling or not infos or _record_plain(recorder, seq, infos):
         return
@@ -34,17 +34,17 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
         if grad is None:
             continue
         local: Tensor = getattr(grad, "_local_tensor", grad)
-        if info.regions:
+        if local.layout is not torch.strided or local.dtype not in DTYPES:
+            unread += originals(info)
+        elif info.regions:
             for region in info.regions:
-                if region.length and region.info.param.is_meta:  # which lies here alone
+                if region.length:
                     flat = local.reshape(-1)[region.offset : region.offset + region.length]
                     plan = recorder.registry.region_plan(region, local.device)
                     grads[local.device].append((region.info.id, plan.id, flat))
-        elif local.layout is torch.strided and local.dtype in DTYPES:
+        else:
             found = recorder.registry.plan(info, grad)
             grads[local.device].append((info.id, found[0].id if found is not None else -1, grad))
-        else:
-            unread.append(info)
     if unread:  # there is a gradient, and its norm is not known
         strange = array("i", [number for info in unread for number in (info.id, -1, 0)])
         values = array("d", [nan] * len(unread))

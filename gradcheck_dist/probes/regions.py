@@ -198,4 +198,4 @@ def _same(param: Tensor, flat: Tensor, shift: int) -> bool:
 def _varied(param: Tensor) -> bool:
     """Whether a parameter's values tell it from others: not all ones or zeros."""
     head = param.detach().reshape(-1)[:NUM_COMPARED]
-    return bool((head != head[0]).any())
+    return bool((head != head[:1]).any())

@@ -1,0 +1,43 @@
+"""Ranks of a loop that keeps reduced gradients in tensors of its own, as ZeRO 2 does, for test_kept_gradients.py."""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from probe_workers import Net, batch, token_sum, with_and_without
+
+STEPS, ACCUMULATION = 2, 3
+
+
+def train(variant: str) -> int:
+    """Variants: "right", "clipped" (the whole, by hand), "clipped each" (by parameter), "halved"."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = dist.get_world_size()
+    for step in range(STEPS):
+        data = [batch(dist.get_rank(), k + step) for k in range(ACCUMULATION)]
+        count = torch.tensor(float(sum((labels >= 0).sum() for _, labels in data)))
+        dist.all_reduce(count)
+        kept = [torch.zeros_like(param) for param in model.parameters()]
+        for part in data:
+            (token_sum(model, part) * world / count).backward()
+            for param, own in zip(model.parameters(), kept, strict=True):
+                dist.all_reduce(param.grad.div_(world))
+                own.add_(param.grad)
+                param.grad = None
+        if variant == "halved":
+            kept = [0.5 * own for own in kept]
+        if variant == "clipped each":
+            kept = [own * (0.01 / own.norm()) for own in kept]
+        if variant == "clipped":
+            norm = torch.stack([own.norm() for own in kept]).norm()
+            kept = [own * (0.01 / norm) for own in kept]
+        for param, own in zip(model.parameters(), kept, strict=True):
+            param.grad = own
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def run(variants: list[str], folder: str) -> list[tuple[int, int]]:
+    return with_and_without(train, variants, folder)
