@@ -52,7 +52,7 @@ def _check_attached(function: Function, base: Base, exchange: Exchange, targets:
         values = attached.base(base)
     told = exchange.gather(function.call.path, _facts(attached, values, None))
     if attached is None or values is None or len({len(fact.get("outputs", ())) for fact in told}) > 1:
-        reason = "what its backward adds to zeros is added by no torch.autograd.Function, or not on every rank"
+        reason = "what its backward adds to zeros comes from no function with plain tensors, or not on every rank"
         return [Result(function.call.path, Target("attached", "", ()), "undetermined", reason=reason)]
     results = Measured(attached, values, exchange, told).results(targets)
     reached = [result for result in results if result.outcome != "zero"]  # such a loss depends on few variables

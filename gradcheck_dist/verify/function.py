@@ -19,7 +19,7 @@ from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.gradients import gradients
 from gradcheck_dist.verify.inner import Base, Terms, random_direction
 from gradcheck_dist.verify.observe import Observer
-from gradcheck_dist.verify.pieces import cast, tensors_of
+from gradcheck_dist.verify.pieces import cast, is_distributed, tensors_of
 from gradcheck_dist.verify.preserve import set_random_state
 from gradcheck_dist.verify.replay import Call, training_precision
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
@@ -122,7 +122,7 @@ class Function(Terms):
         return Base(outputs, gradient, added, observer.epsilon, observer.site)
 
     def attached(self) -> Attached | None:
-        """The losses that are attached inside, None where there are none."""
+        """The losses that are attached inside; None where there are none, or distributed ones."""
         first = Injected()
         self.differentiated(0.0, watch=first.watch)
         if not first.found:
@@ -132,6 +132,10 @@ class Function(Terms):
             self.differentiated(0.0, watch=again.watch)
         number = {ctx: index for index, (ctx, _) in enumerate(calls)}
         places = {(number[node], index): grad for (node, index), grad in again.found.items() if node in number}
+        if any(
+            is_distributed(part) for (call, index), grad in places.items() for part in (calls[call][1][index], grad)
+        ):
+            return None
         share = [1.0] * len(places)
         return Attached(self, first.classes, list(places), list(places.values()), share) if places else None
 

@@ -106,7 +106,7 @@ def _straight(given: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ..
     whole = single[0]
     result = list(given)
     for index, grad in enumerate(given):
-        if grad is not None and grad.shape == whole.shape and not grad.is_complex():
+        if grad is not None and grad.shape == whole.shape and not (grad.is_complex() or is_distributed(grad)):
             factor = float((grad * whole).sum() / whole.square().sum())
             if factor < 0 and float((grad - factor * whole).norm()) <= LINEAR * float(grad.norm()):
                 result[index] = whole.clone()

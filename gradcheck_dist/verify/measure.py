@@ -86,8 +86,9 @@ class Measured:
         if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
             shape = "constant"
         reason, unsummed, seen = "", False, tuple[list[float], ...]()
-        if complete == "wrong" and self._counts_each(tries):
-            outcome, shape = "right", ""
+        each = self._counted_each(tries) if complete == "wrong" else "wrong"
+        if each != "wrong":
+            outcome, shape, reason = each, "", _why(best) if each == "undetermined" else ""
         elif complete not in ("right", "zero") and partial == "right" and not self.exchange.alone:
             outcome, shape = "right", "partial"
             unsummed = target.kind == "input" and self._whole
@@ -113,17 +114,14 @@ class Measured:
             seen=seen,
         )
 
-    def _counts_each(self, tries: list[_Try]) -> bool:
-        """Whether the output is a loss that all ranks hold alike, and the gradient that of the sum of them all: whether
-        the total is one loss or that sum is the trainer's own, and an average behind it may make up for it."""
+    def _counted_each(self, tries: list[_Try]) -> Outcome:
+        """The outcome if a loss that all ranks hold alike counts once a rank: whether the total is one loss or the sum
+        of them is the trainer's own, and an average behind it may make up for it. "wrong" for anything else."""
         copies = len(self.exchange.ranks)
-        return (
-            self._whole
-            and self.scalar
-            and all(
-                self._judged(one.observed / copies, one.numeric, one.natural / copies, one.size) in ("right", "zero")
-                for one in tries
-            )
+        if not (self._whole and self.scalar):
+            return "wrong"
+        return _together(
+            [self._judged(one.observed / copies, one.numeric, one.natural / copies, one.size) for one in tries]
         )
 
     @property
