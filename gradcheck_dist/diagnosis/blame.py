@@ -25,7 +25,7 @@ from gradcheck_dist.diagnosis.hands import (
     still_wrong,
 )
 from gradcheck_dist.diagnosis.spared import give_spared
-from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
@@ -69,6 +69,10 @@ def blame(
     wrong = _never_arrived(data, contributions, wrong, unseen)
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
     _give_unseen(changed)
+    shown = set(map(id, changed))
+    for one in wrong:
+        if id(one) not in shown and one.like is not None and one.like.shares:
+            _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
     _merge_gaps(wrong)
     give_spared(wrong, every)
@@ -86,7 +90,30 @@ def blame(
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
+    _join_undone(every)
     return _collect(every)
+
+
+def _join_undone(every: list[Judged]) -> None:
+    """Two changes that nobody recorded and that befell all weights alike are one, where the last may be a clip: nobody
+    knows its number, so it may undo the other one, and only their product is known to be off."""
+    unseen = [[item for item in one.shares if item[0].unrecorded or _in_a_hook(item[0])] for one in every]
+    if not every or any(len(gaps) < 2 or len(gaps) != len(one.shares) for one, gaps in zip(every, unseen, strict=True)):
+        return
+    for gaps in unseen:
+        gaps.sort(key=lambda item: isinstance(item[0].before, OptimizerStep | Clip))
+    if not all(isinstance(gaps[-1][0].before, OptimizerStep | Clip) and 0 < gaps[-1][1] < 1 for gaps in unseen):
+        return
+    best = min(every, key=lambda one: one.tolerance)
+    if best.cell.ratio >= 1 or not all(_agree(one, best) for one in every):
+        return
+    for one, gaps in zip(every, unseen, strict=True):
+        whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
+        one.shares = [(whole, one.cell.ratio)]
+
+
+def _in_a_hook(culprit: Culprit) -> bool:
+    return culprit.kind == "backward" and not culprit.absent
 
 
 def _join_noisy(every: list[Judged]) -> None:
@@ -177,11 +204,15 @@ def _give_unseen(changed: list[Judged]) -> None:
         _give_likely(one, known)
     for one in changed:
         if one.like is not None and one.like.shares:
-            own = {culprit.identity: culprit for gap in one.account.gaps
-                   for culprit in (_culprit_of_gap(gap, one.account),)}  # fmt: skip
-            one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in one.like.shares]
+            _give_like(one, one.like)
         elif one.like is not None and not _give_loud(one):
             _give_likely(one, known)
+
+
+def _give_like(one: Judged, like: Judged) -> None:
+    own = {culprit.identity: culprit for gap in one.account.gaps
+           for culprit in (_culprit_of_gap(gap, one.account),)}  # fmt: skip
+    one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in like.shares]
 
 
 def _agree(one: Judged, other: Judged) -> bool:
@@ -258,11 +289,20 @@ def _collect(every: list[Judged]) -> list[Blame]:
                 continue  # another's doing hides what this one did
             cell = one.cell
             if (one.shares and len(one.shares) != len(shares)) or len(shares) > 1:
-                cell = replace(cell, ratio=prod(shares))
+                cell = _with_share(cell, prod(shares))
             cells.append((one.held, cell))
             repeats.append(_repeats(one, culprit))
         result.append(Blame(culprit, cells, repeats))
     return result
+
+
+def _with_share(cell: Cell, share: float) -> Cell:
+    """A cell that shows a share of its ratio: known as well, relatively, as the whole."""
+    if not cell.ratio or not share:
+        return replace(cell, ratio=share)
+    smaller = abs(share / cell.ratio) * max(abs(cell.ratio), 1.0) / max(abs(share), 1.0)
+    stderr = cell.stderr * min(smaller, 1.0)
+    return replace(cell, ratio=share, stderr=stderr, tolerance=cell.tolerance + SIGMAS * (stderr - cell.stderr))
 
 
 def _repeats(one: Judged, culprit: Culprit) -> int:

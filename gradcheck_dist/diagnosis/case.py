@@ -80,6 +80,9 @@ def name_case(case: Case) -> None:
         near.add(name)
     elif isinstance(event, Clip):
         quantities["clip_coefficient"] = event.coefficient
+    if case.pattern.kind == "partial":
+        quantities["groups"] = float(case.pattern.num_parts)
+        near.add("groups")
     if case.culprit.in_flight:
         quantities.pop("num_tokens", None)  # stages know of degrees and microbatches; tokens are counted at the loss
     pattern = case.pattern
@@ -92,7 +95,8 @@ def name_case(case: Case) -> None:
     if pattern.base is not None:
         case.base_names = name_number(pattern.base, quantities, tolerance, near=frozenset(near))
     # A name made of the culprit's own numbers comes first: others only coincide in value.
-    own = [name for name in case.names if near and all(part in near for part, _ in name.powers)]
+    counted = case.pattern.kind == "partial"
+    own = [name for name in case.names if near and not counted and all(part in near for part, _ in name.powers)]
     case.names = own + [name for name in case.names if name not in own]
 
 
@@ -139,10 +143,11 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
             expression = f"{factor_in_words(case)} * {expression}"
         ratios = sorted(cell.ratio for _, cell in case.cells)
         return Factor(observed=ratios[len(ratios) // 2], expression=expression, tolerance=tolerance)
-    if pattern.kind == "power":
-        ratios = sorted(cell.ratio for _, cell in case.cells)
+    if pattern.kind in ("power", "partial"):
+        ratios = sorted(cell.ratio for _, cell in case.cells if pattern.kind == "power" or not cell.right)
         lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{factor_in_words(case)} * "
-        return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{pattern.count}", tolerance=tolerance)
+        count = "num_tokens/N_g" if pattern.kind == "partial" else pattern.count
+        return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{count}", tolerance=tolerance)
     wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
         return Factor(observed=wrong[len(wrong) // 2], tolerance=tolerance)

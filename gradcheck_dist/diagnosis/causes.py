@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import log2, prod
+from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.account import Account, Hand
+from gradcheck_dist.diagnosis.factors import SPAN
 
 CAUSE = 1.0
 LOSS = 1.0
@@ -16,26 +18,39 @@ OTHER_GAP = 0.9
 """A number that somebody divides by on a line of their own is wrong sooner than one inside of a recorded hand, and than
 the loss's."""
 MISSING = 1.25
+CLIPPED = 0.25
+"""What may be a clip that no probe saw: a nameless factor below 1 on all weights, just before the optimizer."""
 NAMELESS = 4.0
-"""The cost of a number that no product of degrees and counts equals."""
+"""The cost of a number that no product of degrees and counts equals, where it is known well."""
+BITS = 3.5
+"""Bits to the unit of cost: which of a dozen degrees and counts, or their reciprocals, a number is."""
 ALIKE = 1.1
 """Explanations whose costs differ by less are both told, where another size would tell them apart: one cause more, or
 one more name."""
 TIE = 0.5
 """Explanations whose costs differ by less are equally good: half a name."""
 MOST_RIVALS = 2
+MOST_REFERENCES = 4
 MOST_EDITS = 3
 COARSE = 0.02
 """A number that is known worse than this is not named."""
 GAP = "gap"
 """Kind of a hand that nobody recorded: it is meant, or it should not have acted."""
+LOSSES: Hand = ("loss",)
 LOSS_SCALE = 8
 """A power of two from this exponent on may be a loss scale."""
 RANKS = frozenset({"data_ranks", "dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"})
 SCHEDULE = frozenset({"microbatches", "accumulation_steps"})
+TOKENS = "num_tokens"
 
-Edit = tuple[Hand, str]
-"""(hand, "never" | "once" | "missing" | "elsewhere")"""
+
+class Edit(NamedTuple):
+    """What a hand should have done instead. `mode` is never, once, missing or elsewhere; `reference` is what a missing
+    hand does to others, or what an unrecorded one does elsewhere."""
+
+    hand: Hand
+    mode: str
+    reference: float = 1.0
 
 
 Powers = Mapping[str, int]
@@ -55,14 +70,16 @@ def same(first: list[Powers], second: list[Powers]) -> bool:
 @dataclass(frozen=True)
 class Row:
     """Weights to which the same was done: the account of one of them, its documented ratio and how far that may be
-    off, relative; `exact` is what rounding alone allows. `gaps` are hands that nobody recorded, with the factors that
-    were measured; they are in `documented` as well."""
+    off, relative; `exact` is what rounding alone allows of what is recorded. `gaps` are hands that nobody recorded,
+    with the factors that were measured; they are in `documented` as well. `carried_by` is that of them which brought
+    the contribution here from another rank."""
 
     account: Account
     documented: float
     allowed: float
     exact: float
     gaps: tuple[tuple[Hand, float], ...] = ()
+    carried_by: Hand | None = None
 
     @cached_property
     def factors(self) -> dict[Hand, list[float]]:
@@ -76,14 +93,12 @@ class Row:
 @dataclass(frozen=True)
 class Explanation:
     """`edits` with their hands; `loss` is the factor by which all losses are off, None when they are right; `others`
-    are hands that multiply by this factor too much each time a weight meets them. `names` is the part of `cost` that
-    the names of numbers make up."""
+    are hands that multiply by this factor too much each time a weight meets them."""
 
     edits: tuple[Edit, ...] = ()
     loss: float | None = None
     others: tuple[tuple[Hand, float], ...] = ()
     cost: float = 0.0
-    names: float = 0.0
 
     @property
     def gaps(self) -> frozenset[Hand]:
@@ -92,7 +107,12 @@ class Explanation:
 
     @property
     def hands(self) -> frozenset[Hand]:
-        return frozenset([hand for hand, _ in self.edits] + [hand for hand, _ in self.others])
+        return frozenset([edit.hand for edit in self.edits] + [hand for hand, _ in self.others])
+
+    @property
+    def causes(self) -> frozenset[Hand]:
+        """The hands to blame, and the losses where they are."""
+        return self.hands | ({LOSSES} if self.loss is not None else frozenset())
 
 
 @dataclass(frozen=True)
@@ -104,13 +124,24 @@ class Rival:
     against: tuple[tuple[str, int], ...]
 
 
-def effect(did: Mapping[Hand, list[float]], edit: Edit, factor: float = 1.0) -> float:
-    """By what the edited hand put a weight off; `factor` is what a missing hand does to others."""
-    hand, mode = edit
+def ends_step(hand: Hand) -> bool:
+    """Whether an unrecorded hand acted just before the clip or the optimizer."""
+    identity = hand[3]
+    return isinstance(identity, tuple) and bool({"OptimizerStep", "Clip"} & set(map(str, identity)))
+
+
+def nameless(tolerance: float) -> float:
+    """The cost of a number without a name: what is known roughly takes few digits to write down."""
+    return min(NAMELESS, max(log2(SPAN / (2 * tolerance)) / BITS, 1.0))
+
+
+def effect(did: Mapping[Hand, list[float]], edit: Edit) -> float:
+    """By what the edited hand put a weight off."""
+    hand, mode, reference = edit
     factors = did.get(hand, [])
     if mode == "elsewhere":
-        return prod(factors) / factor if factors else 1.0
+        return prod(factors) / reference if factors else 1.0
     if mode == "missing":
         # Who went through another event of this kind does not miss this one.
-        return 1.0 if any(other[0] == hand[0] for other in did) else 1.0 / factor
+        return 1.0 if any(other[0] == hand[0] for other in did) else 1.0 / reference
     return prod(factors if mode == "never" else factors[1:])

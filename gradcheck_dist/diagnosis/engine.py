@@ -32,8 +32,9 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
+from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
-from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain, loss_rounding, own_objective
+from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
@@ -208,15 +209,17 @@ def _all_cases(
     matrix = verdict.held if held_alone else together
     wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
     right = {cell.key for held in matrix for cell in held.cells} - wrong
-    own = own_objective(verdict.contributions, expected, tokens, right)
+    found = own_objective(verdict.contributions, expected, tokens, right)
+    own, anchored = found if found is not None else (None, True)
     if quiet and not losses_show(together, own, expected):
         return []
     if own is None:
         return _cases(verdict, matrix)
     judged = judge(measured, verdict.contributions, own)
     rest = _cases(verdict, judged if held_alone else pool(judged))
-    if len(rest) == 1 and is_common_factor(rest[0]):
-        # What all losses share is one doing of theirs with what they do not share.
+    if len(rest) == 1 and (is_common_factor(rest[0]) or (not anchored and rest[0].pattern.kind == "uniform")):
+        # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
+        # what all weights share is a part of it.
         own = {key: weight * Fraction(rest[0].pattern.factor) for key, weight in own.items()}
         rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))

@@ -10,41 +10,46 @@ cause that would make it wrong costs a second one that mends it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from math import log2, prod
 from statistics import median
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.account import Hand
+from gradcheck_dist.diagnosis.account import SAME, Hand
 from gradcheck_dist.diagnosis.causes import (
     ALIKE,
     CAUSE,
+    CLIPPED,
     COARSE,
     GAP,
     LOSS,
     LOSS_SCALE,
+    LOSSES,
     MISSING,
     MOST_EDITS,
+    MOST_REFERENCES,
     MOST_RIVALS,
-    NAMELESS,
     OTHER,
     OTHER_GAP,
     RANKS,
     SCHEDULE,
     TIE,
+    TOKENS,
     Edit,
     Explanation,
     Powers,
-    Rival,
     Row,
-    add,
     effect,
+    ends_step,
+    nameless,
     same,
 )
-from gradcheck_dist.diagnosis.factors import name_number
+from gradcheck_dist.diagnosis.factors import Name, name_number
+from gradcheck_dist.diagnosis.rivals import Formulas
 
 
 @dataclass
@@ -67,23 +72,38 @@ class Search:
             for rows in [[row for row in self.right or self.rows if hand in row.factors]
                          or [row for row in self.rows if hand in row.factors]]
         }  # fmt: skip
+        self.formulas = Formulas(self.wrong, self.factor_of, self.quantities, self._exact)
         self.edits = [edit for mode in ("never", "once", "missing", "elsewhere") for edit in self._edits(mode)]
 
     def _edits(self, mode: str) -> Iterator[Edit]:
         """Edits that change something that is wrong."""
+        carriers = {row.carried_by for row in self.rows}
         for hand in self.hands:
-            edit = (hand, mode)
             if (hand[0] == GAP and mode == "missing") or (hand[0] != GAP and mode == "elsewhere"):
                 continue
-            if mode == "elsewhere" and not any(hand in row.factors for row in self.right):
-                continue
+            if mode == "never" and hand in carriers:
+                continue  # without it other ranks' contributions would not be here
             if mode == "missing" and not (0 < abs(self.factor_of[hand]) != 1):
                 continue
-            if any(self.effect(row, edit) != 1 for row in self.wrong):
-                yield edit
+            references = self._references(hand) if mode == "elsewhere" else [self.factor_of[hand]]
+            for edit in (Edit(hand, mode, reference) for reference in references):
+                if any(self.effect(row, edit) != 1 for row in self.wrong):
+                    yield edit
+
+    def _references(self, hand: Hand) -> list[float]:
+        """What an unrecorded hand should have done: what it did to right weights; where none is right, what it did to
+        some of the wrong ones."""
+        if any(hand in row.factors for row in self.right):
+            return [self.factor_of[hand]]
+        values: list[float] = []
+        for row in (row for row in self.rows if hand in row.factors):
+            value = prod(row.factors[hand])
+            if value and all(abs(value / known - 1) > 2 * row.allowed for known in values):
+                values.append(value)
+        return values[:MOST_REFERENCES] if len(values) > 1 else []
 
     def effect(self, row: Row, edit: Edit) -> float:
-        return effect(row.factors, edit, self.factor_of.get(edit[0], 1.0))
+        return effect(row.factors, edit)
 
     def best(self) -> list[Explanation]:
         """The cheapest explanation, and rivals that cost little more and fit only because sizes happen to be equal; []
@@ -91,95 +111,66 @@ class Search:
         found: list[Explanation] = []
         limit = float("inf")
         for chosen in self._choices():
-            base = sum(MISSING if mode in ("missing", "elsewhere") else CAUSE for _, mode in chosen)
+            base = sum(self._cost_of(edit) for edit in chosen)
             if base > limit + ALIKE:
                 continue
             for explanation in self._completed(chosen, base, limit + ALIKE):
                 found.append(explanation)
                 limit = min(limit, explanation.cost)
         found.sort(key=lambda one: one.cost)
-        if min((row.allowed for row in self.wrong), default=0.0) > COARSE:  # numbers so vague speak for no name
-            least = min((one.cost - one.names for one in found), default=0.0)
-            self.tied = [one for one in found if one.cost - one.names <= least + TIE]
-        else:
-            self.tied = [one for one in found if one.cost <= limit + TIE]
+        self.tied = [one for one in found if one.cost <= limit + TIE]
         if not found:
             return []
-        known = [self.powers(found[0])]
+        if any(one.gaps for one in self.tied):
+            # Beside what nobody recorded, of explanations as good the one that accuses least of what was recorded.
+            first = min(self.tied, key=lambda one: (len(one.causes), len(one.causes - one.gaps), one.cost))
+            found = [first, *(one for one in found if one is not first)]
+        known = [self.formulas.powers(found[0])]
         best = found[:1]
         for one in found[1:]:
-            powers = self.powers(one)
+            powers = self.formulas.powers(one)
             if one.cost <= limit + ALIKE and len(best) <= MOST_RIVALS and not any(same(powers, old) for old in known):
                 best.append(one)
                 known.append(powers)
         return best
 
-    def loss_or_gap(self, chosen: Explanation) -> Hand | None:
-        """The hand that nobody recorded and that is to blame as well as the losses: of two that multiply the same
-        weights, which of them has the wrong number cannot be told."""
-        for other in self.tied:
-            if (other.loss is None) != (chosen.loss is None) and len(other.gaps ^ chosen.gaps) == 1:
-                (gap,) = other.gaps ^ chosen.gaps
-                if (gap in chosen.gaps) == (chosen.loss is None) and other.hands - {gap} == chosen.hands - {gap}:
-                    return gap
-        return None
+    def _cost_of(self, edit: Edit) -> float:
+        if edit.mode in ("missing", "elsewhere"):
+            return MISSING
+        return CLIPPED if edit.mode == "never" and edit.hand in self._clips else CAUSE
 
-    def rivals(self, found: Sequence[Explanation]) -> tuple[Rival, ...]:
-        """The explanations behind the first, in words."""
-        rivals = []
-        for one in found[1:]:
-            pairs = zip(self.powers(one), self.powers(found[0]), strict=True)
-            powers, against = next(pair for pair in pairs if dict(pair[0]) != dict(pair[1]))
-            rivals.append(Rival(self._words(one), tuple(powers.items()), tuple(against.items())))
-        return tuple(rivals)
-
-    def _words(self, explanation: Explanation) -> str:
-        modes = {"never": "should not act", "once": "should act once only", "missing": "should act here as well",
-                 "elsewhere": "should be what it is elsewhere"}  # fmt: skip
-        parts = [f"{_name(hand)} {modes[mode]}" for hand, mode in explanation.edits]
-        if explanation.loss is not None:
-            names = name_number(abs(explanation.loss), self.quantities, 1e-3, max_factors=2)
-            parts.append(f"the loss is off by {names[0].expression if names else f'{explanation.loss:.6g}'}")
-        parts += [f"{_name(hand)} should multiply by {self.factor_of[hand] / value:.6g}"
-                  for hand, value in explanation.others]  # fmt: skip
-        return " and ".join(parts)
-
-    def powers(self, explanation: Explanation) -> list[Powers]:
-        """What the explanation's factor is made of, for each wrong row; a number that is made of nothing known stands
-        under its own name."""
-        found: list[Powers] = []
-        for row in self.wrong:
-            total: dict[str, int] = {}
-            for hand, mode in explanation.edits:
-                factors = row.factors.get(hand, [])
-                if mode == "missing":
-                    add(total, self._powers_of(hand), -int(self.effect(row, (hand, mode)) != 1))
-                else:
-                    acting = factors if mode == "never" else factors[1:]
-                    add(total, self._powers_of(hand), sum(factor != 1 for factor in acting))
-            if explanation.loss is not None:
-                add(total, self._powers_named(explanation.loss), 1)
-            for hand, value in explanation.others:
-                if hand in row.factors:
-                    add(total, self._powers_named(value), 1)
-            found.append({name: power for name, power in total.items() if power})
+    @cached_property
+    def _clips(self) -> set[Hand]:
+        """The unrecorded hands that may be clips."""
+        found = set()
+        for hand in (hand for hand in self.hands if hand[0] == GAP and ends_step(hand)):
+            values = [(prod(row.factors[hand]), row.allowed) for row in self.rows if hand in row.factors]
+            alike = all(abs(value / values[0][0] - 1) <= 2 * (allowed + values[0][1]) for value, allowed in values)
+            below = all(0 < value < 1 for value, _ in values)
+            if below and alike and len(values) == len(self.rows) and not self._named(hand):
+                found.add(hand)
         return found
 
-    def _powers_of(self, hand: Hand) -> Powers:
-        """What a recorded hand multiplies by: an average by its group's size, a schedule by its microbatches."""
-        kind, op, size, site, constant = hand
-        if kind == "ScaleGrads":
-            return {"microbatches" if constant == self.quantities.get("microbatches") else str(constant): -1}
-        if kind != "Reduce":
-            return {f"{kind} {site}": 1}
-        named = [name for name in sorted(RANKS - {"world_size"}) if self.quantities.get(name) == size]
-        name = named[0] if named else f"group of {size}"
-        return {name: 1 if op == "sum" else -1}
+    def _named(self, hand: Hand) -> bool:
+        """Whether an unrecorded hand's number is one that somebody could be meant to divide by."""
+        tolerance = min(max(2 * min(row.allowed for row in self.rows if hand in row.factors), SAME), COARSE)
+        value = self.factor_of[hand]
+        return bool(value) and bool(self._divisors(hand, 1 / value, tolerance))
 
-    def _powers_named(self, value: float) -> Powers:
-        names = name_number(abs(value), self.quantities, max(2 * min(row.exact for row in self.rows), 1e-6),
-                            max_factors=2)  # fmt: skip
-        return dict(names[0].powers) if names else {f"{value:.6g}": 1}
+    def in_doubt(self, chosen: Explanation) -> dict[Hand, Hand]:
+        """What is to blame as well as a cause of the chosen explanation, one of the two being a hand that nobody
+        recorded: of two that multiply the same weights, which has the wrong number cannot be told."""
+        found: dict[Hand, Hand] = {}
+        for other in self.tied:
+            mine, theirs = chosen.causes - other.causes, other.causes - chosen.causes
+            if len(mine) == len(theirs) == 1:
+                (cause,), (instead,) = mine, theirs
+                if GAP in (cause[0], instead[0]):
+                    found.setdefault(cause, instead)
+            elif chosen.causes == other.gaps and theirs == {LOSSES}:
+                # The losses are off and a clip followed, or a line that should have put them right divided wrongly.
+                found.update(dict.fromkeys(chosen.gaps, LOSSES))
+        return found
 
     def partly(self) -> list[Explanation]:
         """The single cause, or pair of edits, that explains most of what is wrong and harms nothing that is right."""
@@ -203,13 +194,13 @@ class Search:
         value *= prod(factor for hand, factor in explanation.others if hand in row.factors)
         if value == 0 or row.documented == 0:
             return value == row.documented
-        return abs(row.documented / value - 1) <= 2 * row.allowed
+        return abs(row.documented / value - 1) <= 2 * row.allowed * min(abs(row.documented / value), 1.0)
 
     def _choices(self) -> Iterator[tuple[Edit, ...]]:
         yield ()
         for count in range(1, MOST_EDITS + 1):
             for chosen in combinations(self.edits, count):
-                if len({hand for hand, _ in chosen}) == count:
+                if len({edit.hand for edit in chosen}) == count:
                     yield chosen
 
     def explained_by_hands(self, most: int) -> bool:
@@ -225,7 +216,7 @@ class Search:
         if self._fit(rest, False, ()) == []:
             yield Explanation(edits, cost=base)
             return
-        edited = {hand for hand, _ in edits}
+        edited = {edit.hand for edit in edits}
         free = [hand for hand in self.hands if hand not in edited and _is_scaling(hand) and self.factor_of[hand]]
         sets: list[tuple[bool, tuple[Hand, ...]]] = [(True, ())]
         sets += [(with_loss, (hand,)) for with_loss in (False, True) for hand in free]
@@ -235,14 +226,27 @@ class Search:
             constants = self._fit(rest, with_loss, hands) if least <= limit else None
             if constants is None:
                 continue
-            cost, named, loss = base, 0.0, constants[0] if with_loss else None
+            cost, loss = base, constants[0] if with_loss else None
             if loss is not None:
-                cost, named = cost + LOSS, self._name_cost(loss)
+                cost += LOSS + self._loss_cost(loss, edited | set(hands))
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
                 cost += OTHER_GAP if hand[0] == GAP else OTHER
-                named += self.divisor_cost(hand, value / self.factor_of[hand])
-            yield Explanation(edits, loss, others, cost + named, named)
+                cost += self.divisor_cost(hand, self._intended(rest, loss, others, hand, value))
+            yield Explanation(edits, loss, others, cost)
+
+    def _intended(
+        self, rest: np.ndarray, loss: float | None, others: Sequence[tuple[Hand, float]], hand: Hand, value: float
+    ) -> float:
+        """What a hand should divide by. The noise of what was measured of it is in what is left of a row as well, and
+        cancels."""
+        rows = [(row.allowed, index) for index, row in enumerate(self.rows) if row.factors.get(hand)]
+        if not rows:
+            return value / self.factor_of[hand]
+        index = min(rows)[1]
+        met = self.rows[index].factors
+        more = prod((other for known, other in others if known != hand and known in met), start=loss or 1.0)
+        return float(rest[index]) / more / prod(met[hand])
 
     def _rest(self, edits: Iterable[Edit]) -> np.ndarray | None:
         """What is left of each row's ratio after the edits; None when a weight that is gone stays gone, or one that
@@ -259,7 +263,7 @@ class Search:
         """The constants that make up what is left of every row; None when there are none, or one of them is 1."""
         allowed = np.array([row.allowed for row in self.rows])
         if not with_loss and not hands:
-            return [] if np.all(np.abs(rest - 1) <= allowed) else None
+            return [] if np.all(np.abs(rest - 1) <= allowed * np.minimum(np.abs(rest), 1.0)) else None
         sign = 1.0
         if np.all(rest < 0) and with_loss:
             sign, rest = -1.0, -rest
@@ -279,17 +283,25 @@ class Search:
 
     def divisor_cost(self, hand: Hand, divisor: float) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by
-        microbatches."""
-        if abs(divisor - 1) <= 1e-6:
+        microbatches, a line of the user's by anything that it can count."""
+        tolerance = self._exact
+        if abs(divisor - 1) <= max(tolerance, SAME):
             return 0.0
         if hand[0] == GAP and self._is_loss_scale(divisor):
             return 1.0
-        meant = SCHEDULE if hand[0] == "ScaleGrads" else RANKS
+        names = self._divisors(hand, divisor, tolerance)
+        return min((0.5 + 0.5 * len(name.powers) for name in names), default=nameless(self._exact))
+
+    def could_divide(self, divisor: float) -> bool:
+        """Whether a line of the user's could be meant to divide by this number."""
+        return bool(self._divisors((GAP,), divisor, COARSE))
+
+    def _divisors(self, hand: Hand, divisor: float, tolerance: float) -> list[Name]:
+        meant = set(self.quantities) if hand[0] == GAP else SCHEDULE if hand[0] == "ScaleGrads" else RANKS
         quantities = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
-        tolerance = max(1e-3, *(2 * row.exact for row in self.wrong))
-        names = name_number(divisor, quantities, min(tolerance, COARSE), max_factors=3)
-        fitting = [name for name in names if all(power == 1 for _, power in name.powers)]
-        return min((0.5 + 0.5 * len(name.powers) for name in fitting), default=NAMELESS)
+        names = name_number(divisor, quantities, tolerance, max_factors=3)
+        # Tokens are divided by what they are averaged over (N/R); all else is a product.
+        return [name for name in names if _divides(dict(name.powers))]
 
     def _is_loss_scale(self, value: float) -> bool:
         """Whether this is a loss scale that nobody took away again, as far as was recorded."""
@@ -297,24 +309,39 @@ class Search:
         unscaled = any(known[0] == "AmpUnscale" for known in self.hands)
         return not unscaled and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2
 
-    def _name_cost(self, value: float) -> float:
-        tolerance = min(max(2 * min(row.exact for row in self.rows), 1e-6), COARSE)
+    @cached_property
+    def _exact(self) -> float:
+        """To how many digits recorded numbers are known that an explanation has to account for."""
+        return min(max(2 * min(row.exact for row in self.rows), 1e-6), COARSE)
+
+    def _loss_cost(self, loss: float, blamed: Set[Hand]) -> float:
+        """The cost of the constant of all losses. Beside an unrecorded number that is meant and has no name, no name of
+        what is left says why the losses have just the constant that makes up for it."""
+        meant = {hand for row in self.wrong for hand, _ in row.gaps} - blamed
+        if not all(self._named(hand) for hand in meant):
+            return nameless(self._exact)
+        return self._name_cost(loss, self._known(blamed))
+
+    def _known(self, blamed: Set[Hand]) -> float:
+        """How well the constant is known that all rows share, relative: what unrecorded hands did that are not blamed
+        is part of it, and was measured."""
+        exact = (row.exact if all(hand in blamed for hand, _ in row.gaps) else row.allowed for row in self.rows)
+        return min(max(2 * min(exact), 1e-6), COARSE)
+
+    def _name_cost(self, value: float, tolerance: float) -> float:
         key = (value, tolerance)
         if key not in self._names:
             names = name_number(abs(value), self.quantities, tolerance, max_factors=2)
             cost = min((sum(abs(power) for _, power in name.powers) + 0.5 * (len(name.powers) - 1) for name in names),
-                       default=NAMELESS)  # fmt: skip
+                       default=nameless(self._exact))  # fmt: skip
             cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
-            self._names[key] = min(cost, NAMELESS) + (1.0 if value < 0 else 0.0)
+            self._names[key] = min(cost, nameless(self._exact)) + (1.0 if value < 0 else 0.0)
         return self._names[key]
 
 
-def _name(hand: Hand) -> str:
-    kind, op, size, site, _ = hand
-    if kind == GAP:
-        return f"the unrecorded change behind the {op} event"
-    what = f"the {op} over {size} ranks" if kind == "Reduce" else f"the {kind} event"
-    return f"{what} at {site[0].rpartition('/')[2]}:{site[1]}" if isinstance(site, tuple) else what
+def _divides(powers: Powers) -> bool:
+    over = {name for name, power in powers.items() if power != 1}
+    return not over or (powers.get(TOKENS) == 1 and over <= RANKS and all(powers[name] == -1 for name in over))
 
 
 def _is_scaling(hand: Hand) -> bool:

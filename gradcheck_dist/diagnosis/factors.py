@@ -13,6 +13,8 @@ import numpy as np
 
 EXPONENTS = (-2, -1, 1, 2)
 MAX_DENOMINATOR = 4096
+SURE = 0.02
+"""What chance would make more often than this convicts nobody."""
 BY_CHANCE = 0.25
 """A kind of name is not tried where so many of its kind would hit a number by chance."""
 SPAN = 9.0
@@ -101,6 +103,15 @@ def name_number(
         if found:
             break
     return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+
+
+def chance(name: Name, quantities: Mapping[str, float], tolerance: float) -> float:
+    """How probable it is that some name as simple as this one equals a number of no meaning, known to a tolerance."""
+    usable = sum(number > 0 and abs(number - 1.0) > 1e-12 for number in quantities.values())
+    count = len(name.powers)
+    simple = all(abs(power) == 1 for _, power in name.powers)
+    num_choices = comb(usable, count) * (2**count if simple else 4**count - 2**count)
+    return float(num_choices * 2 * tolerance / SPAN)
 
 
 @lru_cache(maxsize=512)

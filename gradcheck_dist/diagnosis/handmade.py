@@ -82,6 +82,7 @@ def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | 
         name=_name(case),
         firm=finding.code == scaled_alike.CODE or parted or _stands_written(case),
         parted=parted,
+        makes_up=unexplained.makes_up(culprit, case.pattern),
     )
 
 
@@ -176,6 +177,15 @@ def _stands_written(case: Case) -> bool:
             return True  # two values lie on some power law, three do not
     else:
         values = distinct([_factor(cell) for _, cell in case.cells if not cell.right])
+        measured = case.culprit.factor
+        if (
+            measured
+            and unexplained.makes_up(case.culprit, pattern)
+            and any(
+                is_written(number, pattern.tolerance, case.context.quantities) for number in (measured, 1 / measured)
+            )
+        ):
+            return True
     if len(values) == 1 and values[0][1] > VAGUE:
         return True
     return all(value == 0 or is_written(value, tolerance, case.context.quantities) for value, tolerance in values)
@@ -193,7 +203,7 @@ def _replicas_part(case: Case) -> bool:
 
 def _name(case: Case) -> str | None:
     """What the factor is called; None when it is only a number."""
-    if case.pattern.kind in ("objective", "power"):
+    if case.pattern.kind in ("objective", "power", "partial"):
         return f"{case.pattern.kind} {case.pattern.objective} {case.pattern.count}"
     names = case.base_names if case.pattern.base is not None else case.names
     return names[0].expression if names and names[0].powers and names[0].cost < SIMPLE else None
@@ -315,8 +325,12 @@ def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
     values = [factor for _, each in members for factor, _ in each.factors.values() if factor != 1] or [1.0]
     low, high = min(values), max(values)
     size = f"x {low:.4g}" if high - low <= VAGUE * abs(high) else f"x {low:.4g} to x {high:.4g}"
-    alone = not any(finding.severity != "info" for verdict, _ in members for finding in verdict.findings)
+    alone = not change.makes_up and not any(
+        finding.severity != "info" for verdict, _ in members for finding in verdict.findings
+    )
     until = "Up to there the weights are right" if alone else "What is wrong besides is told apart from it"
+    if change.makes_up:
+        until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
     return (
         f"{change.words} changes gradients by no fixed factor ({size} on {params} parameter(s), step(s) {shown}): a "
         "clip by parameter, a projection, a normalisation or a running mean does this, a forgotten constant does not. "

@@ -13,7 +13,8 @@ from math import log2, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
-from gradcheck_dist.diagnosis.causes import GAP, NAMELESS, Explanation, Rival, Row
+from gradcheck_dist.diagnosis.brackets import widen
+from gradcheck_dist.diagnosis.causes import GAP, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of, line_of
 from gradcheck_dist.diagnosis.explanations import Search
@@ -154,7 +155,7 @@ def settle(
     fits = search.best()
     if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
         return False
-    rivals, doubtful = search.rivals(fits), search.loss_or_gap(fits[0])
+    rivals, doubts = search.formulas.rivals(fits), search.in_doubt(fits[0])
     for one in mine:
         gaps: dict[Hand, tuple[Culprit, float]] = {}
         for culprit, share in one.shares:
@@ -162,24 +163,17 @@ def settle(
             gaps[_gap_hand(culprit)] = (first, before * share)
         row = rows[id(one)]
         assert row is not None
-        blamed = {hand: search.effect(row, (hand, mode)) for hand, mode in fits[0].edits if hand in gaps}
+        blamed = {edit.hand: search.effect(row, edit) for edit in fits[0].edits if edit.hand in gaps}
         blamed |= {hand: value for hand, value in fits[0].others if hand in gaps}
         one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
         one.shares = [(gaps[hand][0], value) for hand, value in blamed.items() if value != 1]
         _share(contributions, one, fits[0], rivals, search, around)
-        if doubtful in gaps:
-            _widen(contributions, one, gaps[doubtful][0])
+        unseen = {hand: culprit for hand, (culprit, _) in gaps.items()}
+        for cause, instead in doubts.items():
+            widen(contributions, one, unseen, cause, instead)
         if len(one.shares) == 1:
             one.shares = [(one.shares[0][0], one.cell.ratio)]
     return True
-
-
-def _widen(contributions: Contributions, one: Judged, gap: Culprit) -> None:
-    """The losses are as good an explanation as what nobody recorded, or the other way round: the bracket has both."""
-    for index, (culprit, share) in enumerate(one.shares):
-        if culprit.kind == "loss" or culprit.identity == gap.identity:
-            loss = blame_loss(contributions.by_key[one.cell.key], share)
-            one.shares[index] = (replace(loss, unrecorded=True, before=gap.before, rivals=culprit.rivals), share)
 
 
 def _gap_hand(culprit: Culprit) -> Hand:
@@ -193,7 +187,14 @@ def _with_gaps(one: Judged, gaps: Shares) -> Row | None:
     allowed = max(one.tolerance, one.cell.tolerance) if gaps else one.allowed
     if one.cell.right and abs(total - 1) > allowed:
         return None
-    return Row(one.account, total, allowed, allowed if gaps else one.exact, factors)
+    carried_by = next((_gap_hand(culprit) for culprit, _ in gaps if _brought(one.account, culprit)), None)
+    return Row(one.account, total, allowed, one.exact, factors, carried_by)
+
+
+def _brought(account: Account, culprit: Culprit) -> bool:
+    """Whether a contribution of another rank came here by what this culprit did."""
+    first = account.gaps[0] if account.by_hand and account.gaps else None
+    return first is not None and culprit.event is first.start and culprit.before is first.end
 
 
 def _few(rows: list[Row]) -> list[Row]:
@@ -257,7 +258,7 @@ def recorded(contributions: Contributions, wrong: list[Judged], right: list[Judg
         if not explained:
             _unexplained(contributions, wrong, {one.cell.key for one in right}, around)
             return
-        rivals = search.rivals(fits)
+        rivals = search.formulas.rivals(fits)
         for one in explained:
             _share(contributions, one, fits[0], rivals, search, around)
         done = set(map(id, explained))
@@ -277,17 +278,17 @@ def _share(
     row, given = _row(one), []
     if chosen.loss is not None:
         culprit = blame_loss(contributions.by_key[one.cell.key], one.account.root)
-        divides = search.divisor_cost((GAP,), chosen.loss / one.meant)
-        if around.by_hand is not None and not chosen.edits and abs(one.meant) >= 1 - SAME and divides < NAMELESS:
+        divides = search.could_divide(chosen.loss / one.meant)
+        if around.by_hand is not None and not chosen.edits and abs(one.meant) >= 1 - SAME and divides:
             # Ranks were combined by something that nobody recorded: it may as well be that which should have divided.
             culprit = replace(culprit, unrecorded=True, before=around.by_hand)
         given.append((_loss_or_hand(culprit, around.noisy), chosen.loss))
-    for hand, mode in chosen.edits:
-        if hand[0] == GAP:
+    for edit in chosen.edits:
+        if edit.hand[0] == GAP:
             continue
-        value = search.effect(row, (hand, mode))
+        value = search.effect(row, edit)
         if value != 1:
-            given.append((_culprit_of_hand(one, hand, mode, search), value))
+            given.append((_culprit_of_hand(one, edit.hand, edit.mode, search), value))
     for hand, value in chosen.others:
         if hand[0] != GAP and hand in one.account.factors:
             given.append((_culprit_of_hand(one, hand, "other", search), value))

@@ -6,18 +6,18 @@ it is told in numbers and never renamed into something known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
 from gradcheck_dist.diagnosis import shapes
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.factors import SPAN, SURE, name_number
+from gradcheck_dist.diagnosis.partial_counts import partitions
 from gradcheck_dist.diagnosis.written import VAGUE, is_written
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
-from gradcheck_dist.ledger.solve import EPSILON
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pattern:
-    """`kind` is one of uniform, geometric, repeated, objective, own-rank-only, zeroed, part, power, other.
+    """`kind` is one of uniform, geometric, repeated, objective, own-rank-only, zeroed, partial, part, power, other.
 
     `factor` is the ratio's common factor; `base` of a geometric or repeated pattern is what each repetition multiplies;
     `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
-    follow: of n_c tokens of the contribution, N_r of its data rank, N_k of its accumulation step on all ranks, L_c its
-    labels (ignored ones too), accumulation step k of K, microbatch m or data rank r.
+    follow: N_g tokens of a part of the step ("partial": `num_parts` is how many parts there are), n_c tokens of the
+    contribution, N_r of its data rank, N_k of its accumulation step on all ranks, L_c its labels (ignored ones too),
+    accumulation step k of K, microbatch m or data rank r.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Pattern:
     objective: str | None = None
     tolerance: float = 1e-3
     count: str | None = None
+    num_parts: int = 1
 
 
 Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
@@ -96,11 +98,11 @@ def _arrays(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _uniform(samples: list[Sample], context: StepContext) -> Pattern | None:
-    if any(sample.gone for sample in samples):
+    there = [sample for sample in samples if not sample.gone]
+    factor = _constant(*_arrays(there)) if there else None
+    if factor is None or any(abs(sample.ratio - factor) > sample.margin for sample in samples if sample.gone):
         return None
-    ratios, tolerances = _arrays(samples)
-    factor = _constant(ratios, tolerances)
-    if factor is None or (abs(factor - 1) <= tolerance_of(samples) and any(sample.wrong for sample in samples)):
+    if abs(factor - 1) <= tolerance_of(samples) and any(sample.wrong for sample in samples):
         return None  # a common factor of 1 explains nothing
     return Pattern("uniform", f"every contribution x {factor:.6g}", factor, tolerance=tolerance_of(samples))
 
@@ -244,9 +246,8 @@ def _part(samples: list[Sample], context: StepContext) -> Pattern | None:
     factor = _constant(*_arrays(wrong)) if wrong else None
     if factor is None:
         return None
-    places = {id(s): shapes.Place(s.key, s.holder, s.holder_data_rank) for s in samples}
-    part = shapes.where([places[id(s)] for s in wrong], list(places.values()))
-    return Pattern("part", f"x {factor:.6g} on {part}, the rest right", factor, tolerance=tolerance_of(wrong))
+    text = f"x {factor:.6g} on {_place(wrong, samples)}, the rest right"
+    return Pattern("part", text, factor, tolerance=tolerance_of(wrong))
 
 
 def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | None:
@@ -264,6 +265,48 @@ def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | No
     return Pattern("power", text, factor, tolerance=tolerance_of(samples), count=f"{name}^{power:g}")
 
 
+def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """ratio = factor * N / N_g, on all weights or on some, the others being right."""
+    tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
+    if any(sample.gone or sample.key not in tokens for sample in samples):
+        return None
+    ways = partitions(list(tokens))
+    degrees = {name: value for name, value in context.quantities.items() if name != "num_tokens" and value > 1}
+    best: Pattern | None = None
+    for chosen in (samples, [sample for sample in samples if sample.wrong]):
+        if best is not None or not chosen:
+            break
+        ratios, tolerances = _arrays(chosen)
+        for way in ways:
+            counted = way.tokens_of(tokens)
+            predicted = np.array([sum(tokens.values()) / counted[sample.key] for sample in chosen])
+            factor = _constant(ratios / predicted, tolerances)
+            if factor is None or factor <= 0:
+                continue
+            tolerance = tolerance_of(chosen)
+            values = len({counted[sample.key] for sample in chosen})
+            if values == 1:  # one number, so its factor must have a name
+                named = abs(factor - 1) <= tolerance or name_number(
+                    factor, degrees, max(tolerance, 1e-6), max_factors=1
+                )
+                odds = (1 + 2 * len(degrees)) if named else np.inf
+            else:
+                odds = 1
+            by_chance = len(ways) * odds * (2 * tolerance / SPAN) ** max(values - 1, 1)
+            if by_chance > SURE or (best is not None and abs(np.log(factor)) >= abs(np.log(best.factor)) - 1e-6):
+                continue
+            part = "" if chosen is samples else f" on {_place(chosen, samples)}, the rest right"
+            text = f"the tokens of {way.words} instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}{part}"
+            best = Pattern("partial", text, factor, tolerance=tolerance, count="N / N_g", num_parts=way.num_parts)
+    return best
+
+
+def _place(wrong: list[Sample], samples: list[Sample]) -> str:
+    """Which part of the matrix is wrong, in words."""
+    places = {id(s): shapes.Place(s.key, s.holder, s.holder_data_rank) for s in samples}
+    return shapes.where([places[id(s)] for s in wrong], list(places.values()))
+
+
 HYPOTHESES: tuple[Hypothesis, ...] = (
     _uniform,
     _objective,
@@ -271,69 +314,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     _repeated,
     _own_rank_only,
     _zeroed,
+    _partial_count,
     _part,
     _power_of_count,
 )
-
-
-def own_objective(
-    contributions: Contributions,
-    expected: Mapping[ContributionKey, Fraction],
-    tokens: Mapping[ContributionKey, int],
-    right: Collection[ContributionKey] = (),
-) -> dict[ContributionKey, Fraction] | None:
-    """What the losses themselves were out for, when that is not (a multiple of) what is expected.
-
-    None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
-    that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
-    expected that came out right in the end (`right`), or else those that most losses have, or else their total.
-    """
-    roots = {key: contributions.by_key[key].weight for key in expected}
-    if not roots or any(not root for root in roots.values()):
-        return None
-    measured = np.array([roots[key] for key in expected], dtype=float)
-    rounding = loss_rounding(contributions)
-    if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
-        return None
-    for name in OBJECTIVES:
-        other = expected_weights(name, tokens)
-        if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
-            return other
-    quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
-    scale = _usual(quotients, right, rounding)
-    if scale is None:
-        scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
-            (roots[key] or 0.0) * tokens[key] for key in expected
-        )
-    return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
-
-
-def loss_rounding(contributions: Contributions) -> float:
-    """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
-    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
-    return 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
-
-
-def _usual(
-    quotients: Mapping[ContributionKey, float], right: Collection[ContributionKey], rounding: float
-) -> float | None:
-    """What brings the level that stands for right ones to 1; None when no level stands out."""
-    levels: list[list[ContributionKey]] = []
-    for key in sorted(quotients, key=lambda key: quotients[key]):
-        known = levels[-1] if levels else []
-        if known and abs(quotients[key] / quotients[known[0]] - 1) <= rounding:
-            known.append(key)
-        else:
-            levels.append([key])
-    for chosen in (set(right), set(quotients)):
-        counts = sorted(((len(chosen.intersection(level)), index) for index, level in enumerate(levels)), reverse=True)
-        stands_out = len(counts) == 1 or counts[0][0] > counts[1][0]
-        if stands_out and counts[0][0] > 0:
-            return 1.0 / float(np.median([quotients[key] for key in levels[counts[0][1]]]))
-    return None
-
-
-def _proportional(first: np.ndarray, second: np.ndarray, rounding: float) -> bool:
-    """Equal up to a factor, within the rounding of the losses' upstream gradients (relative)."""
-    quotient = first / second
-    return bool(np.ptp(quotient) <= rounding * float(np.abs(quotient).max()))

@@ -43,7 +43,8 @@ class Change:
 
     `place` is equal for the same lines in other steps; `factors` are (factor, relative tolerance) of some of the
     weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
-    stands among the findings. `parted`: copies of one gradient were changed apart on different ranks.
+    stands among the findings. `parted`: copies of one gradient were changed apart on different ranks. `makes_up`: the
+    weights were off before it.
     """
 
     place: tuple[object, ...]
@@ -55,6 +56,7 @@ class Change:
     name: str | None
     firm: bool
     parted: bool
+    makes_up: bool = False
 
 
 @dataclass

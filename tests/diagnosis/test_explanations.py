@@ -54,7 +54,7 @@ def test_without_anything_right_the_same_weight_is_the_losses_doing() -> None:
 def test_a_division_at_the_loss_and_an_average_are_two_causes_and_no_product() -> None:
     best = Search([row(1 / 3, (average(4), 0.25))], [], QUANTITIES).best()[0]
     assert best.loss == pytest.approx(1 / 3)
-    assert [mode for _, mode in best.edits] == ["never"]
+    assert [edit.mode for edit in best.edits] == ["never"]
 
 
 def test_a_constant_without_a_name_is_one_cause() -> None:
@@ -71,7 +71,7 @@ def test_a_divisor_without_a_name_is_blamed_and_not_the_loss_that_was_made_for_t
 def test_a_hand_that_others_went_through_is_missing() -> None:
     first, last = row(2.0, (schedule(2.0), 0.5)), row(2.0)
     best = Search([last], [first], QUANTITIES).best()[0]
-    assert [(hand[0], mode) for hand, mode in best.edits] == [("ScaleGrads", "missing")]
+    assert [(edit.hand[0], edit.mode) for edit in best.edits] == [("ScaleGrads", "missing")]
 
 
 def test_one_unit_with_a_divisor_of_its_own_is_found_and_named() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from random_trainers import Culprit, culprit_of, global_mean, microbatch_mean, rank_mean
+from random_trainers import Culprit, culprit_of, global_mean, group_mean, microbatch_mean, rank_mean
 from simulator import Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -18,6 +18,7 @@ from gradcheck_dist.scenarios.schema import library, load
 HEALTHY = Trainer(root=global_mean(), op="sum", accumulation=3, data_ranks=2)
 AVERAGING = replace(HEALTHY, op="avg", root=global_mean(2))
 PIPELINE = Trainer(root=global_mean(), impl="none", data_ranks=1, stages=2, microbatches=2, accumulation=3)
+FOUR = replace(AVERAGING, data_ranks=4, root=global_mean(4))
 HEADINGS = ("## What it does", "## Why it matters", "## Example", "## Fix", "## References")
 
 CASES = {
@@ -30,6 +31,7 @@ CASES = {
     "GS302": (AVERAGING, replace(AVERAGING, root=rank_mean(2))),
     "GS303": (HEALTHY, replace(HEALTHY, root=global_mean(3))),
     "GS304": (replace(HEALTHY, auxiliary=global_mean(0.01)), replace(HEALTHY, auxiliary=global_mean(0.03))),
+    "GS305": (FOUR, replace(FOUR, root=group_mean(2, 4))),
     "GS401": (HEALTHY, replace(HEALTHY, zero_between=True)),
     "GS501": (HEALTHY, replace(HEALTHY, hands=(Hand("before_optimizer", 0.0317),))),
     "GS000": (HEALTHY, replace(HEALTHY, hands=(Hand("before_step", 1.7),))),

@@ -73,6 +73,23 @@ def rank_mean(factor: float = 1.0) -> Callable[[Key, dict[Key, int]], float]:
     return root
 
 
+def group_mean(
+    size: int, factor: float = 1.0, *, strided: bool = False, only: frozenset[int] | None = None
+) -> Callable[[Key, dict[Key, int]], float]:
+    """Divided by the tokens of groups of data ranks, neighbours or every so manieth, on the ranks `only` (None: all);
+    the others divide by all tokens."""
+
+    def root(key: Key, tokens: dict[Key, int]) -> float:
+        if only is not None and key[0] not in only:
+            return factor / sum(tokens.values())
+        num_groups = len({d for d, _, _ in tokens}) // size
+        group = {d for d, _, _ in tokens if (d % num_groups == key[0] % num_groups if strided
+                                            else d // size == key[0] // size)}  # fmt: skip
+        return factor / sum(count for (d, _, _), count in tokens.items() if d in group)
+
+    return root
+
+
 # ---- trainers that are right
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from known_families import UNKNOWN, family
-from random_trainers import Case, Culprit, Random, downstream, global_mean, healthy, one
+from random_trainers import Case, Culprit, Random, downstream, global_mean, group_mean, healthy, one
 from simulator import Hand, Key, Trainer
 
 BEHIND_LEAF = {
@@ -57,6 +57,61 @@ def tokens_of_the_next_rank(random: Random) -> Case:
         return share / sum(count for (rank, _, _), count in tokens.items() if rank == other)
 
     return Case("", replace(trainer, root=root), [one("GS000", Culprit("loss"))])
+
+
+@family
+def tokens_of_a_group(random: Random) -> Case:
+    """The token count was all-reduced over half of the data ranks, on all of them or on one group only."""
+    trainer = _of_four(random)
+    size, strided = 2, bool(random.random() < 0.5)
+    num_groups = trainer.data_ranks // size
+    only = frozenset(range(size)) if random.random() < 0.4 and not strided else None
+    factor = float(random.choice([1.0, 1 / num_groups])) if only is None else 1.0
+    root = group_mean(size, factor / downstream(trainer), strided=strided, only=only)
+    # One number, known to some per cent, may be any other one.
+    vague = only is not None and "bfloat16" in (trainer.dtype, trainer.loss_dtype)
+    return Case("", replace(trainer, root=root), [one({"GS305", "GS000"} if vague else "GS305", Culprit("loss"))])
+
+
+@family
+def tokens_of_an_accumulation_step(random: Random) -> Case:
+    """Each accumulation step divides by its own tokens over all ranks, and by the number of steps."""
+    trainer = replace(_of_four(random), accumulation=4)
+
+    def root(key: Key, tokens: dict[Key, int]) -> float:
+        own = sum(count for other, count in tokens.items() if other[1] == key[1])
+        return 1 / (downstream(trainer) * trainer.accumulation * own)
+
+    return Case("", replace(trainer, root=root), [one("GS305", Culprit("loss"))])
+
+
+def _of_four(random: Random) -> Trainer:
+    trainer = _accumulating(random, 1, impl=str(random.choice(["ddp", "fsdp"])))
+    trainer = replace(trainer, data_ranks=int(random.choice([4, 6])), divide=None)
+    return replace(trainer, root=global_mean(1 / downstream(trainer)))
+
+
+@family
+def normalised_by_hand(random: Random) -> Case:
+    """Right: the loss is a sum, and a line before the optimizer divides by all tokens and what the average left out."""
+    trainer = replace(healthy(random, stages=1, sync="last"), loss_scale=1.0)
+    num_tokens = float(7 * len(trainer.keys))
+    trainer = replace(trainer, tokens=(7, 7), root=lambda key, tokens: 1.0)
+    return Case("", replace(trainer, hands=(Hand("before_step", 1 / (num_tokens * downstream(trainer))),)))
+
+
+@family
+def normalised_by_a_wrong_number(random: Random) -> Case:
+    """The loss is a sum, and a line before the optimizer divides by another number than all tokens."""
+    case = normalised_by_hand(random)
+    hand = case.trainer.hands[0]
+    factor = float(random.choice([1.25, 2.6, 1.37]))
+    # What the line should have divided by and the loss may be told together.
+    culprits = {
+        Culprit(kind, True, last) for kind in ("loss", "backward", "reduce") for last in ("clip", "optimizer_step")
+    }
+    trainer = replace(case.trainer, hands=(replace(hand, factor=hand.factor * factor),))
+    return Case("", trainer, [one("GS000", culprits, factor)])
 
 
 @family

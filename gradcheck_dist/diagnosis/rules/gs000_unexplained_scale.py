@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.patterns import Pattern
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS000"
@@ -39,10 +41,25 @@ def triggered(context: StepContext) -> bool:
     return True
 
 
+def shown(culprit: Culprit, pattern: Pattern) -> str:
+    """What nobody recorded multiplied by; where the weights before it were not right, what it should have been too."""
+    measured, off = culprit.factor, pattern.factor
+    if not makes_up(culprit, pattern) or measured is None:
+        return f"{off if measured is None else measured:.6g}"
+    return f"{measured:.6g} where x {measured / off:.6g} would make the weights right"
+
+
+def makes_up(culprit: Culprit, pattern: Pattern) -> bool:
+    """Whether what nobody recorded had something to put right: weights were off before it, and still are behind it."""
+    if not culprit.unrecorded or not culprit.factor or pattern.kind != "uniform" or not pattern.factor:
+        return False
+    return abs(culprit.factor / pattern.factor - 1) > max(1e-2, 4 * pattern.tolerance)
+
+
 def judge(case: Case) -> Answer:
     culprit = case.culprit
     if culprit.unrecorded:
-        factor = f"x {culprit.factor:.6g}" if culprit.factor is not None else "a change"
+        factor = f"x {shown(culprit, case.pattern)}" if culprit.factor is not None else "a change"
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
         fix = "Look at what your code does to .grad between these two lines."
@@ -53,7 +70,7 @@ def judge(case: Case) -> Answer:
             )
             fix = "Do to these parameters what your code does to the others between these two lines."
         elif culprit.kind == "loss" and culprit.gradient is not None:
-            where += " Ranks were combined there by a reduction that no probe saw: it or the loss is to blame."
+            where += " It or the loss is to blame: which of the two has the wrong number, these weights do not tell."
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."

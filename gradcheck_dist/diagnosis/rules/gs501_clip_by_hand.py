@@ -28,32 +28,41 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.factors import SURE, Name, chance
 from gradcheck_dist.diagnosis.hand_clip import could_be_clip
+from gradcheck_dist.diagnosis.rules.gs000_unexplained_scale import shown
 from gradcheck_dist.diagnosis.rules.gs606_unscale_without_scale import loss_scale_power
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS501"
 NAME = "clip-by-hand"
 SIMPLE = 3.5
-EXACT = 2e-3
+SURE_SIMPLE = 0.1
 
 
 def triggered(context: StepContext) -> bool:
     return False  # nothing can be said to be right by not finding it
 
 
+def _surely(name: Name, case: Case) -> bool:
+    """Whether a name tells a constant from a norm: chance makes names of two numbers often, and people do not."""
+    miss = max(abs(name.value / case.pattern.factor - 1), case.pattern.tolerance)
+    simple = len(name.powers) == 1 and abs(name.powers[0][1]) == 1
+    return chance(name, case.context.quantities, miss) < (SURE_SIMPLE if simple else SURE)
+
+
 def judge(case: Case) -> Answer | None:
     culprit, pattern = case.culprit, case.pattern
     if not could_be_clip(case) or loss_scale_power(case) is not None:
         return None
-    named = any(name.cost < SIMPLE and abs(name.value / pattern.factor - 1) < EXACT for name in case.names)
-    if named:
+    if any(name.cost < SIMPLE and _surely(name, case) for name in case.names):
         return None  # a constant of degrees and counts is somebody's formula, not a norm
     return Answer(
         severity="warning",
         explanation=f"Between the {culprit.kind} event and the {culprit.before.__struct_config__.tag} event every "  # type: ignore[union-attr]
-        f"gradient was multiplied by {pattern.factor:.6g}, alike on all parameters and ranks, by nothing recorded. A "
-        "hand-written clip does just this; so does a forgotten constant. The norm that it left is not one that tells.",
+        f"gradient was multiplied by {shown(culprit, pattern)}, alike on all parameters and ranks, by nothing "
+        "recorded. A hand-written clip does just this; so does a forgotten constant. The norm that it left is not one "
+        "that tells.",
         fix="If it is a clip, nothing is wrong. Otherwise look at what runs between these two lines.",
         suggested_experiment="Judge more steps: a clip's factor changes from step to step, a constant's does not.",
     )

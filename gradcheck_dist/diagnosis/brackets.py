@@ -1,0 +1,51 @@
+"""Brackets around two causes of which either may be the one: from the earlier event to the later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gradcheck_dist.diagnosis.account import Hand
+from gradcheck_dist.diagnosis.causes import GAP, LOSSES
+from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of
+from gradcheck_dist.events import Event
+from gradcheck_dist.ledger.contributions import Contributions
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.hands import Judged
+
+
+def widen(
+    contributions: Contributions, one: Judged, unseen: Mapping[Hand, Culprit], cause: Hand, instead: Hand
+) -> None:
+    """One cause is as good an explanation as the other: the bracket has both."""
+    ends = [_ends(contributions, one, unseen, each) for each in (cause, instead)]
+    if None in ends:
+        return
+    (mine, first, last), (theirs, start, end) = ends  # type: ignore[misc]
+    if LOSSES in (cause, instead):
+        earliest, before = (mine, end) if cause == LOSSES else (theirs, last)
+    else:
+        earliest = mine if first.seq <= start.seq else theirs
+        before = max((last, end), key=lambda event: event.seq if event is not None else float("inf"))
+    for index, (culprit, share) in enumerate(one.shares):
+        if culprit.identity == mine.identity:
+            factor = mine.factor if cause[0] == GAP else share
+            widened = replace(
+                earliest, factor=factor, nominal=1.0, unrecorded=True, before=before, rivals=culprit.rivals
+            )
+            one.shares[index] = (widened, share)
+
+
+def _ends(
+    contributions: Contributions, one: Judged, unseen: Mapping[Hand, Culprit], cause: Hand
+) -> tuple[Culprit, Event, Event | None] | None:
+    """A cause of this weight's as a culprit, and the events between which it acted; None when it did nothing here."""
+    if cause in unseen and unseen[cause].event is not None:
+        return unseen[cause], unseen[cause].event, unseen[cause].before  # type: ignore[return-value]
+    if cause == LOSSES:
+        loss = blame_loss(contributions.by_key[one.cell.key], one.account.root)
+        return (loss, loss.event, loss.event) if loss.event is not None else None
+    step = next((step for step in one.account.steps if step.hand == cause), None)
+    return None if step is None else (Culprit(kind_of(step.event), step.rank, step.event), step.event, step.event)

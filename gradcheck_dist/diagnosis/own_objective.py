@@ -1,0 +1,82 @@
+"""What the losses of a step were out for, when that is not what is expected of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.partial_counts import partitions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
+from gradcheck_dist.ledger.solve import EPSILON
+
+
+def own_objective(
+    contributions: Contributions,
+    expected: Mapping[ContributionKey, Fraction],
+    tokens: Mapping[ContributionKey, int],
+    right: Collection[ContributionKey] = (),
+) -> tuple[dict[ContributionKey, Fraction], bool] | None:
+    """What the losses themselves were out for, when that is not (a multiple of) what is expected.
+
+    None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
+    that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
+    expected that came out right in the end (`right`), or else those that most losses have, or else their total. The
+    second value tells whether their scale is known, and not only their total.
+    """
+    roots = {key: contributions.by_key[key].weight for key in expected}
+    if not roots or any(not root for root in roots.values()):
+        return None
+    measured = np.array([roots[key] for key in expected], dtype=float)
+    rounding = loss_rounding(contributions)
+    if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
+        return None
+    for name in OBJECTIVES:
+        other = expected_weights(name, tokens)
+        if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
+            return other, True
+    for way in partitions(list(expected)):
+        counted = way.tokens_of({key: tokens[key] for key in expected})
+        if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), rounding):
+            return {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}, True
+    quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
+    scale = _usual(quotients, right, rounding)
+    anchored = scale is not None
+    if scale is None:
+        scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
+            (roots[key] or 0.0) * tokens[key] for key in expected
+        )
+    return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}, anchored
+
+
+def loss_rounding(contributions: Contributions) -> float:
+    """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
+    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
+    return 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
+
+
+def _usual(
+    quotients: Mapping[ContributionKey, float], right: Collection[ContributionKey], rounding: float
+) -> float | None:
+    """What brings the level that stands for right ones to 1; None when no level stands out."""
+    levels: list[list[ContributionKey]] = []
+    for key in sorted(quotients, key=lambda key: quotients[key]):
+        known = levels[-1] if levels else []
+        if known and abs(quotients[key] / quotients[known[0]] - 1) <= rounding:
+            known.append(key)
+        else:
+            levels.append([key])
+    for chosen in (set(right), set(quotients)):
+        counts = sorted(((len(chosen.intersection(level)), index) for index, level in enumerate(levels)), reverse=True)
+        stands_out = len(counts) == 1 or counts[0][0] > counts[1][0]
+        if stands_out and counts[0][0] > 0:
+            return 1.0 / float(np.median([quotients[key] for key in levels[counts[0][1]]]))
+    return None
+
+
+def _proportional(first: np.ndarray, second: np.ndarray, rounding: float) -> bool:
+    """Equal up to a factor, within the rounding of the losses' upstream gradients (relative)."""
+    quotient = first / second
+    return bool(np.ptp(quotient) <= rounding * float(np.abs(quotient).max()))

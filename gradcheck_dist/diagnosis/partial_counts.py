@@ -1,0 +1,87 @@
+"""Token counts of a part of the step: what a loss is divided by when its count was taken over too few.
+
+A count that is all-reduced over the wrong group, or taken before the other accumulation steps or microbatches have
+run, makes the weights follow N / N_g: N tokens of the step, N_g those of the part that the contribution was counted in.
+Parts are blocks of data ranks (neighbours, or every so manieth, as the axes of a mesh lie), one accumulation step, one
+microbatch, and what these have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradcheck_dist.ledger.contributions import ContributionKey
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which part of the step each contribution is counted in. `words` name the parts, `group_size` is the number of
+    data ranks in one (None: all of them), `num_parts` how many there are."""
+
+    words: str
+    part: Mapping[ContributionKey, tuple[int, int, int]]
+    group_size: int | None
+    num_parts: int
+
+    def tokens_of(self, tokens: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:
+        """N_g of each contribution."""
+        total: dict[tuple[int, int, int], int] = {}
+        for key, count in tokens.items():
+            total[self.part[key]] = total.get(self.part[key], 0) + count
+        return {key: total[self.part[key]] for key in tokens}
+
+
+def partitions(keys: Sequence[ContributionKey]) -> list[Partition]:
+    """All ways to count a part of the step, but for those that have objectives of their own (each rank's tokens, each
+    contribution's), simplest first."""
+    ranks, steps, microbatches = ({key[axis] for key in keys} for axis in range(3))
+    found: dict[tuple[tuple[int, int, int], ...], Partition] = {}
+    for group in _groups(len(ranks)):
+        for own_step in (False, True)[: 1 + (len(steps) > 1)]:
+            for own_microbatch in (False, True)[: 1 + (len(microbatches) > 1)]:
+                part = {
+                    key: (group.of(key[0]), key[1] if own_step else 0, key[2] if own_microbatch else 0) for key in keys
+                }
+                num_parts = len(set(part.values()))
+                alone = group.size == 1 and not (own_step or own_microbatch)
+                if num_parts in (1, len(keys)) or alone:
+                    continue
+                times = [name for name, own in (("accumulation step", own_step), ("microbatch", own_microbatch)) if own]
+                words = f"{group.words}{f' and the same {_and(times)}' if times else ''}"
+                one = Partition(words, part, group.size if group.size < len(ranks) else None, num_parts)
+                found.setdefault(tuple(part.values()), one)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Group:
+    size: int
+    num_ranks: int
+    strided: bool
+
+    def of(self, rank: int) -> int:
+        return rank % (self.num_ranks // self.size) if self.strided else rank // self.size
+
+    @property
+    def words(self) -> str:
+        if self.size == self.num_ranks:
+            return "all data ranks"
+        if self.size == 1:
+            return "the same data rank"
+        groups = [
+            [str(rank) for rank in range(self.num_ranks) if self.of(rank) == index]
+            for index in range(self.num_ranks // self.size)
+        ]
+        shown = " | ".join(", ".join(group) for group in groups[:4]) + (" | ..." if len(groups) > 4 else "")
+        return f"data ranks {shown}"
+
+
+def _groups(num_ranks: int) -> list[_Group]:
+    sizes = [size for size in range(num_ranks, 0, -1) if num_ranks % size == 0]
+    groups = [_Group(size, num_ranks, strided) for size in sizes for strided in (False, True)]
+    return [group for group in groups if not (group.strided and group.size in (1, num_ranks))]
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(words)
