@@ -145,9 +145,10 @@ class Search:
         found = set()
         for hand in (hand for hand in self.hands if hand[0] == GAP and ends_step(hand)):
             values = [(prod(row.factors[hand]), row.allowed) for row in self.rows if hand in row.factors]
+            if len(values) < len(self.rows) or not all(0 < value < 1 for value, _ in values):
+                continue
             alike = all(abs(value / values[0][0] - 1) <= 2 * (allowed + values[0][1]) for value, allowed in values)
-            below = all(0 < value < 1 for value, _ in values)
-            if below and alike and len(values) == len(self.rows) and not self._named(hand):
+            if alike and not self._named(hand):
                 found.add(hand)
         return found
 

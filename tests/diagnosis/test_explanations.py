@@ -9,7 +9,7 @@ from random_trainers import global_mean
 from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.account import Account, Step
-from gradcheck_dist.diagnosis.causes import Row
+from gradcheck_dist.diagnosis.causes import GAP, Row
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.finding import Report
@@ -72,6 +72,25 @@ def test_a_hand_that_others_went_through_is_missing() -> None:
     first, last = row(2.0, (schedule(2.0), 0.5)), row(2.0)
     best = Search([last], [first], QUANTITIES).best()[0]
     assert [(edit.hand[0], edit.mode) for edit in best.edits] == [("ScaleGrads", "missing")]
+
+
+def behind(root: float, factor: float) -> Row:
+    """A weight after a change just before the optimizer that nobody recorded."""
+    account = Account(root)
+    return Row(
+        account, root * factor, 1e-3, 1e-6, (((GAP, "backward", 0, ("backward", "OptimizerStep"), None), factor),)
+    )
+
+
+def test_what_is_gone_in_an_unrecorded_change_is_its_doing() -> None:
+    best = Search([behind(1.0, 0.0)], [], QUANTITIES).best()[0]
+    assert (best.loss, [edit.mode for edit in best.edits]) == (None, ["never"])
+
+
+def test_a_sum_loss_and_a_division_by_a_wrong_number_are_one_cause() -> None:
+    quantities = {**QUANTITIES, "num_tokens": 48.0}
+    best = Search([behind(48.0, 1 / 37)], [], quantities).best()[0]
+    assert (best.loss, len(best.causes)) == (None, 1)
 
 
 def test_one_unit_with_a_divisor_of_its_own_is_found_and_named() -> None:

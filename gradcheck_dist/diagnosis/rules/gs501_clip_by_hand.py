@@ -27,6 +27,7 @@ constant stays. `torch.nn.utils.clip_grad_norm_` is recorded, and its coefficien
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.causes import RANKS
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.factors import SURE, Name, chance
 from gradcheck_dist.diagnosis.hand_clip import could_be_clip
@@ -37,7 +38,7 @@ from gradcheck_dist.diagnosis.rules.verdict import Answer
 CODE = "GS501"
 NAME = "clip-by-hand"
 SIMPLE = 3.5
-SURE_SIMPLE = 0.1
+SURE_OF_RANKS = 0.1
 
 
 def triggered(context: StepContext) -> bool:
@@ -45,10 +46,17 @@ def triggered(context: StepContext) -> bool:
 
 
 def _surely(name: Name, case: Case) -> bool:
-    """Whether a name tells a constant from a norm: chance makes names of two numbers often, and people do not."""
+    """Whether a name tells a constant from a norm: chance makes some names often. Where ranks were combined in the
+    bracket, a number of ranks is no chance."""
     miss = max(abs(name.value / case.pattern.factor - 1), case.pattern.tolerance)
-    simple = len(name.powers) == 1 and abs(name.powers[0][1]) == 1
-    return chance(name, case.context.quantities, miss) < (SURE_SIMPLE if simple else SURE)
+    expected = _combined(case) and len(name.powers) == 1 and name.powers[0][0] in RANKS
+    return chance(name, case.context.quantities, miss) < (SURE_OF_RANKS if expected else SURE)
+
+
+def _combined(case: Case) -> bool:
+    """Whether contributions of other ranks came to a gradient in the bracket: by a reduction that nobody recorded."""
+    place = case.context.contributions.coordinate
+    return case.culprit.kind == "backward" and any(place.get(held.rank) != cell.key[0] for held, cell in case.cells)
 
 
 def judge(case: Case) -> Answer | None:
