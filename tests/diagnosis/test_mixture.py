@@ -33,7 +33,7 @@ def test_a_mixture_is_left_open_and_what_follows_it_is_judged(coefficients: tupl
 
 def test_equal_shares_of_steps_are_a_mean_of_means() -> None:
     (finding,) = diagnose(World(of_step((0.5, 0.5))).run()).findings
-    assert finding.factor.expression == "num_tokens/accumulation_steps * N_k^-1"
+    assert (finding.code, finding.factor.expression) == ("GS305", "1/groups * num_tokens/N_g")
 
 
 def test_what_scales_the_first_steps_behind_the_losses_is_no_mixture() -> None:
