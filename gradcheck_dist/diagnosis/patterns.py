@@ -284,7 +284,9 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             if factor is None or factor <= 0:
                 continue
             tolerance = tolerance_of(chosen)
-            values = len({counted[sample.key] for sample in chosen})
+            # Counts that are alike within the tolerance put the factor to no test.
+            told = np.sort(np.log(predicted))
+            values = 1 + int((np.diff(told) > 4 * tolerance_of(chosen)).sum())
             if values == 1:  # one number, so its factor must have a name
                 named = abs(factor - 1) <= tolerance or name_number(
                     factor, degrees, max(tolerance, 1e-6), max_factors=1
