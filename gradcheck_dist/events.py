@@ -77,7 +77,8 @@ class LossGradient(Event, tag="loss_gradient"):
 
     For reduction "mean" the arriving gradient is divided by num_tokens; for "none" `weight` is the mean over tokens
     with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them. `other_losses`
-    counts the losses of other kinds behind the same backward root.
+    counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
+    multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
     """
 
     loss_id: int
@@ -89,6 +90,7 @@ class LossGradient(Event, tag="loss_gradient"):
     num_tokens: Count | None = None
     stage: Index | None = None
     other_losses: Count = 0
+    computed: bool = False
 
 
 class Backward(Event, tag="backward"):

@@ -44,6 +44,12 @@ class Aim:
             self.reasons.append(self._why_relative())
 
     def _why_relative(self) -> str:
+        if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
+            return (
+                "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
+                "a curve, before backward: how much each should weigh is a function of the data, so weights are "
+                "relative to each contribution's own gradient and compared with one another"
+            )
         losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
         ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
         named = f" ({', '.join(ops)})" if ops else ""
@@ -89,12 +95,15 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
     groups = independent(data, contributions)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
     weighted = _by_class_weights(contributions)
-    if weighted is not None and _wrong(counted, measured):
+    computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
+    if (weighted is None and not computed) or not _wrong(counted, measured):
+        return counted
+    if weighted is not None:
         sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
         other = Aim(weighted, _expected(objective, sums, groups), sums)
         if not _wrong(other, measured):
             return other
-    return counted
+    return _relative(contributions, measured) if computed else counted
 
 
 def _expected(

@@ -16,6 +16,7 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "computed",
         "given",
         "label_hash",
         "leaves",
@@ -47,6 +48,7 @@ class BackwardPass:
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 

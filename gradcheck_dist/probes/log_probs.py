@@ -128,4 +128,5 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         num_tokens=num_tokens,
         stage=current.stage,
         other_losses=current.other_losses,
+        computed=current.computed,
     )

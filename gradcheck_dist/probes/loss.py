@@ -194,4 +194,5 @@ def gradient_arrived(
         num_tokens=num_tokens,
         stage=recorder.current.stage,
         other_losses=recorder.current.other_losses,
+        computed=recorder.current.computed,
     )

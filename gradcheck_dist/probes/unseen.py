@@ -39,6 +39,12 @@ _OTHERS = {
     "SoftMarginLossBackward": "soft_margin_loss",
     "MultiMarginLossBackward": "multi_margin_loss",
 }
+_CURVED = {
+    *("ExpBackward", "LogBackward", "Log1PBackward", "PowBackward", "SqrtBackward", "SigmoidBackward", "TanhBackward"),
+    *("SoftplusBackward", "LogSigmoidBackward", "SoftmaxBackward", "LogSoftmaxBackward", "LogsumexpBackward"),
+}
+"""Between a loss and the root: what such a node passes on depends on the loss itself."""
+_PRODUCTS = {"MulBackward", "DivBackward"}
 _MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
 
 
@@ -59,6 +65,23 @@ class _Found:
         self.log_softmaxes: list[Any] = []
         self.logsumexp_inputs: set[Any] = set()
         self.others: list[str] = []
+        self.losses: list[Any] = []
+        self.above: dict[Any, list[Any]] = {}  # from a node to those that its output goes into
+
+    def is_computed(self) -> bool:
+        """Whether a loss is multiplied, on its way to the root, by something that has a gradient itself (a learned
+        weight, a focal factor), or goes through a curve: its weight is a function of the data then."""
+        queue, visited = deque(self.losses), set[Any]()
+        while queue:
+            for node in self.above.get(queue.popleft(), ()):
+                if node in visited:
+                    continue
+                visited.add(node)
+                operands = [following for following, _ in node.next_functions if following is not None]
+                if _name(node) in _CURVED or (_name(node) in _PRODUCTS and len(operands) > 1):
+                    return True
+                queue.append(node)
+        return False
 
 
 @guarded("unseen")
@@ -80,6 +103,7 @@ def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         _watch_soft_targets(recorder, soft.pop())
     current.other_losses += len(found.others) + len(soft)
+    current.computed = found.is_computed()
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
 
@@ -88,6 +112,12 @@ def _search(roots: Sequence[Tensor]) -> _Found:
     found = _Found()
     queue = deque(root.grad_fn for root in roots)
     visited: set[Any] = set()
+
+    def descend(node: Any) -> None:
+        for following, _ in node.next_functions:
+            found.above.setdefault(following, []).append(node)
+            queue.append(following)
+
     while queue and len(visited) < MAX_NODES:
         node = queue.popleft()
         if node is None or node in visited:
@@ -95,23 +125,29 @@ def _search(roots: Sequence[Tensor]) -> _Found:
         visited.add(node)
         if autograd.is_recorded(node):
             found.known += 1
+            found.losses.append(node)
             continue
         name = _name(node)
         if name in ("NllLossBackward", "NllLoss2DBackward"):
             found.cross_entropies.append(node)
+            found.losses.append(node)
         elif name in _PICKS:
             source = _source(node)
             found.picks.append((node, source))
             if _name(source) != "LogSoftmaxBackward":
-                queue.extend(following for following, _ in node.next_functions)
+                descend(node)
+            else:
+                found.losses.append(node)
         elif name == "LogSoftmaxBackward":
             found.log_softmaxes.append(node)
         elif name == "LogsumexpBackward":
             found.logsumexp_inputs.add(_source(node))
         elif name in _OTHERS:
             found.others.append(_OTHERS[name])
+            if name in _CURVED:
+                descend(node)
         elif name not in _MODEL:
-            queue.extend(following for following, _ in node.next_functions)
+            descend(node)
     return found
 
 

@@ -164,8 +164,10 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             result.reasons.append("the number of tokens of a loss is unknown")
         elif slot not in result.slots:
             result.reasons.append("a loss received its gradient in a pass that reached no parameter")
-        elif event.other_losses or (loss is not None and loss.num_weighted_tokens is not None):
-            result.reasons.append("several losses share one backward pass, or tokens are weighted by class")
+        elif event.other_losses or event.computed or (loss is not None and loss.num_weighted_tokens is not None):
+            result.reasons.append(
+                "several losses share one backward pass, or tokens are weighted by class or by the data"
+            )
         else:
             result.weight_rows.append(weights[index])
             result.token_rows.append(tokens)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.trace.run import read_run
 
@@ -128,3 +129,41 @@ def test_a_hook_of_the_user_runs_behind_ours(tmp_path: Path) -> None:
         optimizer.step()
     (finding,) = gradcheck_dist.diagnose(read_run(tmp_path / "run")).findings
     assert (finding.code, finding.factor.observed, finding.num_parameters) == ("GS000", pytest.approx(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "computed"),
+    [
+        (lambda loss, learned: loss / 3 + 1e-3 * learned.pow(2).sum(), False),
+        (lambda loss, learned: torch.stack([loss, loss]).mean() * torch.tensor(0.3), False),
+        (lambda loss, learned: loss * (-learned).exp(), True),
+        (lambda loss, learned: loss / learned + learned.log(), True),
+        (lambda loss, learned: (1 - (-loss).exp()) ** 2 * loss, True),
+        (lambda loss, learned: -F.logsigmoid(0.1 * loss), True),
+    ],
+)
+@pytest.mark.parametrize("cross_entropy", [lambda: F.cross_entropy, lambda: early_cross_entropy])
+def test_a_weight_that_is_a_function_of_the_data_is_told(
+    tmp_path: Path,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    computed: bool,
+    cross_entropy: Callable[[], Callable[[Tensor, Tensor], Tensor]],
+) -> None:
+    learned = nn.Parameter(torch.tensor(0.7))
+    _, (gradient,) = recorded(tmp_path, lambda logits, labels: loss_of(cross_entropy()(logits, labels), learned))
+    assert gradient.computed is computed
+
+
+def test_a_learned_weight_accuses_nobody(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, learned = nn.Linear(4, 5), nn.Parameter(torch.tensor(0.022))
+    optimizer = torch.optim.SGD([*model.parameters(), learned], 0.1)
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for _ in range(2):
+            loss = F.cross_entropy(model(torch.randn(6, 4)), torch.randint(5, (6,)))
+            ((-learned).exp() * loss + learned).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("function of the data" in reason for reason in report.reasons)

@@ -12,8 +12,8 @@ FROZEN = {
         "num_weighted_tokens seq t_ns step site"
     ),
     "loss_gradient": (
-        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses seq t_ns "
-        "step site"
+        "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
+        "seq t_ns step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",

@@ -1,9 +1,10 @@
 """Data-parallel ranks train on the same tokens in the same step.
 
 ## What it does
-Compares, by a hash of the labels and the loss that came out, what data-parallel ranks were given in one step. Ranks
-that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not compared with
-each other. The same batch in several steps is not looked at: a toy that overfits one batch is a fine test.
+Compares, by a hash of the labels and by the loss and gradients that came out, what data-parallel ranks got in one
+step. Ranks that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not
+compared with each other. The same batch in several steps is not looked at: a toy that overfits one batch is a fine
+test.
 
 ## Why it matters
 The weights are right and nothing is off in any norm: the run just sees 1/R of the data it pays for, with the gradient
@@ -29,6 +30,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+import numpy as np
+
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
@@ -38,6 +41,8 @@ from gradcheck_dist.ledger.contributions import Contribution
 
 CODE = "GS701"
 NAME = "same-batch-on-ranks"
+SAME_GRADIENT = 0.1
+"""Relative difference of one batch's gradients on two copies; kernels and low precision leave less."""
 SAME_LOSS = 1e-4
 """Relative difference of the losses of one batch on two copies of a model; without dropout they are equal bits."""
 
@@ -63,7 +68,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     shared = []
     for group in alike.values():
         first = group[0]
-        copies = [one for one in group if _same_loss(one, first)]
+        copies = [one for one in group if _same_loss(one, first) and _same_gradients(facts, one, first)]
         if len({apart.get(one.ranks[0], one.key[0]) for one in copies}) > 1:
             shared.append(copies)
     if not shared:
@@ -100,6 +105,24 @@ def _tells(one: Contribution) -> bool:
 def _same_loss(one: Contribution, other: Contribution) -> bool:
     assert one.value is not None and other.value is not None
     return abs(one.value - other.value) <= SAME_LOSS * abs(other.value)
+
+
+def _same_gradients(facts: StepFacts, one: Contribution, first: Contribution) -> bool:
+    """Whether most parameters got the same gradients from both, as far as they can be compared. Ranks that each compute
+    one loss over the gathered features of all (CLIP) have its labels and its value in common, and no batch."""
+    alike: list[bool] = []
+    for tracks in facts.data.tracks.values():
+        pair = [
+            tracks[contribution.loss_rank].leaves.get(contribution.key[1:])
+            for contribution in (one, first)
+            if contribution.loss_rank in tracks
+        ]
+        if len(pair) == 2 and pair[0] is not None and pair[1] is not None:
+            mine, other = pair[0][1].data, pair[1][1].data
+            both = ~np.isnan(mine) & ~np.isnan(other)
+            if scale := float(np.linalg.norm(other[both])):
+                alike.append(float(np.linalg.norm(mine[both] - other[both])) <= SAME_GRADIENT * scale)
+    return 2 * sum(alike) >= len(alike)
 
 
 def _data_place(facts: StepFacts) -> dict[int, tuple[int, ...]]:
