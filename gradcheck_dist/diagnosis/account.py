@@ -169,7 +169,9 @@ def _walk(
         seen = float(entry.observed[column]) / entry.clip
         if np.isnan(seen):
             continue
-        if not _is_seen(entry, column):
+        least = 6 * float(entry.stderr[column]) / entry.clip
+        fallen = abs(measured * since - seen * arrived) > least * abs(arrived)
+        if abs(seen) <= least and (fallen or measured * since == 0):
             seen = 0.0  # what is left of it is rounding, which the next measurement is no multiple of
             if kept is None and measured * since != 0:
                 kept = len(result.steps), len(result.gaps), measured * since  # emptied, and nothing told of it
@@ -302,11 +304,8 @@ def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Even
 
 def _contains(entry: Entry, column: int) -> bool:
     value = entry.nominal[column]
-    return (not np.isnan(value) and value != 0) or _is_seen(entry, column)
-
-
-def _is_seen(entry: Entry, column: int) -> bool:
-    """Whether a sample shows a contribution: with a weight that is more than noise."""
+    if not np.isnan(value) and value != 0:
+        return True
     if not entry.sampled or entry.observed is None or entry.stderr is None:
         return False
     return bool(abs(entry.observed[column]) > max(SAME * entry.largest, 6 * entry.stderr[column]))

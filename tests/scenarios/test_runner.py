@@ -65,7 +65,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     launched: list[str] = []
 
     def launch(target: str, args: tuple[Any, ...], nproc: int, **options: Any) -> list[None]:
-        run_dir, config, _ = args
+        run_dir, config, *_ = args
         launched.append(Path(run_dir).name)
         write_traces(run_dir, config)
         return [None] * nproc
