@@ -38,6 +38,16 @@ class Mixed:
     alike: list[ParamKey]
     coordinate: dict[int, int]
 
+    @property
+    def tells(self) -> bool:
+        """Whether any values that were compared could be told apart."""
+        return bool(self.unlike or self.alike)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold what is unlike."""
+        return tuple(sorted({rank for one in self.unlike for part in one.holders for rank in part}))
+
     @cached_property
     def began_apart(self) -> bool:
         """Whether the whole model differs between data ranks that reduce it, which is no layout but another start."""

@@ -47,8 +47,7 @@ def judge(case: Case) -> Answer | None:
 
 
 def could_audit(facts: StepFacts) -> bool:
-    found = mixed(facts)
-    return bool(found.unlike or found.alike)
+    return mixed(facts).tells
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -61,12 +60,12 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     groups = " | ".join(",".join(map(str, ranks)) for ranks in holders)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
-    ranks = tuple(sorted({rank for one in found.unlike for part in one.holders for rank in part}))
+    over = ", ".join(map(str, found.ranks))
     yield Remark(
         answer=Answer(
-            explanation=f"The gradients of {shown} are combined over ranks {', '.join(map(str, ranks))}, which hold "
-            f"different values under these names (ranks with equal ones: {groups}), from the first step on{beside}. "
-            "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the "
+            explanation=f"The gradients of {shown} are combined over ranks {over}, which hold different values under "
+            f"these names (ranks with equal ones: {groups}), from the first step on{beside}. They are experts, shards "
+            "or heads of their own, or copies that were never made equal; in both cases the "
             "sum belongs to no parameter.",
             fix=f"Reduce them over ranks that hold the same parameter only ({groups}). If they are meant to be copies, "
             "broadcast them from one rank before the first step.",
@@ -74,7 +73,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         pattern=f"gradients of {len(names)} parameter{'s' * (len(names) != 1)} are combined over ranks that hold "
         f"different ones: {groups}",
         params=frozenset(one.param for one in found.unlike),
-        ranks=ranks,
+        ranks=found.ranks,
         rank=rank,
         event=event,
     )

@@ -49,8 +49,7 @@ def judge(case: Case) -> Answer | None:
 
 
 def could_audit(facts: StepFacts) -> bool:
-    found = mixed(facts)
-    return bool(found.unlike or found.alike)
+    return mixed(facts).tells
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
@@ -58,11 +57,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if not found.began_apart:
         return
     rank, event = first_of(found.unlike)
-    ranks = tuple(sorted({rank for one in found.unlike for part in one.holders for rank in part}))
     num = len(found.unlike)
     yield Remark(
         answer=Answer(
-            explanation=f"Ranks {', '.join(map(str, ranks))} reduce their gradients together and hold different "
+            explanation=f"Ranks {', '.join(map(str, found.ranks))} reduce their gradients together and hold different "
             f"models: all {num} parameters whose values tell differ between them when the first recorded step begins, "
             "and when it is over. A gradient that is the mean over different models is the gradient of none.",
             fix="Broadcast parameters and buffers from one rank before the first step, or draw them from one seed on "
@@ -71,7 +69,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ),
         pattern=f"all {num} parameters whose values tell differ between ranks that reduce them together",
         params=frozenset(one.param for one in found.unlike),
-        ranks=ranks,
+        ranks=found.ranks,
         rank=rank,
         event=event,
     )
