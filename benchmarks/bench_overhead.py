@@ -10,6 +10,9 @@ costs once is not counted. Goals: 1.02 on the first, 1.05 on the second, and the
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+import io
 import os
 import socket
 import statistics
@@ -35,7 +38,7 @@ from gradcheck_dist.trainer.model import build_model
 Step = Callable[[], Any]
 TRAINERS: dict[str, tuple[TrainConfig, int, int]] = {
     "4 layers d=256": (
-        TrainConfig(dim=256, ffn_dim=688, n_heads=8, n_kv_heads=8, vocab_size=2048, seq_len=128, batch_size=8), 1, 9,
+        TrainConfig(dim=256, ffn_dim=688, n_heads=8, n_kv_heads=8, vocab_size=2048, seq_len=128, batch_size=8), 4, 9,
     ),
     "tiny d=64": (TrainConfig(dim=64, seq_len=32, batch_size=2), 12, 9),
     "FSDP2 2 ranks": (TrainConfig(axes=Axes(dp_shard=2), dim=128, ffn_dim=256, batch_size=4), 4, 9),
@@ -44,9 +47,11 @@ TRAINERS: dict[str, tuple[TrainConfig, int, int]] = {
 """Configuration, steps a turn, rounds."""
 GOALS = {"4 layers d=256": 1.02, "tiny d=64": 1.05}
 RECORDING = "gradcheck"
+WARM_UP = 4
+"""Steps behind the putting in place: the first three of a recording find parameters, plans and the order of arrival."""
 
 
-def plain_step(config: TrainConfig) -> tuple[nn.Module, Step]:
+def plain_step(config: TrainConfig) -> tuple[nn.Module, torch.optim.Optimizer, Step]:
     """A loop as people write it: cross-entropy, backward, clip, AdamW, zero_grad."""
     model = build_model(config)
     for block in model.layers.values():
@@ -61,7 +66,7 @@ def plain_step(config: TrainConfig) -> tuple[nn.Module, Step]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step
+    return model, optimizer, step
 
 
 def _same(x: Tensor) -> Tensor:
@@ -143,7 +148,31 @@ def each_step(make: Callable[[], Any]) -> Callable[[nn.Module], contextlib.Abstr
     return tool
 
 
-def peers() -> dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Any]]]:
+@contextlib.contextmanager
+def msprobe_monitor(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
+    """The monitor of msprobe: norms of all weights' gradients, before and after reduction, into a CSV."""
+    from msprobe.pytorch import TrainerMon
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "monitor.json")
+        targets = {name: {} for name, module in model.named_modules() if name and not list(module.children())}
+        wanted = {"targets": targets, "wg_distribution": True, "format": "csv", "ops": ["norm"]}
+        config.write_text(msgspec.json.encode(wanted).decode(), encoding="utf-8")
+        config.chmod(0o600)
+        os.environ["MONITOR_OUTPUT_DIR"] = folder
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells of every module
+            monitor = TrainerMon(str(config), params_have_main_grad=False)
+            monitor.set_monitor(model, optimizer)
+            try:
+                yield
+            finally:
+                monitor._remove_all_hooks_final(optimizer)
+                del optimizer.step  # its own, put over the class's
+
+
+def peers(
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Any]]]:
     """Tools beside the recording, by name."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -157,6 +186,8 @@ def peers() -> dict[str, Callable[[nn.Module], contextlib.AbstractContextManager
 
         found["DebugMode"] = each_step(DebugMode)
         found["DebugMode with hashes"] = each_step(hashed)
+    if optimizer is not None and importlib.util.find_spec("msprobe") is not None:
+        found["msprobe monitor"] = functools.partial(msprobe_monitor, optimizer)
     found["TensorBoard histograms"] = histograms
     return found
 
@@ -167,8 +198,8 @@ def turns(model: nn.Module, step: Step, tools: dict[str, Any], num_steps: int) -
     def turn(tool: Any) -> float:
         with tool(model) as around:
             run = step if around is None else lambda: _inside(around, step)
-            run()
-            run()
+            for _ in range(WARM_UP):
+                run()
             return cpu_s(run, num_steps)
 
     return {name: lambda tool=tool: turn(tool) for name, tool in tools.items()}
@@ -192,8 +223,8 @@ def measure(name: str, quick: bool) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     tools: dict[str, Any] = {"plain": nothing, **OURS}
     if config.axes.world_size == 1:
-        model, step = plain_step(config)
-        tools |= peers()
+        model, optimizer, step = plain_step(config)
+        tools |= peers(optimizer)
     else:
         trainer = Trainer(config)
         model, step = trainer.model, lambda: trainer.train_step(0)
