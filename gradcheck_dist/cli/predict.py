@@ -81,9 +81,10 @@ def _read(path: Path | None) -> dict[str, Any]:
 
     from gradcheck_dist.errors import unknown_value
     from gradcheck_dist.predict.model import Setup
+    from gradcheck_dist.yaml_text import load
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise GradcheckError(f"cannot read {path}: {error}. Name a YAML file of settings.", code="E714") from error
     if not isinstance(content, dict):

@@ -74,9 +74,10 @@ class Row:
 
 def cases() -> list[Case]:
     """All configurations, in the order of the table."""
-    import yaml
+    from gradcheck_dist.yaml_text import load
 
-    table = yaml.safe_load((resources.files(__package__) / "matrix.yaml").read_text(encoding="utf-8"))
+    text = (resources.files(__package__) / "matrix.yaml").read_text(encoding="utf-8")
+    table = load(text, "matrix.yaml")
     quick = set(table["quick"])
     return [
         Case(name, TrainConfig.from_dict(values), name in quick) for name, values in table["configurations"].items()

@@ -237,8 +237,10 @@ def parse(text: str, file: str) -> Scenario:
     """
     import yaml
 
+    from gradcheck_dist.yaml_text import load as load_yaml
+
     try:
-        document = yaml.safe_load(text)
+        document = load_yaml(text, file)
     except yaml.YAMLError as error:
         raise GradcheckError(f"{file} is not YAML: {error}", code="E603") from error
     top = _Fields(file, "", document)

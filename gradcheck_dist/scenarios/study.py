@@ -216,13 +216,15 @@ def _watched(log: Path, steps: int, say: Callable[[str], None]) -> Iterator[None
 def _content(path: Path | None) -> tuple[str, dict[str, Any]]:
     import yaml
 
+    from gradcheck_dist.yaml_text import load
+
     try:
         text = (
             (resources.files(__package__) / "study.yaml").read_text(encoding="utf-8")
             if path is None
             else path.read_text(encoding="utf-8")
         )
-        content = yaml.safe_load(text)
+        content = load(text, str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise GradcheckError(f"cannot read {path}: {error}. Name a YAML file of a study.", code="E610") from error
     if not isinstance(content, dict):

@@ -28,6 +28,8 @@ def read_config(arguments: list[str]) -> TrainConfig:
     """
     import yaml
 
+    from gradcheck_dist.yaml_text import load
+
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -42,9 +44,9 @@ def read_config(arguments: list[str]) -> TrainConfig:
                             f"{argument!r} sets a part of {parent}, which is {place!r}. Only axes has parts.",
                             code="E212",
                         )
-                place[last] = yaml.safe_load(text)
+                place[last] = load(text, argument)
                 continue
-            loaded = yaml.safe_load(Path(argument).read_text(encoding="utf-8"))
+            loaded = load(Path(argument).read_text(encoding="utf-8"), argument)
         except OSError as error:
             raise GradcheckError(
                 f"{argument!r} is neither key=value nor a file that can be read: {error.strerror}. {__doc__}",

@@ -107,6 +107,19 @@ def test_a_mistake_is_named_with_field_value_and_legal_values(path: str, value: 
         assert word in str(caught.value)
 
 
+def test_a_key_given_twice_is_refused_with_both_lines_and_a_merged_one_is_not() -> None:
+    text = changed("title", "A demo")
+    lines = text.splitlines()
+    first = lines.index("title: A demo") + 1
+    with pytest.raises(GradcheckError, match=rf"'title' is given twice: in line {first}(.|\n)*line {len(lines) + 1},"):
+        parse(f"{text}title: Another\n", "demo.yaml")
+    merged = text.replace("defaults:\n", "defaults: &sizes\n").replace(
+        "  good:\n", "  good:\n    config: {<<: *sizes, accum: 5}\n"
+    )
+    good = parse(merged, "demo.yaml").variants[-1]
+    assert good.config == GOOD["defaults"] | {"accum": 5}
+
+
 def test_a_variant_may_expect_several_findings_of_some_parameters() -> None:
     one = GOOD["variants"]["bad"]["expect"]
     both = [one, one | {"code": "GS101", "parameters": ["layers.0.*", "head.*"], "factor": "1/dp_shard"}]

@@ -110,10 +110,13 @@ def test_arguments_override_the_file(tmp_path: Path) -> None:
 def test_arguments_that_make_no_configuration_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("{")
+    (tmp_path / "twice.yaml").write_text("accum: 2\naxes:\n  pp: 2\n  dp_shard: 2\n  pp: 4\n")
     for argument, words in (
         ("nothing.yaml", "neither key=value nor a file"),
         (str(tmp_path / "list.yaml"), "holds list"),
         (str(tmp_path / "broken.yaml"), "is not YAML"),
+        (str(tmp_path / "twice.yaml"), r"the key 'pp' is given twice: in line 3 and here(.|\n)* line 5"),
+        ("lr=2020-13-45", "no value of its type: month must be"),
         ("accum.deep=1", "accum"),
     ):
         with pytest.raises(GradcheckError, match=words):
