@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +26,8 @@ def bench(
 
     Ratios of steps that alternate within one run, on a small model where the cost weighs most. Takes some seconds.
     """
+    import json
+
     with Progress("training a small model with and without recording"):
         found = _measure(rounds)
         found["help_times_python"] = _help_ratio()
@@ -46,6 +46,8 @@ def bench(
 
 def _measure(rounds: int) -> dict[str, Any]:
     """In a process of its own: this one has no torch."""
+    import json
+
     command = [sys.executable, "-m", "gradcheck_dist.measure", str(rounds)]
     try:
         done = subprocess.run(
@@ -63,6 +65,8 @@ def _measure(rounds: int) -> dict[str, Any]:
 
 
 def _help_ratio() -> float:
+    import statistics
+
     def wall_s(*arguments: str) -> float:
         start = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)

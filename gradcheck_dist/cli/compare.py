@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.output import check_writable, write_file
-from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.cli.places import local
+from gradcheck_dist.cli.progress import Progress
 
 if TYPE_CHECKING:
     from gradcheck_dist.compare.comparison import Comparison

@@ -1,7 +1,5 @@
 """gradcheck diagnose RUN"""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +10,6 @@ from gradcheck_dist.cli import golden as golden_file
 from gradcheck_dist.cli.output import Format, check_writable, show
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.steps import parse_steps
-from gradcheck_dist.trace.store import place_of
 
 if TYPE_CHECKING:
     from gradcheck_dist.stream.workers import Workers
@@ -51,6 +48,7 @@ def diagnose(
     Exit codes: 0 clean, 1 findings, 2 could not judge. With --golden: 0 as frozen, 1 not, 2 could not judge.
     """
     from gradcheck_dist.stream.diagnose import diagnose_run
+    from gradcheck_dist.trace.store import place_of
 
     place, chosen = place_of(run), parse_steps(steps)
     frozen = golden_file.read(golden) if golden is not None else None
@@ -75,7 +73,7 @@ def diagnose(
     raise typer.Exit(report.exit_code)
 
 
-def _workers(address: str | None, jobs: int) -> AbstractContextManager[Workers | None]:
+def _workers(address: str | None, jobs: int) -> AbstractContextManager["Workers | None"]:
     if address is None:
         return nullcontext()
     from gradcheck_dist.stream.on_dask import on_dask

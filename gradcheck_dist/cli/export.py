@@ -14,7 +14,6 @@ from gradcheck_dist.cli.output import check_writable
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
-from gradcheck_dist.trace.store import place_of
 
 
 class ExportFormat(StrEnum):
@@ -48,6 +47,8 @@ def export(
 
     Exit codes: 0 written, 2 it could not be.
     """
+    from gradcheck_dist.trace.store import place_of
+
     folder, chosen = place_of(run), parse_steps(steps)
     is_file = form == ExportFormat.perfetto
     if output is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,6 +77,7 @@ def matrix(
 
 
 def _written(rows: list[table.Row], *, is_markdown: bool) -> str:
+    import json
     from dataclasses import asdict
 
     from gradcheck_dist.scenarios import matrix as table

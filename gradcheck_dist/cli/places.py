@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from gradcheck_dist.trace.store import refuse_url
-
 
 def local(what: str) -> Callable[[str], Path]:
     """A parser of paths, for typer, that raises GradcheckError (E512: `what` needs a local folder) on a URL, of which
     Path would make a folder of a strange name."""
 
     def parse(text: str) -> Path:
+        from gradcheck_dist.trace.store import refuse_url
+
         refuse_url(text, what)
         return Path(text)
 

@@ -15,11 +15,11 @@ from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
-from gradcheck_dist.trace.store import Place, place_of
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
     from gradcheck_dist.trace.run import Run
+    from gradcheck_dist.trace.store import Place
 
 
 class PlotlyJs(StrEnum):
@@ -68,6 +68,7 @@ def report(
         )
     if run is not None:
         from gradcheck_dist.reports import formats
+        from gradcheck_dist.trace.store import place_of
 
         place = place_of(run)
         judged = _load(place, objective, steps)
@@ -125,6 +126,7 @@ def _pairs(faults: list[str], fixes: list[str], form: FileFormat, objective: str
     from gradcheck_dist.diagnosis.finding import Report
     from gradcheck_dist.reports import pair_render
     from gradcheck_dist.reports.pair import compare
+    from gradcheck_dist.trace.store import place_of
 
     if form not in (FileFormat.md, FileFormat.html):
         raise GradcheckError(f"a pair has no format {form.value}; legal values are md and html.", code="E716")

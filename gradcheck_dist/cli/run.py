@@ -1,7 +1,5 @@
 """gradcheck run -- CMD..."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -12,9 +10,9 @@ import typer
 
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
 from gradcheck_dist.cli.output import Format, check_report, show, write_report
+from gradcheck_dist.cli.places import local
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
-from gradcheck_dist.cli.places import local
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report
@@ -137,7 +135,7 @@ def _make_folder(out: Path | None, command: list[str]) -> Path:
     return folder
 
 
-def _judge(folder: Path, command: list[str]) -> Report | None:
+def _judge(folder: Path, command: list[str]) -> "Report | None":
     """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
     from gradcheck_dist.cli.progress import Progress
     from gradcheck_dist.stream.diagnose import diagnose_run
@@ -147,8 +145,8 @@ def _judge(folder: Path, command: list[str]) -> Report | None:
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
             f"watch. Is gradcheck-dist installed in the environment that {command[0]!r} uses? `gradcheck doctor` "
-            "tells what works here. The transforms of torch.func (grad, vjp, vmap) are not followed: judge the same loss by "
-            "functional_call and .backward()."
+            "tells what works here. The transforms of torch.func (grad, vjp, vmap) are not followed: judge the same "
+            "loss by functional_call and .backward()."
         )
         return None
     try:
@@ -166,7 +164,7 @@ def _judge(folder: Path, command: list[str]) -> Report | None:
         return None
 
 
-def _add_scalars(judged: Report, folder: Path, log: Path) -> None:
+def _add_scalars(judged: "Report", folder: Path, log: Path) -> None:
     """What cannot be written is told: the command's result stands either way."""
     from gradcheck_dist.reports import exports
     from gradcheck_dist.trace.run import read_run
@@ -178,7 +176,7 @@ def _add_scalars(judged: Report, folder: Path, log: Path) -> None:
         _say(f"could not write to {log}: {error}")
 
 
-def _show(judged: Report, form: Format, folder: Path) -> None:
+def _show(judged: "Report", form: Format, folder: Path) -> None:
     if form != Format.text:
         show(judged, form)
     else:

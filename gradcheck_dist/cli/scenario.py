@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.output import Format, check_report, check_writable, show, write_file, write_report
+from gradcheck_dist.cli.places import local
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.cli.places import local
 
 if TYPE_CHECKING:
     from gradcheck_dist.scenarios.jobs import Overrides

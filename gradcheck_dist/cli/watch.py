@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.cli.places import local
+from gradcheck_dist.errors import GradcheckError
 
 LOCALHOST = "localhost"
 

@@ -28,9 +28,8 @@ NAMES = {
     "h": "data rank of the rank that holds the gradient, from 0",
 } | {axis: f"degree of {axis}" for axis in AXIS_NAMES}
 MAX_BITS = 100_000
-_TRIAL = {"R": 3, "K": 5, "M": 4, "S": 61, "N": 997, "N_r": 331, "n_c": 67, "k": 2, "m": 1, "r": 1, "h": 2} | dict.fromkeys(
-    AXIS_NAMES, 2
-)
+_TRIAL = dict.fromkeys(AXIS_NAMES, 2)
+_TRIAL |= {"R": 3, "K": 5, "M": 4, "S": 61, "N": 997, "N_r": 331, "n_c": 67, "k": 2, "m": 1, "r": 1, "h": 2}
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

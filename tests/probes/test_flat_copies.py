@@ -1,4 +1,4 @@
-"""Buffers that gradients were flattened into are known by their values, whole, in part, times a number, or not at all."""
+"""Buffers that gradients were flattened into are known by values, whole, in part, times a number, or not at all."""
 
 from __future__ import annotations
 
