@@ -7,6 +7,7 @@ schedules.py (step). The first step of a stage runs a pass to infer metadata; it
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -75,9 +76,11 @@ def _suspend(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
 
 
 def _watch_chunk(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def backward_chunk(self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        last = kwargs.get("last_backward", False)
+        last = signature.bind(self, bwd_chunk_id, *args, **kwargs).arguments.get("last_backward", False)
         current = open_chunk(recorder, self, bwd_chunk_id, last)
         try:
             return original(self, bwd_chunk_id, *args, **kwargs)
