@@ -27,7 +27,7 @@ class Dtype(StrEnum):
 
 
 def scenario(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which bug to reproduce.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME|FILE.yaml", help="Which bug to reproduce.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the scenarios and stop.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="Run every scenario; one table, also after a failure.")] = False,
     new: Annotated[
@@ -68,6 +68,8 @@ def scenario(
     if new is not None:
         _new(new, library)
         return
+    if name is not None and library is None and name.endswith(".yaml"):
+        library, name = Path(name).parent, Path(name).stem
     if name is None and not all_:
         raise GradcheckError(
             "no scenario was named. Legal values: " + ", ".join(_names(library)) + "; or --all.", code="E601"

@@ -128,6 +128,14 @@ def test_a_file_that_is_no_text_is_named(gradcheck: Gradcheck, tmp_path: Path) -
     assert outcome.code == 2 and "E603: cannot read" in outcome.err and "bin.yaml" in outcome.err
 
 
+def test_a_file_is_a_scenario_without_its_library(gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path) -> None:
+    assert gradcheck("scenario", "--new", "mine", "--library", tmp_path).code == 0
+    assert gradcheck("scenario", tmp_path / "mine.yaml").code == 0
+    assert asked["scenario"].name == "mine"
+    missing = gradcheck("scenario", tmp_path / "main.yaml")
+    assert missing.code == 2 and "unknown scenario 'main'. Did you mean: mine?" in missing.err
+
+
 def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> None:
     text = gradcheck("scenario", "--list").out
     assert "ddp-accum" in text
@@ -171,7 +179,7 @@ def test_all_skips_what_cannot_have_what_the_command_line_sets(
     for name in ("half", "whole"):
         gradcheck("scenario", "--new", name, "--library", mine)
     half = mine / "half.yaml"
-    half.write_text(half.read_text() + "config: {mixed_precision: float16}\n")
+    half.write_text(half.read_text().replace("\nconfig: {}", "\nconfig: {mixed_precision: float16}"))
     command = ("scenario", "--all", "--library", mine, "--dtype", "bfloat16")
     outcome = gradcheck(*command, "--report", tmp_path / "r.json")
     assert outcome.code == 0
