@@ -11,14 +11,14 @@ nothing happened behind the records' back. Steps name culprits by their event, g
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.replay import LEAF_ORDER, nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
@@ -118,12 +118,22 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     hops = held.hops.get(column, ())
     result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
     _walk(data, result, entries, column, leaf, result.root * gain(hops))
+    if held.clip_by_hand != 1:
+        _free(result, held.clip_by_hand)
     last = replay.final(holder)
     if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
         step = next((e for e in reversed(data.events[holder]) if isinstance(e, OptimizerStep)), None)
         start = result.gaps[-1].end if result.gaps else leaf
         result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
     return result
+
+
+def _free(result: Account, clip: float) -> None:
+    """Take a clip that nobody recorded out of the gap in which it acted: the last before the optimizer or its clip."""
+    for index in reversed(range(len(result.gaps))):
+        if isinstance(result.gaps[index].end, OptimizerStep | Clip):
+            result.gaps[index] = replace(result.gaps[index], factor=result.gaps[index].factor / clip)
+            return
 
 
 def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None, bool]:

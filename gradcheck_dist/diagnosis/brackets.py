@@ -1,4 +1,5 @@
-"""Brackets around two causes of which either may be the one: from the earlier event to the later."""
+"""Brackets around two causes of which either may be the one, from the earlier event to the later; and what a clip may
+hide."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.account import Hand
-from gradcheck_dist.diagnosis.causes import GAP, LOSSES
+from gradcheck_dist.diagnosis.causes import GAP, LOSSES, Explanation
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import Contributions
 
 if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.explanations import Search
     from gradcheck_dist.diagnosis.hands import Judged
 
 
@@ -36,6 +38,21 @@ def widen(
                 earliest, factor=factor, nominal=1.0, unrecorded=True, before=before, rivals=culprit.rivals
             )
             one.shares[index] = (widened, share)
+
+
+def hidden(search: Search, chosen: Explanation, hand: Hand) -> tuple[float, ...]:
+    """Beside a clip: what explanations as good, in which its lines divide by another number besides, make of the
+    losses' factor, relative to what the chosen one makes of it."""
+    divided = {
+        other: edit.reference if edit.mode == "clipped" else 1.0
+        for other in (chosen, *search.tied)
+        for edit in other.edits
+        if edit.hand == hand
+    }
+    if hand not in search.clips or chosen not in divided or chosen.loss is None:
+        return ()
+    others = [other for other in divided if other.causes == chosen.causes and other.loss is not None]
+    return tuple(divided[other] / divided[chosen] for other in others if divided[other] != divided[chosen])
 
 
 def _ends(

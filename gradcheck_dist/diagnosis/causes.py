@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2, prod
 from typing import NamedTuple
 
-from gradcheck_dist.diagnosis.account import Account, Hand
+from gradcheck_dist.diagnosis.account import SAME, Account, Hand
 from gradcheck_dist.diagnosis.factors import SPAN
 
 CAUSE = 1.0
@@ -20,6 +20,8 @@ the loss's."""
 MISSING = 1.25
 CLIPPED = 0.25
 """What may be a clip that no probe saw: a nameless factor below 1 on all weights, just before the optimizer."""
+DIVIDES_TOO = 0.4
+"""What a clip's lines cost more that divide by something besides, as a sum of ranks' gradients is averaged."""
 NAMELESS = 4.0
 """The cost of a number that no product of degrees and counts equals, where it is known well."""
 BITS = 3.5
@@ -45,8 +47,8 @@ TOKENS = "num_tokens"
 
 
 class Edit(NamedTuple):
-    """What a hand should have done instead. `mode` is never, once, missing or elsewhere; `reference` is what a missing
-    hand does to others, or what an unrecorded one does elsewhere."""
+    """What a hand should have done instead. `mode` is never, once, missing, elsewhere or clipped; `reference` is what a
+    missing hand does to others, what an unrecorded one does elsewhere, or what it does besides a clip."""
 
     hand: Hand
     mode: str
@@ -130,6 +132,14 @@ def ends_step(hand: Hand) -> bool:
     return isinstance(identity, tuple) and bool({"OptimizerStep", "Clip"} & set(map(str, identity)))
 
 
+def divided_too(hand: Hand, rows: Sequence[Row], quantities: Mapping[str, float]) -> Iterator[Edit]:
+    """A clip that divides besides, as ranks' sums are averaged: its own number is not known, so it may hold another."""
+    numbers = {value for value in quantities.values() if value > 1}
+    numbers |= {quantities.get(TOKENS, 1.0) / quantities[name] for name in RANKS & quantities.keys()}
+    most = (1 - SAME) / max(prod(row.factors[hand]) for row in rows)
+    yield from (Edit(hand, "clipped", 1 / number) for number in sorted(numbers) if 1 < number < most)
+
+
 def nameless(tolerance: float) -> float:
     """The cost of a number without a name: what is known roughly takes few digits to write down."""
     return min(NAMELESS, max(log2(SPAN / (2 * tolerance)) / BITS, 1.0))
@@ -139,7 +149,7 @@ def effect(did: Mapping[Hand, list[float]], edit: Edit) -> float:
     """By what the edited hand put a weight off."""
     hand, mode, reference = edit
     factors = did.get(hand, [])
-    if mode == "elsewhere":
+    if mode in ("elsewhere", "clipped"):
         return prod(factors) / reference if factors else 1.0
     if mode == "missing":
         # Who went through another event of this kind does not miss this one.

@@ -69,7 +69,8 @@ class Held:
     expert-parallel group, and the other ranks' leaves are of other experts. `changed_in`: which lines made it something
     else than a combination of contributions, in words. `hops` changed a column's gradient on its way between pipeline
     stages, before it came to the parameter; `observed` contains them. `elsewhere` are data coordinates whose
-    tokens are in other ranks' summands of the same gradient.
+    tokens are in other ranks' summands of the same gradient. `clip_by_hand` is the coefficient of a clip that nobody
+    recorded, where `observed` is freed of one.
     """
 
     param: ParamKey
@@ -82,6 +83,7 @@ class Held:
     visible: list[bool] = field(default_factory=list)
     elsewhere: frozenset[int] = frozenset()
     hops: dict[int, tuple[Hop, ...]] = field(default_factory=dict)
+    clip_by_hand: float = 1.0
     cells: list[Cell] = field(default_factory=list)
     num_unknown: int = 0
     reason: str = ""

@@ -23,7 +23,8 @@ class Culprit:
     but should have multiplied by another number. `missing` is the event that other weights went through and this one
     did not. `rivals` are other explanations that cost about as much. `in_flight`: unrecorded, between the
     backward passes of two pipeline stages. `spared`: nothing happened between `event` and `before`, where others were
-    multiplied by this number.
+    multiplied by this number. `hidden`: by what the causes beside a clip that nobody recorded are off further, where
+    its lines divide by another number besides than is assumed.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Culprit:
     rivals: tuple[Rival, ...] = ()
     in_flight: bool = False
     spared: float | None = None
+    hidden: tuple[float, ...] = ()
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""

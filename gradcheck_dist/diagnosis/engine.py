@@ -27,7 +27,7 @@ from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
-from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle
+from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle, tell_hidden
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
@@ -157,6 +157,7 @@ def judge_step(
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
         verdict.remarks.append(by_hand.text)
+        verdict.reasons += [by_hand.reason] if by_hand.reason else []
         measured = freed(measured, by_hand)
         verdict.held = judge(measured, target.contributions, expected)
         verdict.units = summary.unit_of(verdict.held)
@@ -167,6 +168,7 @@ def judge_step(
     cases = [case for case in cases if not may_be_experts(case, data)]
     if not data.complete:
         cases = [case for case in cases if not case.culprit.absent]  # it could still have come
+    hidden = by_hand.hidden if by_hand is not None else [ratio for case in cases for ratio in case.culprit.hidden]
     terms = judge_terms(context, data.events, contributions, expected, cases)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
@@ -174,6 +176,7 @@ def judge_step(
     for case in [*cases, *terms.cases]:
         case.norms = norms
         finding = _finding(case, verdict.units)
+        tell_hidden(case, finding, hidden)
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND
         note(verdict, case, finding, effect_of_case(case, *norms_of) if known else None)

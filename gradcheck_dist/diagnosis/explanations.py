@@ -25,6 +25,7 @@ from gradcheck_dist.diagnosis.causes import (
     CAUSE,
     CLIPPED,
     COARSE,
+    DIVIDES_TOO,
     GAP,
     LOSS,
     LOSS_SCALE,
@@ -43,6 +44,7 @@ from gradcheck_dist.diagnosis.causes import (
     Explanation,
     Powers,
     Row,
+    divided_too,
     effect,
     ends_step,
     nameless,
@@ -74,6 +76,7 @@ class Search:
         }  # fmt: skip
         self.formulas = Formulas(self.wrong, self.factor_of, self.quantities, self._exact)
         self.edits = [edit for mode in ("never", "once", "missing", "elsewhere") for edit in self._edits(mode)]
+        self.edits += [edit for hand in self.clips for edit in divided_too(hand, self.rows, self.quantities)]
 
     def _edits(self, mode: str) -> Iterator[Edit]:
         """Edits that change something that is wrong."""
@@ -137,10 +140,12 @@ class Search:
     def _cost_of(self, edit: Edit) -> float:
         if edit.mode in ("missing", "elsewhere"):
             return MISSING
-        return CLIPPED if edit.mode == "never" and edit.hand in self._clips else CAUSE
+        if edit.mode == "clipped":
+            return CLIPPED + DIVIDES_TOO + self.divisor_cost(edit.hand, 1 / edit.reference)
+        return CLIPPED if edit.mode == "never" and edit.hand in self.clips else CAUSE
 
     @cached_property
-    def _clips(self) -> set[Hand]:
+    def clips(self) -> set[Hand]:
         """The unrecorded hands that may be clips."""
         found = set()
         for hand in (hand for hand in self.hands if hand[0] == GAP and ends_step(hand)):

@@ -14,9 +14,11 @@ import msgspec
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.clips import is_round
+from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
+from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
-from gradcheck_dist.diagnosis.step_verdict import Scaling, StepVerdict, cause
+from gradcheck_dist.diagnosis.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -28,11 +30,14 @@ TOO_VAGUE = 0.02
 
 @dataclass(frozen=True)
 class HandClip:
-    """All gradients were multiplied by `factor`, after which their norm was `norm`."""
+    """All gradients were multiplied by `factor`, after which their norm was `norm`. `hidden`: Culprit.hidden. `reason`
+    is why the verdict stays open all the same."""
 
     factor: float
     norm: float
     text: str
+    hidden: tuple[float, ...] = ()
+    reason: str = ""
 
 
 def could_be_clip(case: Case) -> bool:
@@ -137,16 +142,30 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         tolerance = own_error(_parts(case, norms))
         if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
             continue
-        if case.pattern.factor > 1 and abs(norm - 1) > tolerance:
+        factor, own, unit = case.pattern.factor, case.culprit.factor or case.pattern.factor, abs(norm - 1) <= tolerance
+        if own > 1 and not unit:
             continue  # only to unit length gradients are made longer on purpose
+        reason = ""
+        if factor > 1 > own:
+            # A clip only shortens, so what is too long before and behind it was too long without it as well.
+            before, factor = factor / own, factor if unit else own
+            reason = _normalised(norm, before) if unit else ""
         place = case.culprit.event.site if case.culprit.event is not None else None
         line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
         text = (
             f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
-            f"{case.pattern.factor:.4g}){line}; weights are freed of it"
+            f"{factor:.4g}){line}; weights are freed of it"
         )
-        return HandClip(case.pattern.factor, norm, text)
+        return HandClip(factor, norm, text, case.culprit.hidden, reason)
     return None
+
+
+def _normalised(norm: float, before: float) -> str:
+    return (
+        f"gradients were scaled by hand to norm {norm:.2g}, and all weights were x {before:.4g} before that: made to "
+        "unit length on purpose, any scale is right before it; clipped, they lack a division by this number. A step "
+        "whose gradients are shorter than the clip's norm tells: record one, or clip at a larger norm"
+    )
 
 
 def _parts(case: Case, norms: StepNorms) -> list[Part]:
@@ -154,10 +173,39 @@ def _parts(case: Case, norms: StepNorms) -> list[Part]:
     return [part for (rank, _), part in norms.parts.items() if rank in ranks]
 
 
+def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
+    """Say what a finding's factor may be as well, where the lines of a clip may divide by something besides."""
+    if not case.everywhere or case.pattern.kind != "uniform" or case.culprit.unrecorded or finding.code == CODE:
+        return
+    for ratio in hidden:
+        value = case.pattern.factor * ratio
+        names = name_number(abs(value), case.context.quantities, max(2 * case.pattern.tolerance, 1e-6))
+        expression = names[0].expression if names else f"{value:.6g}"
+        number = exact_fraction(max(ratio, 1 / ratio), 1e-6) or f"{max(ratio, 1 / ratio):.6g}"
+        if_so = (
+            f"It is assumed that the same lines divide by {number} besides; if they do not,"
+            if ratio > 1
+            else (f"If the same lines divide by {number} besides,")
+        )
+        finding.explanation += (
+            f" Behind it gradients are clipped by hand, by a number that nobody recorded. {if_so} the factor is "
+            f"{value:.6g} = {expression}."
+        )
+        finding.factor.candidates.append(Candidate(expression=expression, value=value, evidence=HIDDEN))
+        finding.suggested_experiment = (
+            "Record a step in which gradients are not clipped, by a larger clip norm: nothing is hidden there."
+        )
+
+
 def freed(measured: list[Held], clip: HandClip) -> list[Held]:
     """What was measured, freed of the clip."""
     return [
-        replace(held, observed=held.observed / clip.factor, stderr=held.stderr / clip.factor)
+        replace(
+            held,
+            observed=held.observed / clip.factor,
+            stderr=held.stderr / clip.factor,
+            clip_by_hand=clip.factor,
+        )
         if held.observed is not None and held.stderr is not None
         else held
         for held in measured

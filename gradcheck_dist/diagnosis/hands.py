@@ -13,7 +13,7 @@ from math import log2, prod
 from statistics import median
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
-from gradcheck_dist.diagnosis.brackets import widen
+from gradcheck_dist.diagnosis.brackets import hidden, widen
 from gradcheck_dist.diagnosis.causes import GAP, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of, line_of
@@ -166,7 +166,11 @@ def settle(
         blamed = {edit.hand: search.effect(row, edit) for edit in fits[0].edits if edit.hand in gaps}
         blamed |= {hand: value for hand, value in fits[0].others if hand in gaps}
         one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
-        one.shares = [(gaps[hand][0], value) for hand, value in blamed.items() if value != 1]
+        one.shares = [
+            (replace(gaps[hand][0], hidden=hidden(search, fits[0], hand)), value)
+            for hand, value in blamed.items()
+            if value != 1
+        ]
         _share(contributions, one, fits[0], rivals, search, around)
         unseen = {hand: culprit for hand, (culprit, _) in gaps.items()}
         for cause, instead in doubts.items():

@@ -210,6 +210,9 @@ def _zeroed(samples: list[Sample], context: StepContext) -> Pattern | None:
         return None
     steps = sorted({s.key[1] for s in gone} - {s.key[1] for s in rest})
     which = f"accumulation step(s) {', '.join(map(str, steps))}" if steps else f"{len(gone)} of {len(samples)} weights"
+    ranks = sorted({s.key[0] for s in gone} - {s.key[0] for s in rest})
+    if not steps and ranks and {s.key[0] for s in gone} == set(ranks):
+        which = f"contributions of data rank(s) {', '.join(map(str, ranks))}"
     if all(s.key[0] != s.holder_data_rank for s in gone):
         of = ", ".join(map(str, sorted({s.key[1] for s in gone})))
         which = f"other ranks' contributions of accumulation step(s) {of}"

@@ -32,6 +32,7 @@ class Formulas:
     def _words(self, explanation: Explanation) -> str:
         modes = {"never": "should not act", "once": "should act once only", "missing": "should act here as well",
                  "elsewhere": "should be what it is elsewhere"}  # fmt: skip
+        modes["clipped"] = "is a clip and divides besides"
         parts = [f"{_name(hand)} {modes[mode]}" for hand, mode, _ in explanation.edits]
         if explanation.loss is not None:
             names = name_number(abs(explanation.loss), self.quantities, 1e-3, max_factors=2)
@@ -49,6 +50,8 @@ class Formulas:
             for edit in explanation.edits:
                 hand, mode, _ = edit
                 factors = row.factors.get(hand, [])
+                if mode == "clipped":
+                    add(total, self._powers_named(1 / edit.reference), 1)
                 if mode == "missing":
                     add(total, self._powers_of(hand), -int(effect(row.factors, edit) != 1))
                 else:

@@ -15,6 +15,8 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 Cause = tuple[object, ...]
+HIDDEN = "where a clip by hand hides no division"
+"""Evidence of a candidate that only steps with a clip leave open."""
 
 
 def cause(finding: Finding) -> Cause:
@@ -87,17 +89,23 @@ class StepVerdict:
             finding.consequence = consequence([effect])
 
 
+def _hidden(finding: Finding) -> bool:
+    return any(candidate.evidence == HIDDEN for candidate in finding.factor.candidates)
+
+
 def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
-    """One finding for what repeats step after step. The first step's stays; its consequence is that of all steps."""
+    """One finding for what repeats step after step. The first step's stays, or the first that leaves no candidate open
+    because of a clip; its consequence is that of all steps."""
     result: dict[Cause, Finding] = {}
     effects: dict[Cause, list[Effect]] = defaultdict(list)
     for verdict in verdicts:
         for finding in verdict.findings:
             key = cause(finding)
-            if key in result:
-                result[key].steps += finding.steps
-            else:
-                result[key] = finding
+            known = result.setdefault(key, finding)
+            if known is not finding and _hidden(known) and not _hidden(finding):
+                result[key], finding.step, finding.steps = finding, known.step, known.steps + finding.steps
+            elif known is not finding:
+                known.steps += finding.steps
             if key in verdict.effects:
                 effects[key].append(verdict.effects[key])
     for key, of_steps in effects.items():

@@ -23,6 +23,15 @@ def flat_reduce(model: nn.Module, divisor: float) -> None:
         grad.copy_(part.view_as(grad))
 
 
+def gather(model: nn.Module, only_first: bool) -> None:
+    """Gradients of all ranks gathered and averaged; or the first rank's taken by all of them."""
+    for param in model.parameters():
+        assert param.grad is not None
+        found = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, param.grad)
+        param.grad = found[0] if only_first else torch.stack(found).mean(0)
+
+
 def reduce_in_hook(grad: Tensor) -> Tensor:
     whole = grad.clone()
     dist.all_reduce(whole)
@@ -69,6 +78,8 @@ def train(variant: str, run_dir: str | None) -> int:
                     loss_of(variant, model, k, total.item()).backward()
             if variant.startswith("flat"):
                 flat_reduce(model, dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1))
+            if variant.startswith("gathered"):
+                gather(model, "first" in variant)
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

@@ -14,6 +14,8 @@ EXPECTED = {
     "hooks": ("clean", []),
     "flat": ("clean", []),
     "flat, wrong divisor": ("findings", ["GS000"]),
+    "gathered": ("clean", []),
+    "gathered, the first taken": ("findings", ["GS000"]),
     "composable, averaged twice": ("findings", ["GS101"]),
     "squared": ("undetermined", []),
     "squared, never reduced": ("findings", ["GS103"]),
@@ -32,5 +34,9 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
     assert recorded == plain
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, [finding.code for finding in report.findings]) == EXPECTED[variant]
+    if variant == "gathered, the first taken":
+        (finding,) = report.findings
+        assert (finding.ranks, finding.first_event and finding.first_event.unrecorded) == ([0, 1], True)
+        assert finding.pattern.startswith("contributions of data rank(s) 1 x 0, the rest x ")
     if variant == "squared":
         assert {round(weight.observed or 0, 6) for weight in report.weights} == {0.5}  # what DDP's average leaves
