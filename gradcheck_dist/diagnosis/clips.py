@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from math import isfinite, sqrt
 
 from gradcheck_dist.diagnosis.norms import ClipCall, Interval, Part, StepNorms, local_norm, norm_of
@@ -23,17 +24,22 @@ ACTS = 1e-3
 RIGHT = "right"
 SHARDS = "the parts that lie on this rank"
 STAGE = "the parameters of this rank's call alone"
+SOME = "the parts that lie on some of the ranks"
 COPIES = "all ranks' parts, copies counted again on every rank"
 UNNAMED = ""
+MAX_AXES = 5
+"""Axes that are combined with one another in a search for the ranks of a norm."""
 
 
 @dataclass(frozen=True)
 class JudgedClip:
-    """A clip with the norm of the gradients that it should have used. `meaning` says what its own norm is a norm of."""
+    """A clip with the norm of the gradients that it should have used. `meaning` says what its own norm is a norm of;
+    `ranks` are those over which it was combined, where it is one of SOME."""
 
     call: ClipCall
     truth: Interval
     meaning: str
+    ranks: frozenset[int] = frozenset()
 
     @property
     def right(self) -> bool:
@@ -89,7 +95,7 @@ def _judge_model(norms: StepNorms, ranks: frozenset[int]) -> Iterator[JudgedClip
             more = any(not held.keys() <= same.keys() for held in wider if held is not same)
             joined = {at: part for held in (*wider, same) for at, part in held.items()} if more else same
             truths.append(norm_of(joined.values()) if more else truths[0])
-        meanings = _Meanings(peers, same.values(), bool(norms.blind))
+        meanings = _Meanings(peers, same.values(), norms)
         for call in peers:
             if _comparable(call) and (judged := _judge(call, truths, meanings)) is not None:
                 yield judged
@@ -102,36 +108,62 @@ def _judge(call: ClipCall, truths: Sequence[Interval], meanings: _Meanings) -> J
             return JudgedClip(call, truth, RIGHT)
     if not all(truth.known for truth in truths) or not truths[1].exact or meanings.incomplete:
         return None  # what was not seen, or not as one number, convicts nobody
-    return JudgedClip(call, truths[1], meanings.of(call))
+    return JudgedClip(call, truths[1], *meanings.of(call))
 
 
 class _Meanings:
     """What wrong norms of one call are the norms of."""
 
-    def __init__(self, peers: Sequence[ClipCall], same: Iterable[Part], incomplete: bool) -> None:
-        self.incomplete = incomplete  # some rank, which may hold a part of the model, recorded no norm
+    def __init__(self, peers: Sequence[ClipCall], same: Iterable[Part], norms: StepNorms) -> None:
+        self.incomplete = bool(norms.blind)  # some rank, which may hold a part of the model, recorded no norm
+        self._axes = norms.axes
         self._same = list(same)
         self._peers = peers
         self._of_keys: dict[frozenset[ParamKey], Interval] = {}
 
-    def of(self, call: ClipCall) -> str:
-        """One of the meanings, UNNAMED when none fits."""
+    def of(self, call: ClipCall) -> tuple[str, frozenset[int]]:
+        """One of the meanings, UNNAMED when none fits, and the ranks of SOME."""
         value, tolerance = call.event.total_norm, call.tolerance
         own = frozenset(part.key for part in call.parts)
         if own not in self._of_keys:
             self._of_keys[own] = norm_of(part for part in self._same if part.key in own)
         mine = self._of_keys[own]
         if mine.exact and mine.holds(value, tolerance):
-            return STAGE
+            return STAGE, frozenset()
         if abs(value / local_norm(call.parts) - 1) <= tolerance:
-            return SHARDS
+            return SHARDS, frozenset()
         if abs(value / self._with_copies - 1) <= tolerance:
-            return COPIES
-        return UNNAMED
+            return COPIES, frozenset()
+        for ranks in self._reached(call.rank):
+            parts = [part for part in self._same if part.rank in ranks]
+            joined = norm_of(parts)
+            if (joined.exact and joined.holds(value, tolerance)) or abs(value / local_norm(parts) - 1) <= tolerance:
+                return SOME, ranks
+        return UNNAMED, frozenset()
+
+    def _reached(self, rank: int) -> Iterator[frozenset[int]]:
+        """The ranks over which a norm goes that is combined along some of the axes, the fewest first."""
+        every = {peer.rank for peer in self._peers}
+        sets = {
+            _reach(rank, chosen)
+            for number in range(1, len(self._axes))
+            for chosen in combinations(self._axes[:MAX_AXES], number)
+        }
+        yield from sorted(
+            (ranks for ranks in sets if 1 < len(ranks & every) < len(every)), key=lambda one: (len(one), sorted(one))
+        )
 
     @cached_property
     def _with_copies(self) -> float:
         return sqrt(sum(local_norm(call.parts) ** 2 for call in self._peers))
+
+
+def _reach(rank: int, axes: Iterable[frozenset[frozenset[int]]]) -> frozenset[int]:
+    groups = [group for axis in axes for group in axis]
+    found = {rank}
+    while more := {other for group in groups if group & found for other in group} - found:
+        found |= more
+    return frozenset(found)
 
 
 def is_round(value: float, tolerance: float = 1e-4) -> bool:

@@ -98,13 +98,15 @@ class ClipCall:
 class StepNorms:
     """All norms of one step. `parts` holds one part for each rank and parameter: at its first clip, else at the step.
 
-    `linked` are sets of ranks that train one model together; of `blind` ranks no norm was recorded.
+    `linked` are sets of ranks that train one model together; of `blind` ranks no norm was recorded. `axes` holds the
+    groups of ranks along each axis that was seen: of a pipeline, of shards, of a kind of reduction.
     """
 
     clips: list[ClipCall] = field(default_factory=list)
     parts: dict[tuple[int, ParamKey], Part] = field(default_factory=dict)
     linked: list[frozenset[int]] = field(default_factory=list)
     blind: frozenset[int] = frozenset()
+    axes: list[frozenset[frozenset[int]]] = field(default_factory=list)
     judged: list[Any] | None = None  # kept by clips.judge_clips
 
     def together(self, rank: int) -> frozenset[int]:
@@ -140,7 +142,9 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
                 place = (*line, ran[line])
                 ran[line] += 1
                 result.clips.append(ClipCall(rank, event, tuple(at.get((rank, event.seq), ())), place))
-    result.linked = _linked(run, data, result.parts.values(), coordinate or {})
+    shards = _shards(result.parts.values())
+    result.linked = _linked(run, data, shards, coordinate or {})
+    result.axes = _axes(data, shards)
     seen = {rank for rank, _ in result.parts}
     result.blind = frozenset(rank for rank in range(run.world_size) if rank not in seen)
     return result
@@ -167,17 +171,37 @@ def _parts(trace: RankTrace, norms: Norms, keys: Mapping[int, ParamKey], known: 
     return found
 
 
-def _linked(run: Run, data: StepData, parts: Iterable[Part], coordinate: Mapping[int, int]) -> list[frozenset[int]]:
+def _shards(parts: Iterable[Part]) -> list[frozenset[int]]:
+    """The ranks that hold parts of one parameter."""
+    holders: dict[ParamKey, set[int]] = defaultdict(set)
+    for part in parts:
+        if part.box is not None and not part.whole:
+            holders[part.key].add(part.rank)
+    return [frozenset(ranks) for ranks in holders.values()]
+
+
+def _axes(data: StepData, shards: Iterable[frozenset[int]]) -> list[frozenset[frozenset[int]]]:
+    groups: dict[tuple[str, int], set[frozenset[int]]] = defaultdict(set)
+    for ranks in shards:
+        groups["shards", len(ranks)].add(ranks)
+    for events in data.events.values():
+        for event in events:
+            if isinstance(event, PipelineStep | Reduce):
+                groups[event.__class__.__name__, len(event.group)].add(frozenset(event.group))
+            if isinstance(event, Reduce):
+                groups["replicas", len(event.replicate_group)].add(frozenset(event.replicate_group))
+    return sorted({frozenset(of_axis) for (_, size), of_axis in groups.items() if size > 1}, key=str)
+
+
+def _linked(
+    run: Run, data: StepData, shards: Iterable[frozenset[int]], coordinate: Mapping[int, int]
+) -> list[frozenset[int]]:
     """Ranks of one mesh, of one pipeline, of one reduction, with the same tokens, or with parts of one parameter."""
     groups = [{rank for rank, own in coordinate.items() if own == one} for one in set(coordinate.values())]
     axes = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
     if axes and prod(degree for name, degree in axes.items() if name != "ep") == run.world_size:
         return [frozenset(run.ranks)]
-    holders: dict[ParamKey, set[int]] = defaultdict(set)
-    for part in parts:
-        if part.box is not None and not part.whole:
-            holders[part.key].add(part.rank)
-    groups += holders.values()
+    groups += map(set, shards)
     for rank, events in data.events.items():
         groups.append({rank})
         for event in events:

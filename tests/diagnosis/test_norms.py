@@ -6,7 +6,7 @@ from math import inf, prod, sqrt
 
 import pytest
 
-from gradcheck_dist.diagnosis.clips import COPIES, RIGHT, SHARDS, STAGE, UNNAMED, is_round, judge_clips
+from gradcheck_dist.diagnosis.clips import COPIES, RIGHT, SHARDS, SOME, STAGE, UNNAMED, is_round, judge_clips
 from gradcheck_dist.diagnosis.norms import ClipCall, Interval, Part, StepNorms, norm_of
 from gradcheck_dist.events import Clip
 
@@ -155,3 +155,34 @@ def test_a_rank_without_norms_may_hold_what_is_missing() -> None:
     norms = clipped({0: STAGES[0]}, {0: 5.0})
     norms.blind = frozenset({1})
     assert meanings(norms) == []
+
+
+MESH = {
+    0: [part("w", 0, 3.0, FIRST, stage=0)],
+    1: [part("w", 1, 4.0, SECOND, stage=0)],
+    2: [part("w", 2, 5.0, FIRST, stage=1)],
+    3: [part("w", 3, 7.0, SECOND, stage=1)],
+}
+SHARD_GROUPS = frozenset({frozenset({0, 1}), frozenset({2, 3})})
+STAGE_GROUPS = frozenset({frozenset({0, 2}), frozenset({1, 3})})
+
+
+@pytest.mark.parametrize(
+    ("used", "meaning", "ranks"),
+    [
+        ({0: sqrt(34), 1: sqrt(65), 2: sqrt(34), 3: sqrt(65)}, SOME, [{0, 2}, {1, 3}, {0, 2}, {1, 3}]),
+        ({0: 5.0, 1: 5.0, 2: sqrt(74), 3: sqrt(74)}, STAGE, [set()] * 4),
+        ({0: 3.0, 1: 4.0, 2: 5.0, 3: 7.0}, SHARDS, [set()] * 4),
+        ({0: 6.0, 1: 6.0, 2: 6.0, 3: 6.0}, UNNAMED, [set()] * 4),
+        (dict.fromkeys(range(4), sqrt(99)), RIGHT, [set()] * 4),
+    ],
+    ids=["over stages alone", "over shards alone", "over nothing", "of nothing", "over both"],
+)
+def test_a_norm_that_is_combined_along_some_axes_only_is_told(
+    used: dict[int, float], meaning: str, ranks: list[set[int]]
+) -> None:
+    norms = clipped(MESH, used)
+    norms.axes = [SHARD_GROUPS, STAGE_GROUPS]
+    judged = judge_clips(norms)
+    assert [one.meaning for one in judged] == [meaning] * 4
+    assert [set(one.ranks) for one in judged] == ranks

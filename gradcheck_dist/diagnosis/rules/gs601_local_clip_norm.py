@@ -3,8 +3,9 @@
 ## What it does
 Compares the total norm that a clip used with the norm of the gradients that were there, over all ranks that train one
 model: copies counted once, shards, tensor-parallel parts, experts and pipeline stages all added up. Finds clips whose
-norm is that of the rank's own shards, or of the parameters of its own pipeline stage. What the user's own norm may be
-off by (its type, torch's summation on a CPU) is allowed for.
+norm is that of the rank's own shards, of the parameters of its own pipeline stage, or combined along some axes only
+(over the stages and not over the shards). What the user's own norm may be off by (its type, torch's summation on a
+CPU) is allowed for.
 
 ## Why it matters
 The gradients are right and every rank prints a norm that looks fine, but each part of the model is scaled by a
@@ -42,7 +43,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
-from gradcheck_dist.diagnosis.clips import SHARDS, STAGE, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.clips import SHARDS, SOME, STAGE, JudgedClip, judge_clips
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.norms import local_norm, own_error
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -99,7 +100,7 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     lines: dict[tuple[object, ...], list[JudgedClip]] = defaultdict(list)
     for one in judge_clips(facts.norms):
-        if one.meaning in (SHARDS, STAGE):
+        if one.meaning in (SHARDS, STAGE, SOME):
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
@@ -108,7 +109,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 def _answer(clips: list[JudgedClip]) -> Answer:
     worst = max(clips, key=lambda one: abs(one.ratio - 1))
     event = worst.call.event
-    what = "its own shards" if worst.meaning == SHARDS else "the parameters that lie on it (its pipeline stage)"
+    what = {
+        SHARDS: "its own shards",
+        STAGE: "the parameters that lie on it (its pipeline stage)",
+        SOME: f"what lies on some of the ranks (of rank {worst.call.rank}: {', '.join(map(str, sorted(worst.ranks)))})",
+    }[worst.meaning]
     return Answer(
         severity=severity_of(clips),
         explanation=f"Each rank clips by the norm of {what}: rank {worst.call.rank} used {event.total_norm:.6g}, where "
