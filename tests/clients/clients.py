@@ -1,4 +1,8 @@
-"""Running a client's script as it is, below `gradcheck run`, and with its seeded fault."""
+"""Running a client's script as it is, below `gradcheck run`, and with its seeded fault.
+
+Or, for scripts that need torch alone, in ranks that are forked from a process that has torch loaded: the same script,
+probes and judgement, in little time: most of it goes into starting processes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gradcheck_dist.reports import formats
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trainer.launch import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _EXIT_ABORT = "terminate called without an active exception"
@@ -93,6 +101,16 @@ def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
     assert printed, f"exit code {code}\n{stderr[-3000:]}"
     assert code == 0 or _EXIT_ABORT in stderr, stderr[-3000:]
     return Trained(printed[0], json.loads(report.read_text()) if folder is not None else {})
+
+
+def train_forked(client: Client, folder: Path, *, recorded: bool = True, fault: bool = False) -> Trained:
+    """What `train` does, of a client that needs torch alone; the ranks' output stands in `<folder>-logs`."""
+    logs = Path(f"{folder}-logs")
+    environment = client.env | ({"FAULT": client.fault} if fault and client.fault else {})
+    script = (str(EXAMPLES / client.script), client.args, str(folder) if recorded else None, not client.nproc)
+    launch("forked_script:run_script", script, max(client.nproc, 1), timeout_s=100, log_dir=logs, env=environment)
+    [printed] = re.findall(r"^parameters .*$", (logs / "rank_0.stdout.log").read_text(), re.MULTILINE)
+    return Trained(printed, json.loads(formats.write(diagnose_run(folder), "json")) if recorded else {})
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:

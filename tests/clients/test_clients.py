@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .clients import EXAMPLES, Client, source_line, train
+from .clients import EXAMPLES, Client, Trained, source_line, train, train_forked
 
 LOSS = "loss = cross_entropy("
 DIVIDED_TWICE = ("double-division", "GS303", "1/accumulation_steps")
@@ -102,6 +102,17 @@ RELEASED = [  # what is wrong in a client as it can be installed
 ]
 
 
+STARTED = ("plain_loop.py", "ddp_no_sync.py")
+"""These are started below `gradcheck run` every time, one of them by torchrun; all others by `make clients`."""
+
+
+def judged_rightly(client: Client, alone: Trained, healthy: Trained, faulty: Trained) -> None:
+    assert healthy.parameters == alone.parameters
+    assert (healthy.report["verdict"], healthy.report["findings"]) == (client.judged, [])
+    assert healthy.report["coverage"]["problems"] == []
+    found_in(client, faulty.report)
+
+
 def found_in(client: Client, report: dict[str, Any]) -> None:
     """The fault, its factor, its line, and the user's own line that led there."""
     found = {finding["code"]: finding for finding in report["findings"]}
@@ -118,17 +129,29 @@ def found_in(client: Client, report: dict[str, Any]) -> None:
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     "client",
-    [*PLAIN, *(pytest.param(client, marks=pytest.mark.clients) for client in INSTALLED)],
+    [
+        *(client for client in PLAIN if client.script in STARTED),
+        *(
+            pytest.param(client, marks=pytest.mark.clients)
+            for client in [*PLAIN, *INSTALLED]
+            if client.script not in STARTED
+        ),
+    ],
     ids=str,
 )
 def test_a_client_trains_as_before_and_is_judged_rightly(client: Client, tmp_path: Path) -> None:
     if client.missing is not None:
         pytest.skip(f"{client.missing} is not installed")
     alone, healthy = train(client, None), train(client, tmp_path / "healthy")
-    assert healthy.parameters == alone.parameters
-    assert (healthy.report["verdict"], healthy.report["findings"]) == (client.judged, [])
-    assert healthy.report["coverage"]["problems"] == []
-    found_in(client, train(client, tmp_path / "faulty", fault=True).report)
+    judged_rightly(client, alone, healthy, train(client, tmp_path / "faulty", fault=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("client", [client for client in PLAIN if client.script not in STARTED], ids=str)
+def test_a_client_in_forked_ranks_trains_as_before_and_is_judged_rightly(client: Client, tmp_path: Path) -> None:
+    alone = train_forked(client, tmp_path / "alone", recorded=False)
+    healthy = train_forked(client, tmp_path / "healthy")
+    judged_rightly(client, alone, healthy, train_forked(client, tmp_path / "faulty", fault=True))
 
 
 @pytest.mark.clients
