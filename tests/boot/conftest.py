@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -43,29 +44,31 @@ class Outcome:
 Run = Callable[..., Outcome]
 
 
+def start(
+    folder: Path,
+    code: str,
+    *arguments: str,
+    options: tuple[str, ...] = (),
+    command: tuple[str, ...] = (sys.executable,),
+    env: dict[str, str] | None = None,
+    prelude: str = TRAINER,
+) -> Outcome:
+    """A script of `prelude` and `code` below `gradcheck run`, in `folder`."""
+    script, run_dir = folder / "train.py", folder / "run"
+    script.write_text(prelude + code)
+    own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(run_dir), *options, "--"]
+    done = subprocess.run(
+        [*own, *command, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr, run_dir)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """run(code, *arguments, options=..., python=..., env=...): a script of TRAINER and `code` below `gradcheck run`."""
-
-    def start(
-        code: str,
-        *arguments: str,
-        options: tuple[str, ...] = (),
-        command: tuple[str, ...] = (sys.executable,),
-        env: dict[str, str] | None = None,
-        prelude: str = TRAINER,
-    ) -> Outcome:
-        script, folder = tmp_path / "train.py", tmp_path / "run"
-        script.write_text(prelude + code)
-        own = [sys.executable, "-m", "gradcheck_dist", "run", "--out", str(folder), *options, "--"]
-        done = subprocess.run(
-            [*own, *command, str(script), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=90,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        )
-        return Outcome(done.returncode, done.stdout, done.stderr, folder)
-
-    return start
+    """`start` in the test's own folder."""
+    return functools.partial(start, tmp_path)

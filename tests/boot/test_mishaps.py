@@ -9,7 +9,7 @@ import pytest
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
-from .conftest import Run
+from .conftest import TRAINER, Run
 
 END = {
     "os._exit": "os._exit(0)",
@@ -125,17 +125,16 @@ os._exit(0)
 def test_a_restart_with_fewer_ranks_is_judged_without_those_that_left(run: Run, count: int) -> None:
     """Members that come or go make a restart that torchrun does not count: TORCHELASTIC_RESTART_COUNT stays."""
     body = f"""
-import subprocess
+import os, subprocess, sys
 if "RANK" not in os.environ:
     for rank, world_size, restart in ((0, 2, 0), (1, 2, 0), (0, 1, {count})):
         names = {{"RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RESTART_COUNT": restart}}
         names["TORCHELASTIC_RUN_ID"] = "none"
         environment = os.environ | {{name: str(value) for name, value in names.items()}}
         subprocess.run([sys.executable, __file__], env=environment, check=True)
-else:
-    train(2)
+    sys.exit()
 """
-    done = run(body)
+    done = run("train(2)", prelude=body + TRAINER)  # the process that starts them needs no torch
     assert done.traces == ["rank-00000.1.trace", "rank-00000.trace", "rank-00001.trace"]
     recorded = read_run(done.folder)
     assert (recorded.world_size, sorted(recorded.ranks), recorded.missing_ranks) == (1, [0], ())

@@ -18,7 +18,7 @@ from gradcheck_dist.trace.frames import MAGIC
 from gradcheck_dist.trace.run import create_run_dir, read_run
 from gradcheck_dist.trace.writer import trace_path
 
-from .conftest import TRAINER, Run
+from .conftest import TRAINER, Outcome, Run, start
 
 
 def steps_of(folder: Path) -> set[int]:
@@ -26,19 +26,77 @@ def steps_of(folder: Path) -> set[int]:
     return {event.step for event in events if isinstance(event, StepEnd)}
 
 
-def test_output_arguments_and_exit_code_pass_through(run: Run) -> None:
-    done = run("train(); print('said', sys.argv[1:], os.environ['MINE']); sys.exit(3)", "--a", "b", env={"MINE": "1"})
-    assert done.code == 3
-    assert done.stdout == "said ['--a', 'b'] 1\n"
-    first, *rest = done.stderr.splitlines()
-    assert first == f"gradcheck: recording into {done.folder}"
+ORDINARY = """
+import torch.nn.functional as F
+watched = F.cross_entropy
+train(8)
+if F.cross_entropy is not watched:
+    print("probes gone", model.weight._backward_hooks in (None, {}))
+print("said", sys.argv[1:], os.environ["MINE"])
+print("loader", torch.__spec__.loader.__class__.__name__, torch.__loader__ is torch.__spec__.loader)
+print("parameters", [parameter.flatten().tolist() for parameter in model.parameters()])
+sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A healthy training of 8 steps, with default options, that ends with 3."""
+    return start(tmp_path_factory.mktemp("ordinary"), ORDINARY, "--a", "b", env={"MINE": "1"})
+
+
+def test_output_arguments_and_exit_code_pass_through(ordinary: Outcome) -> None:
+    assert ordinary.code == 3
+    assert "said ['--a', 'b'] 1" in ordinary.stdout.splitlines()
+    first, *rest = ordinary.stderr.splitlines()
+    assert first == f"gradcheck: recording into {ordinary.folder}"
     assert any("verdict  CLEAN" in line for line in rest)
 
 
-def test_the_run_folder_is_private(run: Run) -> None:
-    folder = run("train()").folder
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "rank-00000.trace").stat().st_mode) == 0o600
+def test_parameters_and_output_are_those_of_the_script_alone(ordinary: Outcome) -> None:
+    script = [sys.executable, ordinary.folder.with_name("train.py"), "--a", "b"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MINE": "1"}
+    alone = subprocess.run(script, capture_output=True, text=True, timeout=60, env=environment)
+    assert "parameters [[" in alone.stdout
+    assert ordinary.stdout.replace("probes gone True\n", "") == alone.stdout
+
+
+def test_the_run_folder_is_private(ordinary: Outcome) -> None:
+    assert stat.S_IMODE(ordinary.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((ordinary.folder / "rank-00000.trace").stat().st_mode) == 0o600
+
+
+def test_behind_the_last_step_the_probes_are_gone(ordinary: Outcome) -> None:
+    assert "probes gone True" in ordinary.stdout.splitlines()
+
+
+def test_torch_keeps_its_own_loader(ordinary: Outcome) -> None:
+    assert "loader SourceFileLoader True" in ordinary.stdout.splitlines()
+
+
+def test_three_steps_are_recorded_by_default(ordinary: Outcome) -> None:
+    assert steps_of(ordinary.folder) == {0, 1, 2}
+
+
+def test_what_is_inferred_says_from_what_and_how_to_declare_it(ordinary: Outcome) -> None:
+    assert "inferred: no reduction or pipeline was seen" in ordinary.stderr and "--axes" in ordinary.stderr
+    assert "--objective sets it" in ordinary.stderr
+
+
+def test_what_is_declared_is_taken_other_steps_are_recorded_and_booting_twice_attaches_once(run: Run) -> None:
+    code = """
+from gradcheck_dist.boot import start
+start.boot(); start._booted = False; start.boot()
+train(12)
+"""
+    declared = run(code, options=("--axes", "tp=1", "--objective", "microbatch-mean", "--steps", "1:3", "--every", "4"))
+    assert "not recording" not in declared.stderr
+    assert "CLEAN" in declared.stderr
+    assert steps_of(declared.folder) == {1, 2, 4, 8}
+    assert "--axes" not in declared.stderr and "--objective" not in declared.stderr
+    assert read_run(declared.folder).ranks[0].header.axes == dict.fromkeys(
+        ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1
+    )
 
 
 @pytest.mark.parametrize(("divide", "code"), [("True", 0), ("False", 1)])
@@ -67,29 +125,6 @@ def test_isolated_interpreters_are_recorded_too(run: Run) -> None:
     assert run("train()", command=(sys.executable, "-I")).traces == ["rank-00000.trace"]  # -I is -E and more
 
 
-def test_three_steps_are_recorded_by_default_and_others_on_request(run: Run, tmp_path: Path) -> None:
-    assert steps_of(run("train(8)").folder) == {0, 1, 2}
-    (tmp_path / "run").rename(tmp_path / "earlier")
-    assert steps_of(run("train(12)", options=("--steps", "1:3", "--every", "4")).folder) == {1, 2, 4, 8}
-
-
-def test_behind_the_last_step_the_probes_are_gone(run: Run) -> None:
-    code = """
-import torch.nn.functional as F
-watched = F.cross_entropy
-train(5)
-print(watched is not F.cross_entropy, model.weight._backward_hooks in (None, {}))
-"""
-    assert run(code).stdout == "True True\n"
-
-
-def test_parameters_are_bit_identical_with_and_without(run: Run, tmp_path: Path) -> None:
-    code = "train(); print([parameter.flatten().tolist() for parameter in model.parameters()])"
-    watched = run(code)
-    alone = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=60)
-    assert watched.stdout == alone.stdout != ""
-
-
 def test_a_process_that_trains_nothing_leaves_no_file(run: Run) -> None:
     code = """
 import subprocess, sys
@@ -98,22 +133,6 @@ subprocess.run([sys.executable, "-c", evaluation])
 subprocess.run([sys.executable, "-m", "pip", "--version"], stdout=subprocess.DEVNULL)
 """
     assert run(code, prelude="").traces == []
-
-
-def test_booting_twice_attaches_once(run: Run) -> None:
-    code = """
-from gradcheck_dist.boot import start
-start.boot(); start._booted = False; start.boot()
-train()
-"""
-    done = run(code)
-    assert "not recording" not in done.stderr
-    assert "CLEAN" in done.stderr
-
-
-def test_torch_keeps_its_own_loader(run: Run) -> None:
-    done = run("print(torch.__spec__.loader.__class__.__name__, torch.__loader__ is torch.__spec__.loader)")
-    assert done.stdout == "SourceFileLoader True\n"
 
 
 def test_a_variable_that_nobody_understands_is_told_and_harmless(tmp_path: Path) -> None:
@@ -168,12 +187,6 @@ def test_sigterm_reaches_the_command(tmp_path: Path) -> None:
     assert process.returncode == 9
 
 
-def test_a_command_that_a_signal_ended_is_told_as_shells_do(run: Run) -> None:
-    done = run("train(4); os.kill(os.getpid(), 9)")
-    assert done.code == 137
-    assert "CLEAN" in done.stderr
-
-
 @pytest.mark.parametrize("options", [("--steps", "3:1"), ("--objective", "nonsense"), ("--every", "0")])
 def test_a_wrong_option_is_told_before_the_command_starts(run: Run, options: tuple[str, ...]) -> None:
     started = time.monotonic()
@@ -184,18 +197,6 @@ def test_a_wrong_option_is_told_before_the_command_starts(run: Run, options: tup
 
 def test_the_trainer_of_these_tests_is_no_client_of_ours() -> None:
     assert "gradcheck" not in TRAINER
-
-
-def test_what_is_declared_is_taken_and_what_is_inferred_says_from_what(run: Run, tmp_path: Path) -> None:
-    inferred = run("train()").stderr
-    assert "inferred: no reduction or pipeline was seen" in inferred and "--axes" in inferred
-    assert "--objective sets it" in inferred
-    (tmp_path / "run").rename(tmp_path / "earlier")
-    declared = run("train()", options=("--axes", "tp=1", "--objective", "microbatch-mean"))
-    assert "--axes" not in declared.stderr and "--objective" not in declared.stderr
-    assert read_run(declared.folder).ranks[0].header.axes == dict.fromkeys(
-        ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1
-    )
 
 
 @pytest.mark.parametrize("axes", ["dp=2", "tp=0", "tp", "tp=2,tp=2"])
