@@ -60,8 +60,9 @@ types: $(VENV)/.installed-dev
 layers: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
+# Two workers at any size of machine: each may have a job of four ranks. PYTEST_ARGS='-n 0' runs them one by one.
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # A cluster of worker processes: half a minute, most of it starts processes.
 test-dask: $(VENV)/.installed-dev

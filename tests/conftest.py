@@ -1,7 +1,11 @@
 """What holds for all tests."""
 
-import signal
+from __future__ import annotations
 
+import signal
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says how busy the machine is, and nothing about what is tested.
@@ -11,3 +15,27 @@ settings.load_profile("busy machine")
 # A job that a script started in the background ignores Ctrl-C, and so would everything that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+ONE_BY_ONE = (
+    "tests/boot/test_mishaps.py",
+    "tests/clients/test_clients.py",
+    "tests/notebook/test_examples.py",
+    "tests/scenarios/test_library.py",
+    "tests/scenarios/test_matrix.py",
+    "tests/trainer/test_axes.py",
+)
+"""Files of long tests that share nothing: they go to whichever worker has time, when all other files are given out."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a worker takes a file whole, with the runs that its tests share, but for these."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file in ONE_BY_ONE else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
