@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis.engine import judge_step
+from gradcheck_dist.diagnosis.unexplained import unexplained
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.scenarios.expect import mismatch
@@ -109,7 +111,8 @@ class Matrix:
         self._controls: dict[TrainConfig, float] = {}
 
     def run(self, case: Case) -> Row:
-        """Train, judge, and compare the gradient norm with the control's. What cannot run is a row with a note."""
+        """Train, judge, ask whether the records explain every weight, and compare the gradient norm with the control's.
+        What cannot run is a row with a note."""
         started_s = time.perf_counter()
         folder = Path(tempfile.mkdtemp(prefix="gradcheck-matrix-"))
         verdict, norm, control, peak = "", None, None, None
@@ -118,9 +121,11 @@ class Matrix:
             peak = peak_memory_bytes(results)
             norm = results[0].steps[0].grad_norm
             control = self._control_norm(case.config)
-            report = judge(read_run(folder / "run"))
+            run = read_run(folder / "run")
+            report = judge(run)
             verdict = report.verdict
             notes = [mismatch((), report, case.config), _wrong_norm(norm, control, tolerance(case.config))]
+            notes += unexplained(judge_step(run, 0, OBJECTIVE, "declared"))
             note = "; ".join(part for part in notes if part)
         except Exception as error:  # one configuration must not cost the table of all others
             note = said(error)
