@@ -119,17 +119,21 @@ def _in_a_hook(culprit: Culprit) -> bool:
 def _join_noisy(every: list[Judged]) -> None:
     """A weight that came out right only as far as its noise can tell shares the fate of those to which the same was
     done, where what they came to is within its noise as well."""
-    told: dict[tuple[object, ...], Judged] = {}
+    told: dict[int, list[Judged]] = {}
     for one in every:
-        if one.shares:
-            told.setdefault((id(one.held), round(one.account.documented, 9)), one)
+        if len(one.shares) > 1:
+            told.setdefault(id(one.held), []).append(one)
     for one in every:
-        other = told.get((id(one.held), round(one.account.documented, 9)))
-        if one.shares or other is None or len(other.shares) < 2:
-            continue
-        together = prod(share for _, share in other.shares)
-        if abs(together - one.cell.ratio) <= one.cell.margin:
-            one.shares = list(other.shares)
+        for other in () if one.shares else told.get(id(one.held), ()):
+            together = prod(share for _, share in other.shares)
+            if _documented_alike(one, other) and abs(together - one.cell.ratio) <= one.cell.margin:
+                one.shares = list(other.shares)
+                break
+
+
+def _documented_alike(one: Judged, other: Judged) -> bool:
+    mine, theirs = one.account.documented, other.account.documented
+    return abs(mine - theirs) <= max(one.allowed, other.allowed) * abs(theirs)
 
 
 def _never_arrived(

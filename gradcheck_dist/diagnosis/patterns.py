@@ -287,9 +287,7 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             if factor is None or factor <= 0:
                 continue
             tolerance = tolerance_of(chosen)
-            # Counts that are alike within the tolerance put the factor to no test.
-            told = np.sort(np.log(predicted))
-            values = 1 + int((np.diff(told) > 4 * tolerance_of(chosen)).sum())
+            values = _num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
             if values == 1:  # one number, so its factor must have a name
                 named = abs(factor - 1) <= tolerance or name_number(
                     factor, degrees, max(tolerance, 1e-6), max_factors=1
@@ -304,6 +302,16 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             text = f"the tokens of {way.words} instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}{part}"
             best = Pattern("partial", text, factor, tolerance=tolerance, count="N / N_g", num_parts=way.num_parts)
     return best
+
+
+def _num_constants(values: np.ndarray, tolerance: float) -> int:
+    """How many constants it takes at least to describe values with a relative tolerance: a constant is within twice the
+    tolerance of each of its values."""
+    found, reach = 0, -np.inf
+    for value in np.sort(np.log(values)):
+        if value > reach:
+            found, reach = found + 1, value + 4 * tolerance
+    return found
 
 
 def _place(wrong: list[Sample], samples: list[Sample]) -> str:
