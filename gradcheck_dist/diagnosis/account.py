@@ -117,10 +117,15 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
     hops = held.hops.get(column, ())
     result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
-    _walk(data, result, entries, column, leaf, result.root * gain(hops))
-    if held.clip_by_hand != 1:
-        _free(result, held.clip_by_hand)
+    reached = _walk(data, result, entries, column, leaf, result.root * gain(hops))
+    if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
+        reached /= held.clip_by_hand
     last = replay.final(holder)
+    if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
+        # Its last state is known from what other shards of the same gradient hold (cells.py), and from nothing before.
+        start, end = result.gaps[-1].end if result.gaps else leaf, event_at(data, holder, last.seq)
+        noise = cell.stderr * max(abs(cell.ratio), 1.0) / max(abs(cell.ratio), 1e-30)
+        result.gaps.append(Gap(start, end, holder, cell.ratio / reached, noise, False))
     if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
         step = next((e for e in reversed(data.events[holder]) if isinstance(e, OptimizerStep)), None)
         start = result.gaps[-1].end if result.gaps else leaf
@@ -128,12 +133,14 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     return result
 
 
-def _free(result: Account, clip: float) -> None:
-    """Take a clip that nobody recorded out of the gap in which it acted: the last before the optimizer or its clip."""
+def _free(result: Account, clip: float) -> bool:
+    """Take a clip that nobody recorded out of the gap in which it acted: the last before the optimizer or its clip.
+    Whether there is one."""
     for index in reversed(range(len(result.gaps))):
         if isinstance(result.gaps[index].end, OptimizerStep | Clip):
             result.gaps[index] = replace(result.gaps[index], factor=result.gaps[index].factor / clip)
-            return
+            return True
+    return False
 
 
 def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None, bool]:
@@ -152,8 +159,9 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
 
 def _walk(
     data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None, arrived: float
-) -> None:
-    """Collect steps and gaps of a contribution that `arrived` at its leaf with a weight.
+) -> float:
+    """Collect steps and gaps of a contribution that `arrived` at its leaf with a weight. Returns its ratio behind the
+    last measurement and what is documented since.
 
     Only measured states bound a gap: what is carried on by documentation proves nothing.
     """
@@ -201,6 +209,7 @@ def _walk(
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
         start, start_rank, measured, since = end, entry.rank, ratio, 1.0
         spread = float(entry.stderr[column]) / entry.clip
+    return measured * since
 
 
 def _own_noise(entry: Entry, column: int, before: float) -> float:

@@ -289,19 +289,27 @@ def _culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
 
 
 def _merge_gaps(wrong: list[Judged]) -> None:
-    """One cause seen in several brackets is one: the same factor, from the same line on, is told by the narrowest."""
+    """One cause seen in several brackets is one: the same factor, from the same line on or up to the same line, is told
+    by the narrowest."""
     shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
     chosen: list[tuple[Culprit, float, float]] = []
-    for one, index in sorted(shares, key=lambda item: item[0].shares[item[1]][0].unrecorded):
+    for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
         culprit, share = one.shares[index]
         for known, factor, tolerance in chosen:
             close = abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
-            if close and known.start == culprit.start and known.identity != culprit.identity:
+            joined = known.start == culprit.start or (known.end is not None and known.end == culprit.end)
+            if close and joined and known.identity != culprit.identity:
                 one.shares[index] = (known, share)
                 break
         else:
             if not any(known.identity == culprit.identity for known, _, _ in chosen):
                 chosen.append((culprit, share, one.tolerance))
+
+
+def _width(culprit: Culprit) -> int:
+    """How much was recorded within a bracket; 0 for an event."""
+    first, last = culprit.event, culprit.before
+    return last.seq - first.seq if culprit.unrecorded and first is not None and last is not None else 0
 
 
 def _collect(every: list[Judged]) -> list[Blame]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
@@ -46,6 +46,12 @@ class Case:
     def ranks(self) -> list[int]:
         """The ranks that are concerned."""
         return sorted({held.rank for held in self.held} | set(self.term_ranks))
+
+    def concerns_all(self, judged: Sequence[Held]) -> bool:
+        """Whether everything has the pattern's factor, but for what came out right only within its noise."""
+        mine, pattern = {id(held) for held in self.held}, self.pattern
+        cells = (cell for held in judged if id(held) not in mine for cell in held.cells)
+        return all(pattern.kind == "uniform" and abs(cell.ratio - pattern.factor) <= cell.margin for cell in cells)
 
     @property
     def event(self) -> Event | None:

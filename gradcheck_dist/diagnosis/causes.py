@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2, prod
@@ -62,6 +62,13 @@ Powers = Mapping[str, int]
 def add(total: dict[str, int], powers: Powers, times: int) -> None:
     for name, power in powers.items():
         total[name] = total.get(name, 0) + times * power
+
+
+def divides(powers: Powers, averaged: Set[str]) -> bool:
+    """Whether somebody divides by such a product: by degrees and counts, each once, or by tokens over what an average
+    divides them by."""
+    over = {name for name, power in powers.items() if power != 1}
+    return not over or (powers.get(TOKENS) == 1 and over <= averaged and all(powers[name] == -1 for name in over))
 
 
 def same(first: list[Powers], second: list[Powers]) -> bool:

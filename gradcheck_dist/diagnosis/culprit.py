@@ -56,9 +56,15 @@ class Culprit:
         return (self.kind, site and (site.file, site.line))
 
     @property
+    def end(self) -> tuple[object, ...] | None:
+        """The line up to which something unrecorded happened, and what ran there."""
+        before = self.before
+        return None if before is None else (type(before).__name__, line_of(before))
+
+    @property
     def identity(self) -> tuple[object, ...]:
         """Equal for culprits that are one and the same cause: same kind, operation and source line."""
-        event, before = self.event, self.before
+        event = self.event
         return (
             self.kind,
             self.absent,
@@ -68,8 +74,7 @@ class Culprit:
             event is not None and line_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
-            before is not None and type(before).__name__,
-            before is not None and line_of(before),
+            self.end,
         )
 
 

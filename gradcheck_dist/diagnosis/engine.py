@@ -233,18 +233,19 @@ def _all_cases(
         for held in verdict.held
         for cell in held.cells
     ]
-    return [_case(verdict, Blame(culprit, cells, [0] * len(cells))), *rest]
+    return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
 
 
 def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
-    cases = [_case(verdict, blamed) for blamed in blame(verdict.data, verdict.contributions, judged, quantities)]
+    found = blame(verdict.data, verdict.contributions, judged, quantities)
+    cases = [_case(verdict, blamed, judged) for blamed in found]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return cases
 
 
-def _case(verdict: StepVerdict, blamed: Blame) -> Case:
+def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     case = Case(
         context=verdict.context,
         culprit=blamed.culprit,
@@ -253,7 +254,7 @@ def _case(verdict: StepVerdict, blamed: Blame) -> Case:
         patterns=_explain(verdict, blamed),
         configured_at=summary.configured_at(verdict.data, blamed.culprit),
     )
-    case.everywhere = len(case.held) == sum(bool(held.cells) for held in verdict.held)
+    case.everywhere = case.concerns_all(judged)
     name_case(case)
     return case
 

@@ -39,12 +39,11 @@ from gradcheck_dist.diagnosis.causes import (
     RANKS,
     SCHEDULE,
     TIE,
-    TOKENS,
     Edit,
     Explanation,
-    Powers,
     Row,
     divided_too,
+    divides,
     effect,
     ends_step,
     nameless,
@@ -304,10 +303,18 @@ class Search:
 
     def _divisors(self, hand: Hand, divisor: float, tolerance: float) -> list[Name]:
         meant = set(self.quantities) if hand[0] == GAP else SCHEDULE if hand[0] == "ScaleGrads" else RANKS
-        quantities = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
-        names = name_number(divisor, quantities, tolerance, max_factors=3)
+        known = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
+        known |= self._divided if hand[0] == GAP else {}
+        names = name_number(divisor, known, tolerance, max_factors=3)
         # Tokens are divided by what they are averaged over (N/R); all else is a product.
-        return [name for name in names if _divides(dict(name.powers))]
+        return [name for name in names if divides(dict(name.powers), RANKS | self._divided.keys())]
+
+    @cached_property
+    def _divided(self) -> dict[str, float]:
+        """What recorded reductions divide by and is no degree: a line of the user's may make up for it."""
+        found = {f"divisor {hand[4]}": 1 / value for hand, value in self.factor_of.items()
+                 if hand[0] == "Reduce" and 0 < value < 1}  # fmt: skip
+        return {name: value for name, value in found.items() if value not in self.quantities.values()}
 
     def _is_loss_scale(self, value: float) -> bool:
         """Whether this is a loss scale that nobody took away again, as far as was recorded."""
@@ -343,11 +350,6 @@ class Search:
             cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
             self._names[key] = min(cost, nameless(self._exact)) + (1.0 if value < 0 else 0.0)
         return self._names[key]
-
-
-def _divides(powers: Powers) -> bool:
-    over = {name for name, power in powers.items() if power != 1}
-    return not over or (powers.get(TOKENS) == 1 and over <= RANKS and all(powers[name] == -1 for name in over))
 
 
 def _is_scaling(hand: Hand) -> bool:

@@ -288,9 +288,9 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
                 continue
             tolerance = tolerance_of(chosen)
             values = _num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
-            if values == 1:  # one number, so its factor must have a name
-                named = abs(factor - 1) <= tolerance or name_number(
-                    factor, degrees, max(tolerance, 1e-6), max_factors=1
+            if values == 1:  # one number, so it must be known well, and its factor have a name
+                named = tolerance <= VAGUE and (
+                    abs(factor - 1) <= tolerance or name_number(factor, degrees, max(tolerance, 1e-6), max_factors=1)
                 )
                 odds = (1 + 2 * len(degrees)) if named else np.inf
             else:

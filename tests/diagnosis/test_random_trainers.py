@@ -49,6 +49,19 @@ def test_a_few_of_every_family_are_judged_rightly(name: str) -> None:
     check(name, range(SMOKE), 1.0)
 
 
+NAMED_WRONGLY = [
+    ("tokens-of-an-accumulation-step", 91004),
+    ("tokens-of-a-group", 91020),
+    ("averaging-and-a-hand", 91006),
+    ("normalised-by-a-wrong-number", 96010),
+]
+
+
+@pytest.mark.parametrize(("name", "seed"), NAMED_WRONGLY)
+def test_what_was_named_wrongly_once_is_named_rightly(name: str, seed: int) -> None:
+    check(name, range(seed, seed + 1), 1.0)
+
+
 @pytest.mark.simulation
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -133,6 +146,9 @@ ONCE_WRONG: list[tuple[str, int, type[Event]]] = [
     ("reduction-with-another-factor", 6, Reduce),
     ("rescaling-and-averaging", 5, ScaleGrads),
     ("last-microbatch-scaled", 3, AmpUnscale),
+    ("rescaling-and-averaging", 82004, Clip),
+    ("clip-by-hand", 96010, Reduce),
+    ("some-losses-scaled-and-averaged", 96012, Loss),
 ]
 
 
