@@ -74,7 +74,7 @@ class Culprit:
             event is not None and line_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
-            self.end,
+            *(self.end or ()),
         )
 
 
