@@ -272,10 +272,14 @@ class Metric(Event, tag="metric"):
 
 
 class StepEnd(Event, tag="step_end"):
-    """A step was recorded whole. `probe_s` is the time spent inside probes."""
+    """A step was recorded whole. `probe_s` is the time spent inside probes. `num_events` (up to and with this one, but
+    for Replica), `num_rows` of samples and `num_norms` records are what was recorded of it; None: nobody counted."""
 
     duration_s: float
     probe_s: float
+    num_events: Count | None = None
+    num_rows: Count | None = None
+    num_norms: Count | None = None
 
 
 class Replica(Event, tag="replica"):

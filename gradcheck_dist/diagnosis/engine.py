@@ -29,6 +29,7 @@ from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle, tell_hidden
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
+from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
@@ -47,6 +48,7 @@ from gradcheck_dist.ledger.contributions import ContributionKey, collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
+from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
@@ -91,6 +93,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
     whole = [verdict for verdict in verdicts if verdict.data.complete or skipped_apart(verdict)]
+    say_lost(run, verdicts, whole)
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
@@ -131,13 +134,14 @@ def judge_step(
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
-    verdict.reasons += [*why_not(run, data, contributions), *nothing_verified(data.events)]
+    verdict.lost = lost(run, data)
+    verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
     (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
-    if not tokens_known(run, data) or passes_unmatched(data):
+    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data):
         return verdict
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)

@@ -63,7 +63,7 @@ class Change:
 
 @dataclass
 class StepVerdict:
-    """What one step showed."""
+    """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged."""
 
     context: StepContext
     data: StepData
@@ -75,6 +75,7 @@ class StepVerdict:
     remarks: list[str] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)
     without_lost: StepVerdict | None = None
     alone: StepVerdict | None = None
     scaling: Scaling | None = None

@@ -48,10 +48,12 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
     if unread:  # there is a gradient, and its norm is not known
         strange = array("i", [number for info in unread for number in (info.id, -1, 0)])
         values = array("d", [nan] * len(unread))
+        recorder.num_norms += 1
         recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=strange.tobytes(), values=values.tobytes()))
     for of_device in grads.values():
         rows = array("i", [number for param, plan, _ in of_device for number in (param, plan)])
         pending = start([grad for _, _, grad in of_device])
+        recorder.num_norms += 1
         recorder.copies.expect(pending, functools.partial(_write, recorder, recorder.step, seq, rows, pending))
 
 
@@ -72,6 +74,7 @@ def _record_plain(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
     if len(present) < len(grads):
         table = table[[grad is not None for grad in grads]]
     table[:, 2] = np.minimum(counts, 2**31 - 1)
+    recorder.num_norms += 1
     recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=table.tobytes(), values=norms.tobytes()))
     return True
 

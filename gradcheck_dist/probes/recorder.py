@@ -35,6 +35,7 @@ from gradcheck_dist.trace.writer import TraceWriter
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_ERRORS_PER_PROBE = 20
+ROW_BYTES = 16
 FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
 COLUMNS_INTERVAL_NS = 1_000_000_000
@@ -94,6 +95,7 @@ class Recorder(Sampler):
         self.trained = False  # whether a loss or a backward pass was seen at all
         self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
+        self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
         self._flushed_ns = 0
         self.copies = HostCopies()
         self._deferred: Deferred = []
@@ -115,6 +117,7 @@ class Recorder(Sampler):
                 self.flush_samples()  # of what came behind the optimizer
             self._fold_step()
             self.step += 1
+            self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
             self.clipped.clear()
             self.sampling = self._steps is None or self.step in self._steps
@@ -132,7 +135,9 @@ class Recorder(Sampler):
         if self.recording:
             duration_ns = time.perf_counter_ns() - self._step_start_ns
             self.flush_samples()
-            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9)
+            told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms}
+            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
+                      **(told if self.sampling else {}))  # fmt: skip
             if self.sampling:
                 self.writer.flush()
         self._stepped = True
@@ -156,6 +161,7 @@ class Recorder(Sampler):
     def emit(self, kind: Callable[..., Event], *, seq: int | None = None, **fields: Any) -> None:
         """Append an event. Fields may be 0-d tensors: on CPU they are read here, on an accelerator later."""
         fields["seq"] = self.next_seq() if seq is None else seq
+        self.num_events += 1
         on_device: dict[str, Tensor] = {}
         for name, value in fields.items():
             if isinstance(value, Tensor):
@@ -176,6 +182,7 @@ class Recorder(Sampler):
     def emit_values(self, kind: Callable[..., Event], values: Tensor) -> None:
         """Append an event of which `values`, all but those and the time known, lie on a device."""
         event = functools.partial(kind, t_ns=time.time_ns())
+        self.num_events += 1
 
         def arrived(host: Tensor) -> None:
             self.writer.append(cast(AnyRecord, event(values=host.numpy().tobytes())))
@@ -204,8 +211,10 @@ class Recorder(Sampler):
         if self.current is not None:  # an optimizer that steps inside backward
             self.keep_leaves(self.current.seq, self.current.leaves)
         for written in self.drain_host():
+            self.num_rows += len(written[1]) // ROW_BYTES
             self.copies.bring(NOTHING, functools.partial(self._write_samples, self.step, *written))
         for dtype, rows, values in self.drain():
+            self.num_rows += len(rows) // ROW_BYTES
             self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows, None))
         if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []

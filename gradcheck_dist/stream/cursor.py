@@ -126,17 +126,22 @@ class RankCursor(TraceTail):
         )
 
     def next_step(self) -> int | None:
-        """The next step with a backward pass of which everything has been read; None when there is none left."""
+        """The next step of which everything has been read; None when there is none left."""
         while True:
-            for step in sorted(self._steps):
-                if not self._is_whole(step):
-                    break
-                if step in self._trained:
-                    return step
-                self._forget(step)
+            step = min(self._steps, default=None)
+            if step is not None and self._is_whole(step):
+                return step
             if self.finished:
                 return None
             self._read()
+
+    def trained(self, step: int) -> bool:
+        """Whether this rank recorded a backward pass in the step that comes next."""
+        return step in self._trained
+
+    def drop(self, step: int) -> None:
+        """Go on behind a step in which no rank trained."""
+        self._forget(step)
 
     def take(self, step: int) -> RankTrace:
         """This rank's part of one step, with the tables; empty when it recorded nothing of it."""
@@ -247,6 +252,10 @@ class RunCursor:
             if not following:
                 return
             step = min(following)
+            if not any(cursor.trained(step) for cursor in self._cursors.values()):
+                for cursor in self._cursors.values():
+                    cursor.drop(step)
+                continue
             if self.marks is not None:
                 self.marks[step] = {rank: Mark.of(cursor) for rank, cursor in self._cursors.items()}
             yield step

@@ -47,6 +47,7 @@ class Told:
     """What a rank's file told until its next step was whole, or until its end, where `step` is None."""
 
     step: int | None
+    trained: bool
     frames: list[Frame]
     tables: list[_Tables]
     events: list[Any]
@@ -87,7 +88,15 @@ class PlacedRank(RankCursor):
         frames: list[Any] = self._steps.get(step, []) if step is not None else []
         overflowed, stepped = self.overflowed - self._told[0], (self.stepped & self.overflowed) - self._told[1]
         told = Told(
-            step, frames, self._tables, list(trace.events), list(trace.damage), self.offset, overflowed, stepped
+            step,
+            step in self._trained,
+            frames,
+            self._tables,
+            list(trace.events),
+            list(trace.damage),
+            self.offset,
+            overflowed,
+            stepped,
         )
         self._told[0].update(overflowed)
         self._told[1].update(stepped)
@@ -143,10 +152,17 @@ class ToldRank(RankCursor):
             self._heard = True
         trace.add([*told.tables, *told.events])
         self.num_grounds += len(told.tables) + sum(isinstance(event, Reduce) for event in told.events)
+        self.num_grounds += len(told.damage)
         trace.damage += told.damage
         trace.num_bytes = self._offset = told.offset
         self.overflowed.update(told.overflowed)
         self.stepped.update(told.stepped)
+
+    def trained(self, step: int) -> bool:
+        return self._head is not None and self._head.step == step and self._head.trained
+
+    def drop(self, step: int) -> None:
+        self.take_frames(step)
 
     def take_frames(self, step: int) -> list[Frame]:
         """Where this rank's part of a step lies."""
@@ -156,12 +172,12 @@ class ToldRank(RankCursor):
         return frames
 
     def ground(self) -> RankTrace:
-        """What the judgement of any step needs of this rank: tables, and one reduction of each kind."""
+        """What the judgement of any step needs of this rank: tables, damage, and one reduction of each kind."""
         trace = self.trace
         assert trace is not None
         reductions: list[Event] = [event for event in trace.events if isinstance(event, Reduce)]
         path = trace.path if not hasattr(trace.path, "absolute") else trace.path.absolute()
-        return replace(trace, path=path, events=reductions, damage=[])
+        return replace(trace, path=path, events=reductions)
 
 
 @dataclass

@@ -22,11 +22,13 @@ MAX_PAYLOAD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that could not be read: where, how many, and why."""
+    """Bytes that could not be read: where, how many, and why. `since` is the step that was recorded just before: of it
+    and of later ones records may be lost."""
 
     offset: int
     num_bytes: int
     reason: str
+    since: int = 0
 
     def __str__(self) -> str:
         return f"{self.num_bytes} bytes at byte {self.offset}: {self.reason}"

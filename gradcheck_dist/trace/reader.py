@@ -98,7 +98,7 @@ class RankTrace:
 
     def part(self, records: list[AnyRecord]) -> RankTrace:
         """The same rank and tables with these records only."""
-        part = replace(self, events=[], samples=[], norms=[], columns=[], damage=[])
+        part = replace(self, events=[], samples=[], norms=[], columns=[], damage=list(self.damage))
         part.add(records)
         return part
 
@@ -139,6 +139,7 @@ class TraceTail:
         self._offset = 0
         self._file = open_file(self.path)
         self._checks = Checks()
+        self._step = 0  # of the last record that belongs to one
 
     @property
     def offset(self) -> int:
@@ -189,7 +190,7 @@ class TraceTail:
     def _note_damage(self, damage: Damage) -> None:
         if self.trace is None:
             raise no_header(self.path, damage)
-        self.trace.damage.append(damage)
+        self.trace.damage.append(replace(damage, since=self._step))
 
     def _take(self, payload: memoryview, offset: int) -> int:
         if self.trace is None:
@@ -200,6 +201,8 @@ class TraceTail:
             self._note_damage(Damage(offset, len(payload), f"records cannot be decoded: {error}"))
             return 0
         sound = self._checks.sort(records, lambda words: self._note_damage(Damage(offset, len(payload), words)))
+        steps = (step for record in reversed(records) if (step := getattr(record, "step", None)) is not None)
+        self._step = next(steps, self._step)
         self._receive(self.trace, sound)
         return len(sound)
 
