@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import log, prod
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Gap, account, event_at
+from gradcheck_dist.diagnosis.brackets import merge
 from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, order
 from gradcheck_dist.diagnosis.hands import (
@@ -74,7 +75,7 @@ def blame(
         if id(one) not in shown and one.like is not None and one.like.shares:
             _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
-    _merge_gaps(wrong)
+    merge(wrong)
     give_spared(wrong, every)
     wrong = [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
     # What came out right in spite of its records speaks for no record.
@@ -286,30 +287,6 @@ def _culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
         before=gap.end,
         in_flight=gap.in_flight,
     )
-
-
-def _merge_gaps(wrong: list[Judged]) -> None:
-    """One cause seen in several brackets is one: the same factor, from the same line on or up to the same line, is told
-    by the narrowest."""
-    shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
-    chosen: list[tuple[Culprit, float, float]] = []
-    for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
-        culprit, share = one.shares[index]
-        for known, factor, tolerance in chosen:
-            close = abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
-            joined = known.start == culprit.start or (known.end is not None and known.end == culprit.end)
-            if close and joined and known.identity != culprit.identity:
-                one.shares[index] = (known, share)
-                break
-        else:
-            if not any(known.identity == culprit.identity for known, _, _ in chosen):
-                chosen.append((culprit, share, one.tolerance))
-
-
-def _width(culprit: Culprit) -> int:
-    """How much was recorded within a bracket; 0 for an event."""
-    first, last = culprit.event, culprit.before
-    return last.seq - first.seq if culprit.unrecorded and first is not None and last is not None else 0
 
 
 def _collect(every: list[Judged]) -> list[Blame]:

@@ -3,7 +3,7 @@ hide."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -66,3 +66,27 @@ def _ends(
         return (loss, loss.event, loss.event) if loss.event is not None else None
     step = next((step for step in one.account.steps if step.hand == cause), None)
     return None if step is None else (Culprit(kind_of(step.event), step.rank, step.event), step.event, step.event)
+
+
+def merge(wrong: Sequence[Judged]) -> None:
+    """One cause seen in several brackets is one: the same factor, from the same line on or up to the same line, is told
+    by the narrowest."""
+    shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
+    chosen: list[tuple[Culprit, float, float]] = []
+    for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
+        culprit, share = one.shares[index]
+        for known, factor, tolerance in chosen:
+            close = abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
+            joined = known.start == culprit.start or (known.end is not None and known.end == culprit.end)
+            if close and joined and known.identity != culprit.identity:
+                one.shares[index] = (known, share)
+                break
+        else:
+            if not any(known.identity == culprit.identity for known, _, _ in chosen):
+                chosen.append((culprit, share, one.tolerance))
+
+
+def _width(culprit: Culprit) -> int:
+    """How much was recorded within a bracket; 0 for an event."""
+    first, last = culprit.event, culprit.before
+    return last.seq - first.seq if culprit.unrecorded and first is not None and last is not None else 0

@@ -231,7 +231,7 @@ def _all_cases(
         rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
-    exact = max(EXACT, loss_rounding(verdict.contributions) / 2)  # what puts two apart is the doing of both
+    exact = max(EXACT, loss_rounding(verdict.contributions) / 2)  # two are put apart by both
     cells = [
         (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
         for held in verdict.held
