@@ -26,7 +26,7 @@ from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, Probe
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tied import ties
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
-from gradcheck_dist.trace.run import Run, unrecorded
+from gradcheck_dist.trace.run import Run, before_restart, unrecorded
 
 MAX_WRITTEN = 10**4
 
@@ -218,7 +218,7 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     statuses = [event for trace in run.ranks.values() for event in trace.events if isinstance(event, ProbeStatus)]
     inactive = {(event.probe, event.reason) for event in statuses if not event.active}
     active = {event.probe for event in statuses if event.active} - {probe for probe, _ in inactive}
-    problems = [*run.problems, *unrecorded(run.path)]
+    problems = [*run.problems, *before_restart(run.path), *unrecorded(run.path)]
     for rank, trace in run.ranks.items():
         errors = [event for event in trace.events if isinstance(event, ProbeError)]
         problems += [f"rank {rank}: probe {error.probe} failed: {error.message}" for error in errors[:3]]

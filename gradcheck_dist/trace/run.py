@@ -162,6 +162,20 @@ def unrecorded(run_dir: Place) -> list[str]:
     ]
 
 
+def before_restart(run_dir: Place) -> list[str]:
+    """What was recorded before the run began anew and is not read with it, in words."""
+    last = {file.name for file in trace_files(run_dir).values()}
+    earlier = sorted(entry.name for entry in run_dir.iterdir() if _TRACE_NAME.fullmatch(entry.name)) if last else []
+    earlier = [name for name in earlier if name not in last]
+    if not earlier:
+        return []
+    more = f" and {len(earlier) - 2} more" if len(earlier) > 2 else ""
+    return [
+        f"the run was started anew by its launcher, and what came last is judged: what was recorded before "
+        f"({', '.join(earlier[:2])}{more}) stays in the run folder, and is judged when copied into one of its own"
+    ]
+
+
 def _restarted_world_size(run_dir: Place) -> int | None:
     """How many ranks the run has had since it last began anew; None when nobody wrote it down."""
     notes = {int(match[1]): entry for entry in run_dir.iterdir() if (match := _RESTART_NAME.fullmatch(entry.name))}

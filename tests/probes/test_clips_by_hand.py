@@ -1,4 +1,4 @@
-"""What a clip that nobody recorded may hide: its own number is not known, so what stands before it is told with that."""
+"""What a clip that nobody recorded may hide: its own number is not known, so what stands before it is told with it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Backward, Header, Param, Samples, Site, StepEnd
 from gradcheck_dist.trace.frames import MAGIC, frame
 from gradcheck_dist.trace.reader import TraceTail, decode_values, read_trace
-from gradcheck_dist.trace.run import create_run_dir, read_run
+from gradcheck_dist.trace.run import before_restart, create_run_dir, read_run
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 
 PARAM = Param(id=0, name="w", shape=(4,), dtype="float32", num_positions=4, stage=1)
@@ -212,6 +212,10 @@ def test_a_restarted_rank_leaves_its_earlier_trace_and_the_last_one_counts(tmp_p
         writer.close()
     assert [event.seq for event in read_run(run_dir).ranks[0].events] == [2]
     assert trace_path(run_dir, 0).exists()
+    (told,) = before_restart(run_dir)
+    assert "(rank-00000.trace)" in told
+    trace_path(run_dir, 0).unlink()
+    assert before_restart(run_dir) == []
 
 
 def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
