@@ -154,10 +154,17 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
         text = (
             f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
-            f"{factor:.4g}){line}; weights are freed of it"
+            f"{factor:.4g}){line}; weights are freed of it{_assumed(factor / own)}"
         )
         return HandClip(factor, norm, text, case.culprit.hidden, reason)
     return None
+
+
+def _assumed(divisor: float) -> str:
+    """What else the clip's lines must do for the weights to be what they are taken for."""
+    if divisor <= 1 + TOO_VAGUE:
+        return ""
+    return f". The same lines are taken to divide by {exact_fraction(divisor, 1e-3) or f'{divisor:.5g}'} besides"
 
 
 def _normalised(norm: float, before: float) -> str:

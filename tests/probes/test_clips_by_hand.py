@@ -43,6 +43,7 @@ def test_a_clip_that_divides_besides_is_right(tmp_path: Path) -> None:
     report = trained(tmp_path, 1.0, divides=True, max_norm=0.25)
     assert (report.verdict, report.findings) == ("clean", [])
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
+    assert all("are taken to divide by" in problem for problem in report.coverage.problems)
 
 
 def test_a_loss_before_a_clip_that_divides_besides_is_told_with_what_the_clip_may_hide(tmp_path: Path) -> None:
