@@ -107,6 +107,7 @@ def _same_reduction(event: Reduce, wanted: Reduce, over: tuple[int, ...]) -> boo
 def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
     events = {rank: ready[rank] for rank in machines}
     inputs = {rank: machines[rank].take_input(event) for rank, event in events.items()}
+    kept = {rank: machines[rank].take_partial() for rank, event in events.items() if event.all_reduced}
     for rank, event in events.items():
         if event.root is not None and event.root != rank:
             machines[rank].left_out(event)
@@ -117,19 +118,33 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
             if replica in events:
                 sources |= set(events[replica].group)
         sources = (sources or set(event.group)) & set(inputs)
-        machines[rank].receive(event, [inputs[source] for source in sorted(sources)], tuple(sorted(sources)))
+        partials = [kept[replica] for replica in replicas if replica in kept]
+        machines[rank].receive(event, [inputs[source] for source in sorted(sources)], partials, tuple(sorted(sources)))
 
 
 def nominal_factor(event: Reduce) -> float:
-    """What each input is multiplied by, by the documented semantics of the reduction; NaN when not known."""
+    """What each input is multiplied by, by the documented semantics of the reduction; NaN when not known.
+
+    Under HSDP what is not reduced over the replicas yet has had the shards' part of it only; the rest comes with the
+    reduction that does (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
+    """
     if event.op not in ("sum", "avg", "premul_sum"):
         return float("nan")
-    factor = (event.premul or 1.0) / ((event.pre_divide or 1.0) * (event.post_divide or 1.0))
+    factor = (event.premul or 1.0) / (event.pre_divide or 1.0)
     if event.op == "avg":
         factor /= len(event.group)
-    if event.replicate_op == "avg" and event.replicate_group:
-        factor /= len(event.replicate_group)
-    return factor
+    return factor if is_partial(event) else factor * replicas_factor(event)
+
+
+def is_partial(event: Reduce) -> bool:
+    """Whether the reduction over the replicas is left to a later one, which takes up what this one gave."""
+    return event.impl in SHARDING and not event.all_reduced and bool(event.replicate_group)
+
+
+def replicas_factor(event: Reduce) -> float:
+    """What a reduction multiplies by behind the shards' own part of it."""
+    averaged = event.replicate_op == "avg" and event.replicate_group
+    return 1.0 / ((event.post_divide or 1.0) * (len(event.replicate_group) if averaged else 1))
 
 
 class _Machine:
@@ -203,15 +218,22 @@ class _Machine:
             buffer.clear()
         return taken
 
+    def take_partial(self) -> Buffer:
+        """What earlier reductions left to the one over the replicas."""
+        buffer = self.buffers["partial"]
+        taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip, buffer.leftover)
+        buffer.clear()
+        return taken
+
     def left_out(self, event: Reduce) -> None:
         """Others got the result: what is left in this rank's buffer nobody documents."""
         self.position += 1
         self._note(event.seq, EVENT_ORDER, event, "grad")
 
-    def receive(self, event: Reduce, inputs: list[Buffer], sources: tuple[int, ...]) -> None:
-        """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result."""
-        sharded = event.impl in SHARDING
-        partial = sharded and not event.all_reduced and bool(event.replicate_group)
+    def receive(self, event: Reduce, inputs: list[Buffer], partials: list[Buffer], sources: tuple[int, ...]) -> None:
+        """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result. `partials`: what the
+        replicas kept of earlier ones."""
+        sharded, partial = event.impl in SHARDING, is_partial(event)
         target = self.buffers["partial" if partial else "grad"]
         if not sharded:
             target.clear()
@@ -219,9 +241,8 @@ class _Machine:
         for source in inputs:
             target.add(source, factor)
         target.clip = 1.0
-        if sharded and not partial:
-            target.add(self.buffers["partial"], 1.0)
-            self.buffers["partial"].clear()
+        for earlier in partials if sharded and not partial else ():
+            target.add(earlier, replicas_factor(event))
         self.position += 1
         self._note(event.seq, EVENT_ORDER, event, "partial" if partial else "grad", sources)
 

@@ -7,6 +7,7 @@ product a contribution, however many ranks there are. Where a shape does not say
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan, nan, prod
@@ -30,7 +31,7 @@ from gradcheck_dist.events import (
     StepShape,
     ZeroGrad,
 )
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.replay import is_partial, nominal_factor, replicas_factor
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 
@@ -198,10 +199,10 @@ def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Wa
             grad = _joined(grad, event)
         elif isinstance(event, Reduce):
             joined, unsharded = _joined(unsharded, event), {}
-            if not event.all_reduced and event.replicate_group:
+            if is_partial(event):
                 partial |= joined
             else:
-                grad |= joined | partial
+                grad |= joined | _over_replicas(partial, event)
                 partial = {}
         elif isinstance(event, ScaleGrads | AmpUnscale):
             unscaled = isinstance(event, AmpUnscale)
@@ -223,13 +224,20 @@ def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Wa
 
 
 def _joined(buffer: _Buffer, event: Reduce) -> _Buffer:
-    """A buffer after a reduction. What was joined over the group before is there once on each of its ranks."""
-    factor = nominal_factor(event)
+    return _over(buffer, (event.group, event.replicate_group if event.all_reduced else ()), nominal_factor(event))
+
+
+def _over_replicas(buffer: _Buffer, event: Reduce) -> _Buffer:
+    """What earlier reductions left to one over the replicas."""
+    return _over(buffer, (event.replicate_group,), replicas_factor(event))
+
+
+def _over(buffer: _Buffer, over: Sequence[tuple[int, ...]], factor: float) -> _Buffer:
+    """A buffer after a reduction. What was joined over a group before is there once on each of its ranks."""
     result = {}
     for slot, share in buffer.items():
         groups, times = set(share.groups), 1
-        replicas = event.replicate_group if event.all_reduced else ()
-        for group in (event.group, replicas):
+        for group in over:
             if len(group) > 1:
                 times *= len(group) if group in groups else 1
                 groups.add(group)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from held_back import hold_back
-from simulator import World
+from random_trainers import global_mean
+from simulator import Trainer, World
 from trainer_families import make_case
 
 from gradcheck_dist.diagnosis.engine import judge_step, objective_of
@@ -20,6 +21,11 @@ def said(run: Run) -> list[str]:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_records_of_a_right_trainer_explain_every_weight(seed: int) -> None:
     assert said(World(make_case("healthy-trainers", seed).trainer, seed).run()) == []
+
+
+def test_so_do_those_of_replicas_that_are_joined_in_the_last_step_only() -> None:
+    shape = {"impl": "hsdp", "data_ranks": 4, "replicas": 2, "accumulation": 3, "sync": "every", "replicas_last": True}
+    assert said(World(Trainer(root=global_mean(), op="sum", **shape), 1).run()) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(3))

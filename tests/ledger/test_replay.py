@@ -47,6 +47,12 @@ SEMANTICS = {
     "FSDP reduces what it accumulated": {"impl": "fsdp"},
     "FSDP divides by the factor that was set": {"impl": "fsdp", "divide": 8.0},
     "HSDP reduces over both axes": {"impl": "hsdp", "data_ranks": 4, "replicas": 2, "op": "avg"},
+    "HSDP leaves the replicas to the last step": {
+        "impl": "hsdp", "data_ranks": 4, "replicas": 2, "op": "avg", "sync": "every", "replicas_last": True,
+    },
+    "HSDP sums and leaves the replicas to the last step": {
+        "impl": "hsdp", "data_ranks": 6, "replicas": 3, "sync": "every", "replicas_last": True,
+    },
     "scale_grads divides everything accumulated": {
         "stages": 2, "microbatches": 2, "scale_grads": True, "impl": "none", "data_ranks": 1,
     },

@@ -181,6 +181,9 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
             if sharded:
                 for rank in members:
                     rank.sample(seqs[rank.rank], BEFORE, name, rank.unsharded[name].values, shard=False)
+            if trainer.replicas_last:
+                _leave_replicas(world, members, name, hand, last=k == trainer.accumulation - 1)
+                continue
             apart = trainer.replicas if not trainer.join_replicas else 1
             for replica in range(apart):
                 together = members[replica * len(members) // apart : (replica + 1) * len(members) // apart]
@@ -200,12 +203,33 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
                 start = position - position % shards
                 replicas = group[position % shards :: shards] if trainer.join_replicas else ()
                 group = group[start : start + shards]
-            rank.sample_grads(seqs[rank.rank], AFTER, names)
+            whole = not trainer.replicas_last or k == trainer.accumulation - 1
+            if whole:
+                rank.sample_grads(seqs[rank.rank], AFTER, names)
             line = 15 if trainer.stages > 1 else 14
             replicate_op = ("sum" if premul else op) if replicas else None
             rank.emit(Reduce, seq=seqs[rank.rank], line=line, impl=trainer.impl, op=op, group=group,
                       params=rank.param_set(names), accumulation_step=k, microbatch=m, premul=premul,
-                      replicate_group=replicas, replicate_op=replicate_op, dtype=trainer.reduce_dtype)  # fmt: skip
+                      replicate_group=replicas, replicate_op=replicate_op, all_reduced=whole,
+                      dtype=trainer.reduce_dtype)  # fmt: skip
+
+
+def _leave_replicas(world: World, members: list[Process], name: str, hand: float, *, last: bool) -> None:
+    """Add up over the shards of each replica, and in the last accumulation step what came of that over the replicas."""
+    trainer = world.trainer
+    shards = len(members) // trainer.replicas
+    average = trainer.op == "avg"
+    for start in range(0, len(members), shards):
+        together = members[start : start + shards]
+        total = _sum(world, [rank.unsharded.pop(name) for rank in together], hand / shards if average else hand)
+        for rank in together:
+            _add(world, rank.partial, name, total)
+    if last:
+        for position in range(shards):
+            total = _sum(world, [rank.partial[name] for rank in members[position::shards]],
+                         1 / trainer.replicas if average else 1.0)  # fmt: skip
+            for rank in members[position::shards]:
+                _add(world, rank.grad, name, total)
 
 
 def _sum(world: World, inputs: list[Buffer], factor: float) -> Buffer:

@@ -104,7 +104,8 @@ class Trainer:
     """A trainer. `root(key, tokens)` is the weight per token at the loss; `sync` one of last, every, never, inverted.
 
     World rank = data rank * stages + stage. `divide` is FSDP's gradient divide factor (None: the default average).
-    Without `join_replicas` nothing reduces over HSDP's replicate axis. `own_divide` names parameters that are reduced
+    Without `join_replicas` nothing reduces over HSDP's replicate axis, with `replicas_last` the last accumulation step
+    does for all (set_requires_all_reduce). `own_divide` names parameters that are reduced
     apart from the others, with a divide factor of their own. `reduce_dtype` is that of sums over ranks, None: `dtype`.
     """
 
@@ -137,6 +138,7 @@ class Trainer:
     reduce_dtype: str | None = None
     own_divide: tuple[tuple[str, float], ...] = ()
     join_replicas: bool = True
+    replicas_last: bool = False
 
     @property
     def keys(self) -> list[Key]:
@@ -169,6 +171,7 @@ class Process:
         self.trace = RankTrace(Path(f"rank-{rank:05d}.trace"), header)
         self.grad: dict[str, Buffer] = {}
         self.unsharded: dict[str, Buffer] = {}
+        self.partial: dict[str, Buffer] = {}
         self.final: dict[str, np.ndarray] = {}
         self.ids: dict[str, int] = {}
         self.held: dict[str, np.ndarray] = {}
