@@ -123,17 +123,17 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
 
 
 def nominal_factor(event: Reduce) -> float:
-    """What each input is multiplied by, by the documented semantics of the reduction; NaN when not known.
+    """What each input is multiplied by, by the documented semantics of the reduction, when it has been reduced over all
+    its axes; NaN when not known."""
+    return shards_factor(event) * replicas_factor(event)
 
-    Under HSDP what is not reduced over the replicas yet has had the shards' part of it only; the rest comes with the
-    reduction that does (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
-    """
+
+def shards_factor(event: Reduce) -> float:
+    """What a reduction multiplies by before it comes to the replicas: under HSDP that is all that happens to what is
+    left to a later one (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce)."""
     if event.op not in ("sum", "avg", "premul_sum"):
         return float("nan")
-    factor = (event.premul or 1.0) / (event.pre_divide or 1.0)
-    if event.op == "avg":
-        factor /= len(event.group)
-    return factor if is_partial(event) else factor * replicas_factor(event)
+    return (event.premul or 1.0) / ((event.pre_divide or 1.0) * (len(event.group) if event.op == "avg" else 1))
 
 
 def is_partial(event: Reduce) -> bool:
@@ -142,7 +142,7 @@ def is_partial(event: Reduce) -> bool:
 
 
 def replicas_factor(event: Reduce) -> float:
-    """What a reduction multiplies by behind the shards' own part of it."""
+    """What it multiplies by over the replicas and behind them."""
     averaged = event.replicate_op == "avg" and event.replicate_group
     return 1.0 / ((event.post_divide or 1.0) * (len(event.replicate_group) if averaged else 1))
 
@@ -237,7 +237,7 @@ class _Machine:
         target = self.buffers["partial" if partial else "grad"]
         if not sharded:
             target.clear()
-        factor = nominal_factor(event)
+        factor = shards_factor(event) if partial else nominal_factor(event)
         for source in inputs:
             target.add(source, factor)
         target.clip = 1.0

@@ -31,7 +31,7 @@ from gradcheck_dist.events import (
     StepShape,
     ZeroGrad,
 )
-from gradcheck_dist.ledger.replay import is_partial, nominal_factor, replicas_factor
+from gradcheck_dist.ledger.replay import is_partial, nominal_factor, replicas_factor, shards_factor
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 
@@ -224,7 +224,8 @@ def _replay(events: list[AnyEvent], slots: list[Slot], reasons: list[str]) -> Wa
 
 
 def _joined(buffer: _Buffer, event: Reduce) -> _Buffer:
-    return _over(buffer, (event.group, event.replicate_group if event.all_reduced else ()), nominal_factor(event))
+    factor = shards_factor(event) if is_partial(event) else nominal_factor(event)
+    return _over(buffer, (event.group, event.replicate_group if event.all_reduced else ()), factor)
 
 
 def _over_replicas(buffer: _Buffer, event: Reduce) -> _Buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_what_happens_between_them_or_behind_them_is_one_finding(
     event = finding.first_event
     assert event is not None and event.before is not None
     assert (event.line, event.before["kind"]) == (line, before)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_an_average_in_two_parts_is_one_average(replicas: int) -> None:
+    """set_requires_all_reduce(False): earlier accumulation steps come to the replicas with the last one."""
+    trainer = Trainer(root=global_mean(), op="avg", impl="hsdp", data_ranks=6, replicas=replicas, accumulation=3,
+                      sync="every", replicas_last=True)  # fmt: skip
+    (finding,) = diagnose(World(trainer, 1).run()).findings
+    assert (finding.code, finding.factor.expression) == ("GS101", "1/(dp_replicate * dp_shard)")
+    assert diagnose(World(replace(trainer, op="sum"), 1).run()).findings == ()
