@@ -82,4 +82,4 @@ def test_an_average_in_two_parts_is_one_average(replicas: int) -> None:
                       sync="every", replicas_last=True)  # fmt: skip
     (finding,) = diagnose(World(trainer, 1).run()).findings
     assert (finding.code, finding.factor.expression) == ("GS101", "1/(dp_replicate * dp_shard)")
-    assert diagnose(World(replace(trainer, op="sum"), 1).run()).findings == ()
+    assert diagnose(World(replace(trainer, op="sum"), 1).run()).findings == []
