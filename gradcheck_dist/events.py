@@ -292,6 +292,10 @@ class Replica(Event, tag="replica"):
     num_steps_later: Count = 0
 
 
+CUDA_GRAPHS = "cuda_graphs"
+"""What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
+
+
 class ProbeStatus(Event, tag="probe_status"):
     """A probe became active, could not hook (`reason`) or was not needed."""
 

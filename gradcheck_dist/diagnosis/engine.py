@@ -32,7 +32,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
-from gradcheck_dist.diagnosis.open_steps import passes_unmatched, tokens_known, why_not
+from gradcheck_dist.diagnosis.open_steps import no_step, passes_unmatched, replayed, tokens_known, why_not
 from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
@@ -141,7 +141,7 @@ def judge_step(
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
     (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
-    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data):
+    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or replayed(data):
         return verdict
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)
@@ -315,7 +315,7 @@ def _report(
     if not verdicts and skipped:
         reasons.append(f"the GradScaler found an overflow in {_steps(skipped)}: {ALL_SKIPPED}")
     elif not verdicts:
-        reasons.append("no backward pass was recorded: attach before the training loop, and let it reach a step")
+        reasons.append(no_step(coverage))
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
     accused = any(finding.severity != "info" for finding in findings)
     state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"

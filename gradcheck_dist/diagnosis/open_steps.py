@@ -7,10 +7,20 @@ import numpy as np
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD
-from gradcheck_dist.events import BEFORE, UNNAMED, OptimizerStep, PipelineStep
+from gradcheck_dist.diagnosis.finding import Coverage
+from gradcheck_dist.events import BEFORE, CUDA_GRAPHS, UNNAMED, OptimizerStep, PipelineStep, ProbeStatus
 from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData, steps_of
 from gradcheck_dist.trace.run import Run
+
+REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
+
+
+def no_step(coverage: Coverage) -> str:
+    """Why a run has no step that could be judged."""
+    if any(missing.probe == CUDA_GRAPHS for missing in coverage.probes_missing):
+        return f"every backward pass {REPLAYED}"
+    return "no backward pass was recorded: attach before the training loop, and let it reach a step"
 
 
 def tokens_known(run: Run, data: StepData) -> bool:
@@ -39,6 +49,8 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     reasons += summary.foreign(run, data)
     if not data.complete:
         reasons.append(f"step {data.step} did not reach the optimizer on every rank")
+    if replayed(data):
+        reasons.append(f"a part of the step {REPLAYED}")
     alone = ", ".join(map(str, passes_unmatched(data)))
     if alone:
         reasons.append(
@@ -69,6 +81,15 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             "computed by hand, is left from an earlier step, or came on a way that no probe follows"
         )
     return reasons
+
+
+def replayed(data: StepData) -> bool:
+    """Whether some of the step's gradients, or its optimizer's step, came out of a CUDA graph."""
+    return any(
+        isinstance(event, ProbeStatus) and event.probe == CUDA_GRAPHS
+        for of_rank in data.events.values()
+        for event in of_rank
+    )
 
 
 def passes_unmatched(data: StepData) -> list[int]:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcheck_dist.events import BEFORE
+from gradcheck_dist.probes import captured
+from gradcheck_dist.probes.captured import BACKWARD
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
@@ -33,6 +35,7 @@ CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
     patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
+    captured.install(recorder, patches)
     discovery = Discovery(recorder)
     recorder.discovery = discovery
     discovery.start()
@@ -45,6 +48,10 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if recorder.captures.under_way:
+            if gradients_at == 1:  # autograd.grad leaves nothing behind
+                recorder.captures.holds(BACKWARD)
             return original(*args, **kwargs)
         current = open_pass(recorder)
         if recorder.current is not None and not recorder.suspended:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import BEFORE, Clip, ClipValue, OptimizerStep, ParamGroup, ZeroGrad
+from gradcheck_dist.probes.captured import OPTIMIZER
 from gradcheck_dist.probes.loss import number
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
@@ -33,6 +34,8 @@ CLIP_EPSILON = 1e-6
 
 def install(recorder: Recorder, patches: Patches) -> None:
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.captures.under_way:
+            recorder.captures.holds(OPTIMIZER)
         # With a closure the gradients are computed inside step: they are read after it.
         if _closure(args, kwargs):
             recorder.closure_passes = 0

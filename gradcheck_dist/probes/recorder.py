@@ -26,6 +26,7 @@ from gradcheck_dist.events import (
     StepEnd,
 )
 from gradcheck_dist.probes.backward_pass import BackwardPass, ReadGradients
+from gradcheck_dist.probes.captured import Captures
 from gradcheck_dist.probes.deferred import Deferred, numbers_of, read
 from gradcheck_dist.probes.registry import ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
@@ -40,8 +41,6 @@ FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
 COLUMNS_INTERVAL_NS = 1_000_000_000
 """And how long its steps without samples."""
-
-
 NOTHING = torch.empty(0)
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
@@ -98,6 +97,7 @@ class Recorder(Sampler):
         self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
         self._flushed_ns = 0
         self.copies = HostCopies()
+        self.captures = Captures()
         self._deferred: Deferred = []
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
@@ -344,11 +344,14 @@ class Recorder(Sampler):
 
 
 def guarded(probe: str) -> Callable[[F], F]:
-    """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted."""
+    """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
+    capture of a CUDA graph it does not run."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+            if recorder.captures.under_way:
+                return None
             start = time.perf_counter_ns()
             try:
                 return function(recorder, *args, **kwargs)
