@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -20,8 +21,6 @@ class GradcheckError(Exception):
 
 def nearest(value: str, legal: Iterable[str], count: int = 3) -> list[str]:
     """The legal names that look most like `value`, best first; empty when nothing is close."""
-    import difflib  # here: every start of the command line loads this module
-
     return difflib.get_close_matches(value, list(legal), n=count, cutoff=0.4)
 
 
