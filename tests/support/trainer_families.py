@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import compound_families  # noqa: F401 (registers its families)
 import strange_families  # noqa: F401 (registers its families)
 from known_families import FAMILIES, UNKNOWN, family, make_case, reduce_kind
 from random_trainers import Case, Culprit, Random, degree, downstream, global_mean, healthy, microbatch_mean, one
