@@ -170,7 +170,7 @@ def before_manual(
                 own = [part for part in regions if part.info is info]
                 _sample(recorder, begun.seq, BEFORE, info, own, buffer)
             opened.append(region)
-    if not opened and impl != "reduce_scatter":
+    if not opened:
         for region in regions_by_value(local, recorder.registry.infos()):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
             _sample(recorder, begun.seq, BEFORE, region.info, [region], local)

@@ -23,6 +23,8 @@ LEAST = 6
 """Elements that are not zero, in all: fewer are a multiple of others by chance."""
 MAX_TRIED = 64
 """Runs of parameters that are compared with one buffer."""
+MAX_PADDING = 4096
+"""Zeros behind the last gradient, or an eighth of all gradients: ranks are given parts of one size."""
 
 
 def regions_by_value(tensor: Tensor, infos: Sequence[ParamInfo]) -> list[Region]:
@@ -32,7 +34,12 @@ def regions_by_value(tensor: Tensor, infos: Sequence[ParamInfo]) -> list[Region]
         return []
     held = [info for info in infos if _readable(info.param.grad, tensor.dtype)]
     flat = tensor.detach().reshape(-1)
-    for order, first, last in _runs(tuple(info.param.numel() for info in held), flat.numel())[:MAX_TRIED]:
+    sizes = tuple(info.param.numel() for info in held)
+    runs = _runs(sizes, flat.numel())[:MAX_TRIED]
+    padding = flat.numel() - sum(sizes)
+    if not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
+        runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
+    for order, first, last in runs:
         run = held[::order][first:last]
         if _is_copy(flat, run):
             found, offset = [], 0

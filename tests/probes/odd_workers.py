@@ -45,3 +45,34 @@ def train(variant: str, run_dir: str) -> None:
                     dist.broadcast(param.data, 0)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_sharded(run_dir: str, factor: float) -> None:
+    """The optimizer's state is sharded by hand: parts of a padded copy of all gradients, parts of all parameters."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        params = list(model.parameters())
+        size = -(-sum(param.numel() for param in params) // 8) * 4  # of a part: a multiple of 4
+        padding = torch.zeros(size * world - sum(param.numel() for param in params))
+        whole = torch.cat([*(param.detach().flatten() for param in params), padding])
+        part = torch.nn.Parameter(whole[rank * size : (rank + 1) * size].clone())
+        optimizer = torch.optim.SGD([part], lr=0.05)
+        num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
+        for _ in range(STEPS):
+            for k in range(2):
+                (token_sum(model, batch(rank, k)) / num_tokens).backward()
+            flat = torch.cat([*(param.grad.flatten() for param in params if param.grad is not None), padding])
+            part.grad = torch.empty(size)
+            dist.reduce_scatter_tensor(part.grad, flat)
+            part.grad.mul_(factor)
+            optimizer.step()
+            model.zero_grad()
+            dist.all_gather_into_tensor(whole, part.detach())
+            for param, values in zip(params, whole.split([*(p.numel() for p in params), len(padding)]), strict=False):
+                param.data.copy_(values.view_as(param))
+    dist.barrier()
+    dist.destroy_process_group()

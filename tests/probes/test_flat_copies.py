@@ -33,6 +33,15 @@ def test_neighbours_are_known_in_either_order_and_times_a_number(part: slice, fa
     assert [region.offset for region in found] == [sum(r.length for r in found[:i]) for i in range(len(found))]
 
 
+def test_zeros_may_follow_the_last_gradient() -> None:
+    known = infos()
+    for order in (1, -1):
+        padded = torch.cat([flat(known[::order]), torch.zeros(3)])
+        assert [region.info.name for region in regions_by_value(padded, known)] == [one.name for one in known[::order]]
+    assert regions_by_value(torch.cat([flat(known), torch.ones(3)]), known) == []
+    assert regions_by_value(torch.cat([flat(known), torch.zeros(5000)]), known) == []
+
+
 def test_what_is_no_copy_is_not_known() -> None:
     known = infos()
     whole = flat(known)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from probe_workers import Net, batch
 from torch import Tensor, nn
 
-from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.engine import diagnose, judge_step
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.unexplained import unexplained
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
@@ -36,6 +37,21 @@ def test_two_ranks(variant: str, tmp_path: Path) -> None:
         assert report.findings[0].ranks == [1]
     elif variant == "reduced to one, one steps":
         assert any("rank(s) 1 step no optimizer" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
+def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
+    warm_up()
+    launch("odd_workers:train_sharded", (str(tmp_path / "run"), factor), 2, timeout_s=60)
+    run = read_run(tmp_path / "run")
+    report = diagnose(run)
+    assert (report.verdict, len(report.findings)) == (verdict, int(verdict == "findings")), report.reasons
+    if report.findings:
+        event = report.findings[0].first_event
+        assert event is not None and event.kind == "reduce" and event.unrecorded
+        assert report.findings[0].factor.observed == pytest.approx(0.5)
+    else:
+        assert unexplained(judge_step(run, 0, report.run.objective, "assumed")) == []
 
 
 def mean(logits: Tensor, labels: Tensor) -> Tensor:
