@@ -14,7 +14,7 @@ from math import log, prod
 from gradcheck_dist.diagnosis.account import SAME, Account, Gap, account, event_at
 from gradcheck_dist.diagnosis.brackets import merge
 from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
-from gradcheck_dist.diagnosis.culprit import Culprit, kind_of, last_backward, order
+from gradcheck_dist.diagnosis.culprit import Culprit, caller_of, kind_of, last_backward, order
 from gradcheck_dist.diagnosis.hands import (
     FAINT,
     NOISY,
@@ -330,7 +330,7 @@ def _with_share(cell: Cell, share: float) -> Cell:
 
 def _repeats(one: Judged, culprit: Culprit) -> int:
     event = culprit.event
-    return sum(type(step.event) is type(event) and step.event.site == event.site
+    return sum(type(step.event) is type(event) and caller_of(step.event) == caller_of(event)
                for step in one.account.steps if event is not None)  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes import Rival
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.events import Backward, Event, LossGradient
+from gradcheck_dist.events import Backward, Event, LossGradient, ScaleGrads
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -63,7 +63,7 @@ class Culprit:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for culprits that are one and the same cause: same kind, operation and source line."""
+        """Equal for culprits that are one and the same cause: same kind, operation and source line (`caller_of`)."""
         event = self.event
         return (
             self.kind,
@@ -71,7 +71,7 @@ class Culprit:
             self.unrecorded,
             getattr(event, "op", None),
             len(getattr(event, "group", ()) or ()),
-            event is not None and line_of(event),
+            event is not None and caller_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
             *(self.end or ()),
@@ -80,6 +80,14 @@ class Culprit:
 
 def line_of(event: Event) -> tuple[str, int] | None:
     return (event.site.file, event.site.line) if event.site is not None else None
+
+
+def caller_of(event: Event) -> tuple[str, int | str] | None:
+    """The line of an event. Of a schedule the function and its divisor: the first stage steps it with inputs, the last
+    with targets, each on a line of its own."""
+    if isinstance(event, ScaleGrads) and event.site is not None and event.site.function:
+        return (event.site.file, f"{event.site.function} / {event.divisor:g}")
+    return line_of(event)
 
 
 def blame_loss(contribution: Contribution, factor: float) -> Culprit:

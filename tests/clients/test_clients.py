@@ -111,6 +111,7 @@ def judged_rightly(client: Client, alone: Trained, healthy: Trained, faulty: Tra
     assert (healthy.report["verdict"], healthy.report["findings"]) == (client.judged, [])
     assert healthy.report["coverage"]["problems"] == []
     found_in(client, faulty.report)
+    assert len(faulty.report["findings"]) == 1  # one cause
 
 
 def found_in(client: Client, report: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.account import Account, Step
 from gradcheck_dist.diagnosis.causes import GAP, Row
+from gradcheck_dist.diagnosis.culprit import Culprit
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.finding import Report
@@ -44,6 +45,15 @@ def test_a_loss_of_which_another_parameter_came_out_right_is_not_to_blame() -> N
     best = Search([expert], [dense], QUANTITIES).best()[0]
     assert (best.loss, best.edits) == (None, ())
     assert [(hand[2], factor) for hand, factor in best.others] == [(2, pytest.approx(2.0))]
+
+
+def test_a_schedule_that_stages_step_on_lines_of_their_own_is_one_cause() -> None:
+    def culprit(line: int, divisor: float) -> Culprit:
+        site = Site("train.py", line, "main")
+        return Culprit("scale_grads", 0, ScaleGrads(seq=1, t_ns=0, step=0, divisor=divisor, params=0, site=site))
+
+    assert culprit(9, 2.0).identity == culprit(11, 2.0).identity
+    assert culprit(9, 2.0).identity != culprit(11, 4.0).identity
 
 
 def test_without_anything_right_the_same_weight_is_the_losses_doing() -> None:
