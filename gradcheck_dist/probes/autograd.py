@@ -69,13 +69,28 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
 
 
 def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients that are differentiated again (a gradient penalty) belong to the loss and are no contribution yet."""
+    """Gradients that are differentiated again (a gradient penalty) belong to the loss and are no contribution yet.
+
+    A backward function that calls this (a checkpoint by hand) is given gradients, which its own results then bring to
+    the parameters; they are held until the pass is over, and kept where nothing else arrived.
+    """
     watched = _watch(recorder, original, 2)
+    in_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
     @functools.wraps(original)
     def grad(*args: Any, **kwargs: Any) -> Any:
         create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
-        return (original if create_graph else watched)(*args, **kwargs)
+        run = original if create_graph else watched
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        current = recorder.current
+        if current is None or in_backward() == -1:
+            return run(*args, **kwargs)
+        current.inner += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            current.inner -= 1
 
     return grad
 
@@ -239,6 +254,8 @@ def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor | None) -> Tensor 
     start = time.perf_counter_ns()
     code: Tensor | None = None
     try:
+        if (current.inner or current.held) and current.holds(info, grad):
+            return None
         if recorder.armed and info.wrapper in recorder.armed and info.wrapper not in current.armed:
             current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
         if recorder.impulses is not None:

@@ -18,6 +18,8 @@ class BackwardPass:
         "armed",
         "computed",
         "given",
+        "held",
+        "inner",
         "label_hash",
         "leaves",
         "microbatch",
@@ -43,6 +45,10 @@ class BackwardPass:
         self.touched: dict[int, ParamInfo] = {}
         self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
+        self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
+        self.held: dict[
+            int, list[tuple[ParamInfo, Tensor]]
+        ] = {}  # by parameter: what these were given
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
@@ -51,6 +57,18 @@ class BackwardPass:
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
+
+    def holds(self, info: ParamInfo, grad: Tensor) -> bool:
+        """Whether a gradient is given to a backward function, which may bring it itself later in this pass."""
+        if self.inner:
+            self.held.setdefault(info.id, []).append((info, grad.detach()))
+        else:
+            self.held.pop(info.id, None)
+        return bool(self.inner)
+
+    def not_brought(self) -> list[tuple[ParamInfo, Tensor]]:
+        """What such functions were given for parameters that nothing else arrived at."""
+        return [one for held in self.held.values() for one in held]
 
 
 class ReadGradients:

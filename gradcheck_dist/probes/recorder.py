@@ -304,6 +304,8 @@ class Recorder(Sampler):
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
         self.current = None
+        for info, grad in current.not_brought():
+            self.leaf(current, info, grad)
         touched = list(current.touched.values())
         if not touched:
             return

@@ -16,7 +16,10 @@ import typing_extensions
 
 from gradcheck_dist.events import Site
 
-_SKIP_DIRS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+_SKIP_DIRS = tuple(
+    str(folder) + os.sep
+    for folder in (Path(torch.__file__).parent, Path(__file__).parent, Path(__file__).parent.parent / "verify")
+)
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )

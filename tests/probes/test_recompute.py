@@ -79,6 +79,44 @@ def test_kept_random_numbers_are_not_accused_and_training_is_untouched(tmp_path:
     assert all(map(torch.equal, watched, weights_after(None, ON[name])[1]))
 
 
+class ByHand(torch.autograd.Function):
+    """A checkpoint that asks for its region's gradients in backward; `brings`: its own results take them further, else
+    it adds them itself."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, brings: bool, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.block, ctx.brings, ctx.params, ctx.state = block, brings, params, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        state = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.set_rng_state(state)
+        of_x, *found = torch.autograd.grad(y, (x, *ctx.params), grad)
+        if ctx.brings:
+            return None, None, of_x, *found
+        for param, own in zip(ctx.params, found, strict=True):
+            param.grad = own if param.grad is None else param.grad + own
+        return None, None, of_x, *[None] * len(found)
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_gradients_that_a_backward_function_asks_for_count_once(tmp_path: Path, brings: bool) -> None:
+    def region(block: nn.Module, x: Tensor) -> Tensor:
+        return ByHand.apply(block, brings, x, *block.parameters())
+
+    report, watched = weights_after(tmp_path / "run", region)
+    assert report is not None
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert all(map(torch.equal, watched, weights_after(None, region)[1]))
+
+
 @pytest.mark.parametrize("name", OFF)
 def test_a_region_that_draws_nothing_needs_no_state(tmp_path: Path, name: str) -> None:
     report, _ = weights_after(tmp_path / "run", OFF[name], drop=0.0)
