@@ -238,8 +238,13 @@ class GradientCheck(Event, tag="gradient_check"):
     is "right", "wrong", "undetermined" or "zero" (nothing depends on it); `shape` says how: "scaled" by `factor`, "cut"
     (no gradient), "constant" (whatever arrives), "flat" (a gradient where there is no dependence), "other", "partial"
     (a summand over the ranks of `group`), "stopped" (right where the stop-gradient that `reason` names is constant),
-    "reversed" (by a function that turns the sign), "apart" (the derivative of each rank's own share alone). `group` are
-    the ranks that were checked together. `site` is the module's forward; where ranks are apart, what communicates.
+    "reversed" (by a function that turns the sign), "apart" (the derivative of each rank's own share alone), "redrawn"
+    (run again in backward with other random numbers). `group` are the ranks that were checked together. `site` is the
+    module's forward; where ranks are apart, what communicates.
+    `call` of `num_calls` is which call of the module it was. `function` is the name of a torch.autograd.Function inside
+    whose backward alone is not the derivative of its forward, `defined_at` where it is written, `called_at` where it is
+    applied; `hands_on`: its forward gives its input unchanged; `at_its_word`: the rest of the module is right when its
+    backward is taken for the derivative. `meant`: the user said so.
     """
 
     module: str
@@ -254,6 +259,24 @@ class GradientCheck(Event, tag="gradient_check"):
     factor: float | None = None
     precision: str = ""
     group: tuple[Rank, ...] = ()
+    reason: str = ""
+    call: Index = 0
+    num_calls: Count = 1
+    function: str = ""
+    defined_at: Site | None = None
+    called_at: Site | None = None
+    hands_on: bool = False
+    at_its_word: bool = False
+    meant: bool = False
+
+
+class NotChecked(Event, tag="not_checked"):
+    """What `--verify` left out, and why. `what` is "module", "calls" (`name` of them), "parameter" (`name`), "forward"
+    (further passes of an outermost module, `name` of them) or "meant" (declared, and nothing of that name found)."""
+
+    module: str
+    what: str = "module"
+    name: str = ""
     reason: str = ""
 
 
@@ -332,6 +355,7 @@ AnyEvent = (
     | OptimizerStep
     | PipelineStep
     | GradientCheck
+    | NotChecked
     | Recompute
     | Metric
     | StepEnd

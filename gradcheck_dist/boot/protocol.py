@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 VARIABLE = "GRADCHECK_BOOT"
 """Also written in purelib/gradcheck_dist_boot.pth, which may import nothing to look it up."""
@@ -47,6 +48,7 @@ class Boot:
     every_step: bool = False
     axes: dict[str, int] | None = None
     same_data: tuple[tuple[int, ...], ...] | None = None
+    meant: tuple[str, ...] = ()
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -60,11 +62,12 @@ def decode(text: str) -> Boot:
     """
     try:
         fields = json.loads(text)
-        options = {name: bool(fields[name]) for name in ("verify", "exact", "every_step")}
+        options: dict[str, Any] = {name: bool(fields[name]) for name in ("verify", "exact", "every_step")}
         shared = fields["same_data"]
         same_data = tuple(tuple(group) for group in shared) if shared is not None else None
         steps = Steps(**fields["steps"])
-        return Boot(fields["run_dir"], steps, fields["objective"], **options, axes=fields["axes"], same_data=same_data)
+        options |= {"axes": fields["axes"], "same_data": same_data, "meant": tuple(fields["meant"])}
+        return Boot(fields["run_dir"], steps, fields["objective"], **options)
     except (TypeError, KeyError) as error:
         raise ValueError(
             f"{VARIABLE} is {text!r}, which this version of gradcheck did not write ({error!r})"

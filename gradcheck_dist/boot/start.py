@@ -47,6 +47,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             axes=options.axes,
             same_data=options.same_data,
             verify=options.verify,
+            meant=options.meant,
             every_step=options.every_step,
         )
     except Exception as error:

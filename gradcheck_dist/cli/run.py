@@ -49,6 +49,10 @@ def run(
         bool,
         typer.Option("--verify", help="Also check every module's backward by central differences, once. Not free."),
     ] = False,
+    meant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A module or autograd Function that --verify shall not accuse; repeatable."),
+    ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 on findings, 2 when nothing could be judged.")
     ] = False,
@@ -102,7 +106,15 @@ def run(
         chosen, every, every_step = range(chosen.start, chosen.start + 1), None, False
         _say(f"--exact: training stops in step {chosen.start}, before the optimizer")
     boot = Boot(
-        str(folder), Steps(chosen.start, chosen.stop, every), objective, verify, exact, every_step, degrees, shared
+        str(folder),
+        Steps(chosen.start, chosen.stop, every),
+        objective,
+        verify,
+        exact,
+        every_step,
+        degrees,
+        shared,
+        tuple(meant or ()),
     )
     environment = {**os.environ, VARIABLE: boot.encode()}
     if live:

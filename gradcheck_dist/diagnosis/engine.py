@@ -41,7 +41,7 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
-from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
+from gradcheck_dist.diagnosis.verified import left_out, not_verified, nothing_verified, verified
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.contributions import ContributionKey, collect
@@ -105,6 +105,8 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     weigh(verdicts)
     report = _report(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
+    report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
+    report.coverage.unverified = [one for verdict in verdicts for one in verdict.unverified]
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
 
@@ -137,6 +139,7 @@ def judge_step(
     verdict.lost = lost(run, data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
+    verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.

@@ -105,9 +105,18 @@ class MissingProbe(msgspec.Struct, kw_only=True):
     reason: str
 
 
+class Unverified(msgspec.Struct, kw_only=True):
+    """What `--verify` left out: a "module", "calls" of one, a "parameter", or "forward" passes of an outermost one."""
+
+    module: str
+    what: str
+    name: str = ""
+    reason: str
+
+
 class Coverage(msgspec.Struct, kw_only=True):
     """What the verdict rests on and what it could not see. `problems` are missing ranks and damaged files in words,
-    `notes` what was looked at otherwise than by samples."""
+    `notes` what was looked at otherwise than by samples, `unverified` all that `--verify` did not check."""
 
     parameters_total: int = 0
     parameters_observed: int = 0
@@ -116,6 +125,7 @@ class Coverage(msgspec.Struct, kw_only=True):
     probes_missing: list[MissingProbe] = []
     problems: list[str] = []
     notes: list[str] = []
+    unverified: list[Unverified] = []
 
 
 class RunInfo(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.consequence import consequence
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.effect import Effect
-from gradcheck_dist.diagnosis.finding import Finding, Weight
+from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -20,9 +20,11 @@ HIDDEN = "where a clip by hand hides no division"
 
 
 def cause(finding: Finding) -> Cause:
-    """Equal for what repeats step after step: same rule and same culprit line."""
+    """Equal for what repeats step after step: same rule and same culprit line. Verification is done once, and may find
+    several functions wrong that are applied on one line."""
     event = finding.first_event
-    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded))
+    verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""
+    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded), verified)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class StepVerdict:
     findings: list[Finding] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    verified: str = ""
+    unverified: list[Unverified] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)

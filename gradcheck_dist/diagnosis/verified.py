@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gradcheck_dist.events import Event, GradientCheck
+from gradcheck_dist.diagnosis.finding import Unverified
+from gradcheck_dist.events import Event, GradientCheck, NotChecked
 from gradcheck_dist.ledger.tracks import ParamKey
 
 SHOWN = 3
@@ -32,7 +33,7 @@ class Wrong:
         return tuple(sorted({rank for rank, _ in self.checks}))
 
 
-_PLAIN = ("scaled", "cut", "constant", "partial", "flat", "apart", "reversed", "stopped", "other")
+_PLAIN = ("scaled", "cut", "constant", "partial", "flat", "apart", "reversed", "redrawn", "stopped", "other")
 
 
 def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
@@ -46,6 +47,11 @@ def wrong_modules(events: Mapping[int, Iterable[Event]]) -> list[Wrong]:
         if check.outcome == "wrong":
             place: tuple[object, ...] = (check.site.file, check.site.line) if check.site else (check.module,)
             apart = check.target if check.target in ("leaf", "boundary", "outside") else _kind(check)
+            if check.function:
+                apart, place = (
+                    "function",
+                    (check.function, str(check.called_at), check.shape, f"{check.factor or 0:.4g}"),
+                )
             if apart == "leaf":  # one hook function on many parameters
                 place = (f"{check.factor:.3g}",)
             groups[apart, *place].append((rank, check))
@@ -56,11 +62,15 @@ def _kind(check: GradientCheck) -> str:
     """What one forward may do beside being wrong, and is told apart."""
     if check.shape in ("stopped", "cut") and check.reason:
         return "stopped"
-    return check.shape if check.shape in ("apart", "reversed") else ""
+    return check.shape if check.shape in ("apart", "reversed", "redrawn") else ""
 
 
 def _plainness(check: GradientCheck) -> tuple[int, bool, float]:
     share = abs((check.error or 0.0) / check.numerical) if check.numerical else 1.0
+    if check.function and check.factor is not None and check.observed is not None and check.numerical:
+        share += abs(
+            check.observed / check.numerical / check.factor - 1
+        )  # what passes by the function is no part of it
     return (_PLAIN.index(check.shape) if check.shape in _PLAIN else len(_PLAIN), check.factor is None, share)
 
 
@@ -74,13 +84,14 @@ def parameters_of(wrong: Wrong, known: Iterable[ParamKey]) -> list[str]:
     names = {name for _, name in known}
     found: set[str] = set()
     for _, check in wrong.checks:
-        full = f"{check.module}.{check.name}"
+        below = any(name.startswith(f"{check.module}.") for name in names)  # else it is the root, named by its type
+        full = f"{check.module}.{check.name}" if below else check.name
         if check.name == ALL_PARAMETERS:
             found |= names
         elif check.target in ("parameter", "leaf"):
-            found |= {name for name in names if name.split(" ")[0] in (full, check.name)}
+            found |= {name for name in names if name.split(" ")[0] == full}
         elif check.target == "parameters":
-            found |= {name for name in names if name.startswith((f"{full}.", f"{check.name}."))}
+            found |= {name for name in names if name.startswith(f"{full}.")}
     return sorted(found)
 
 
@@ -96,6 +107,27 @@ def not_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
             if name not in places[check.reason]:
                 places[check.reason].append(name)
     return [f"verify: undetermined for {_some(names)}: {reason}" for reason, names in places.items()]
+
+
+def left_out(events: Mapping[int, Iterable[Event]]) -> list[Unverified]:
+    """What `--verify` did not check, each with its reason; what several ranks say alike once."""
+    found: dict[tuple[str, str, str, str], set[int]] = defaultdict(set)
+    for rank, of_rank in events.items():
+        for event in of_rank:
+            if isinstance(event, NotChecked):
+                found[event.module, event.what, event.name, event.reason].add(rank)
+    return [
+        Unverified(module=module, what=what, name=name, reason=reason)
+        for (module, what, name, reason), ranks in found.items()
+        if what != "meant" or len(ranks) == len(events)  # a pipeline's ranks hold different modules
+    ]
+
+
+def verified(events: Mapping[int, Iterable[Event]]) -> str:
+    """How much `--verify` decided, in words; "" where it was not asked for."""
+    decided = [check for _, check in _checks(events) if check.outcome in ("right", "wrong")]
+    calls = {(check.module, check.call) for check in decided if check.target not in ("leaf", "boundary", "outside")}
+    return f"verify: {len(calls)} calls of {len({module for module, _ in calls})} modules checked" if decided else ""
 
 
 def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:

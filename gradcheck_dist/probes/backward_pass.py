@@ -46,9 +46,7 @@ class BackwardPass:
         self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
-        self.held: dict[
-            int, list[tuple[ParamInfo, Tensor]]
-        ] = {}  # by parameter: what these were given
+        self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called

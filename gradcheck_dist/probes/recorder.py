@@ -62,6 +62,7 @@ class Recorder(Sampler):
         self.step = 0
         self.accumulation_step = 0
         self.current: BackwardPass | None = None
+        self.meant: dict[str, bool] = {}  # what --verify shall not accuse, and whether it was met
         self.suspended = 0
         self.in_pipeline = False
         self.in_loss = False

@@ -107,6 +107,7 @@ def attach(
     restart: int = 0,
     deferred: bool = False,
     verify: bool = False,
+    meant: Sequence[str] = (),
     exact: bool = False,
     every_step: bool = False,
 ) -> Session:
@@ -126,6 +127,8 @@ def attach(
             prevents it is then told on stderr and not raised.
         verify: check the backward of every module in the first recorded step by central differences. It takes some
             dozens of forward passes, before the optimizer steps, and leaves training bit for bit as it was.
+        meant: names of modules and torch.autograd.Functions whose backward differs from the derivative on purpose;
+            what `verify` finds there is a remark.
         exact: read weights to the last digit: the gradients of the first recorded step are replaced by codes, and the
             process ends before the optimizer applies them.
         every_step: record the other steps too, without samples: tokens, weights at the losses and what scales, some 50
@@ -180,6 +183,7 @@ def attach(
     for name in only:
         install(name, recorder, patches)
     if verify:
+        recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
     writer.flush()
     _session = Session(folder, recorder, patches)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent, Report, ScenarioReport, VariantReport
+from gradcheck_dist.diagnosis.finding import (
+    Candidate,
+    Finding,
+    FirstEvent,
+    Report,
+    ScenarioReport,
+    Unverified,
+    VariantReport,
+)
 from gradcheck_dist.diagnosis.rules import find_rule
 from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
 from gradcheck_dist.reports.text import data_ranks, number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
 MAX_CONSEQUENCES = 8
+WRONG_BACKWARD = "GS801"
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
 
 
@@ -209,6 +219,8 @@ def _factor(finding: Finding) -> str:
         # It differs between contributions: no one number stands for it, the pattern gives them.
         return f"observed / expected = {expression}{pattern}"
     name = f" = {expression}" if expression else ""
+    if finding.code == WRONG_BACKWARD:  # no weight of a contribution, and the pattern says it
+        return prose(finding.pattern, 300)
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
 
 
@@ -261,6 +273,20 @@ def _rule(code: str, found: str | None, outcome: str) -> RuleText:
     return RuleText(printable(code, 80), printable(name, 80), summary, outcome)
 
 
+def _unverified(left_out: Sequence[Unverified]) -> list[str]:
+    """What `--verify` did not check, by reason; the JSON report has every one."""
+    by_reason: dict[str, list[str]] = {}
+    for one in left_out:
+        name = {
+            "module": one.module,
+            "meant": one.module,
+            "calls": f"{one.name} of {one.module}",
+            "forward": f"{one.name} more of {one.module}",
+        }.get(one.what, f"{one.module}.{one.name}")
+        by_reason.setdefault(one.reason, []).append(name)
+    return [f"not verified: {some(names, 8)}: {prose(reason, 200)}" for reason, names in by_reason.items()]
+
+
 def _coverage(report: Report) -> list[str]:
     coverage, lines = report.coverage, []
     lines.append(f"{coverage.parameters_observed} of {plural(coverage.parameters_total, 'parameter')} observed")
@@ -276,6 +302,7 @@ def _coverage(report: Report) -> list[str]:
     if len(coverage.problems) > 10:
         lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")
     lines += [prose(note, 300) for note in coverage.notes[:10]]
+    lines += _unverified(coverage.unverified)
     rules = report.rules
     outcomes = {"failed": rules.failed, "passed": rules.passed, "not triggered": rules.not_triggered}
     told = [f"{word} {some(codes, 12)}" for word, codes in outcomes.items() if codes]

@@ -32,7 +32,7 @@ def _lines(document: Document) -> Iterator[str]:
         yield from paragraph(f"{finding.title}: {finding.where}")
         if finding.culprit:
             yield from _culprit(finding.culprit)
-        if index:
+        if index or document.verdict != "findings":  # else the verdict has said it
             yield from labelled("what", finding.factor)
             yield from labelled("why", finding.explanation)
             yield from labelled("next", finding.fix)

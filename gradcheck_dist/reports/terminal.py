@@ -83,7 +83,7 @@ def render(document: Document, console: Console) -> None:
     if document.tables_left_out:
         console.print(Text(f"  and {document.tables_left_out} more in the JSON report", style="dim"))
     for index, finding in enumerate(document.findings):
-        for part in _finding(finding, brief=index == 0):
+        for part in _finding(finding, brief=index == 0 and document.verdict == "findings"):
             console.print(part, overflow="fold")
     console.print(Text("coverage", style="bold"))
     for line in document.coverage:

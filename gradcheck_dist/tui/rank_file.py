@@ -23,6 +23,7 @@ from gradcheck_dist.events import (
     Clip,
     Event,
     GradientCheck,
+    NotChecked,
     Loss,
     Norms,
     ProbeError,
@@ -68,7 +69,7 @@ def _light(kind: type[Record]) -> type[Record]:
     return made  # type: ignore[no-any-return]
 
 
-_KEPT = (ProbeStatus, ProbeError, GradientCheck, RunEnd)
+_KEPT = (ProbeStatus, ProbeError, GradientCheck, NotChecked, RunEnd)
 """Few, and said of the whole run: kept whole."""
 LIGHT: dict[type[Record], type[Record]] = {
     kind: kind if kind in _KEPT or not issubclass(kind, Event | Samples | Norms) else _light(kind)

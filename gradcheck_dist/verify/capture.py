@@ -55,7 +55,7 @@ class Output:
 
 class RootCall:
     """One forward call of an outermost module, `when` (step, accumulation step) it was. `several` when a backward pass
-    may hold more than this call."""
+    may hold more than this call; `further` calls of it in this step are not kept."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], when: tuple[int, int]) -> None:
         self.module, self.when = module, when
@@ -73,6 +73,7 @@ class RootCall:
         self.inputs: list[Output] = []
         self.leaves: dict[str, Tensor] = {}
         self.several = False
+        self.further = 0
 
     def starts(self) -> None:
         """What is inside of the wrappers is about to run; a spectral norm changes its buffers in every forward."""
@@ -147,6 +148,7 @@ class Capture:
             known = self._calls.get(id(module))
             if known is not None and (known.has_gradient or known.when == when):
                 known.several |= not known.leaves
+                known.further += known.when[0] == when[0]
                 return None
             if len(self._calls) < MAX_CALLS:
                 return RootCall(module, args, kwargs, when)

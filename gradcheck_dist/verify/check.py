@@ -9,22 +9,24 @@ from typing import Any
 import torch
 
 from gradcheck_dist.verify.attached import Attached
+from gradcheck_dist.verify.calls import Call
 from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.exchange import Exchange
 from gradcheck_dist.verify.function import Function
 from gradcheck_dist.verify.inner import Base
 from gradcheck_dist.verify.measure import Measured
 from gradcheck_dist.verify.pieces import fingerprint, is_distributed, local, sample
-from gradcheck_dist.verify.replay import FAITHFUL, Call
+from gradcheck_dist.verify.replay import FAITHFUL
 from gradcheck_dist.verify.result import ATTACHED, Result
-from gradcheck_dist.verify.targets import Target, targets_of
+from gradcheck_dist.verify.targets import WHOLE, Target, targets_of
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
 
-def check(twin: Twin, root: RootCall, call: Call, called: Sequence[str], exchange: Exchange) -> list[Result]:
+def check(
+    twin: Twin, root: RootCall, call: Call, called: Sequence[str], exchange: Exchange, *, expects: bool = False
+) -> list[Result]:
     """Check a module's own parameters, the inputs that require a gradient, and the parameters of the modules below,
-    by child. All ranks of `exchange` check the same modules in the same order."""
-    whole = Target("module", "", ())
+    by child. All ranks of `exchange` check the same modules in the same order. `expects`: see Measured."""
     try:
         function, base = _prepare(twin, root, call)
         problem = None if _replays(twin, root, call) else "run once more alone, it gives another output"
@@ -37,9 +39,9 @@ def check(twin: Twin, root: RootCall, call: Call, called: Sequence[str], exchang
     if len({fact.get("dtype") for fact in told}) > 1:
         problems.append("it does not run in the same dtype on every rank")
     if problems or function is None or base is None:
-        return [Result(call.path, whole, "undetermined", reason=problems[0])]
+        return [Result(call.path, WHOLE, "undetermined", reason=problems[0])]
     targets = targets_of(function, twin, called)
-    results = Measured(function, base, exchange, told).results(targets)
+    results = Measured(function, base, exchange, told, expects=expects).results(targets)
     if any(fact["added"] for fact in told):
         results += _check_attached(function, base, exchange.tagged("attached"), targets)
     return results

@@ -33,10 +33,12 @@ Outcome = Literal["right", "wrong", "undetermined", "zero"]
 
 @dataclass(frozen=True)
 class Derivative:
-    """A directional derivative by central differences and its error, in the unit of f."""
+    """A directional derivative by central differences and its error, in the unit of f; `rounding` is the part of the
+    error that comes of the arithmetic, the rest of what steps of different size differ by."""
 
     value: float
     error: float
+    rounding: float = 0.0
 
 
 def steps(epsilon: float) -> tuple[float, float, float]:
@@ -59,7 +61,7 @@ def differentiate(
     large, middle, small = ((function(size) - function(-size)) / (2 * size) for size in sizes)
     coarse, fine = _extrapolate(large, middle), _extrapolate(middle, small)
     rounding = (ROUNDING * epsilon * magnitude + jitter) / sizes[-1]
-    return Derivative(fine, abs(fine - coarse) + rounding)
+    return Derivative(fine, abs(fine - coarse) + rounding, rounding)
 
 
 def _extrapolate(at_h: float, at_h_over_4: float) -> float:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcheck_dist.verify.attached import Attached, Injected, watched
+from gradcheck_dist.verify.calls import Call
 from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.gradients import gradients
 from gradcheck_dist.verify.inner import Base, Terms, random_direction
 from gradcheck_dist.verify.observe import Observer
 from gradcheck_dist.verify.pieces import cast, is_distributed, tensors_of
 from gradcheck_dist.verify.preserve import set_random_state
-from gradcheck_dist.verify.replay import Call, training_precision
+from gradcheck_dist.verify.replay import training_precision
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
 
@@ -87,13 +88,14 @@ class Function(Terms):
             leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves
         ]  # forward may change them
         for index, key in self._inputs.items():
-            leaves[index] = variables.get(key, self.variables[key]).clone()
+            leaves[index] = _asking(variables.get(key, self.variables[key])).clone()
         args, kwargs = tree_unflatten(leaves, self._spec)
-        values = {}
+        values: dict[str, Tensor] = {}
+        asking: dict[str, Tensor] = {}
         for name, full in self._names.items():
             key = self._key[full]
             if key in self.variables:
-                values[name] = variables.get(key, self.variables[key])
+                values[name] = asking.setdefault(key, _asking(variables.get(key, self.variables[key])))
             else:
                 values[name] = self._fixed[id(self.twin.values[full])]
         set_random_state(self.call.random)
@@ -171,3 +173,8 @@ class Function(Terms):
         """Where backward brought nothing at all, because the outputs are cut off behind, any gradient will do."""
         outputs = self.call.outputs
         return outputs[index].requires_grad and all(output.gradient is None for output in outputs)
+
+
+def _asking(variable: Tensor) -> Tensor:
+    """A variable that asks for a gradient, as in training: a forward may hook what it makes of it."""
+    return variable if variable.requires_grad else variable.detach().requires_grad_()

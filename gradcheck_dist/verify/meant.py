@@ -45,7 +45,26 @@ def explained(measured: Measured, target: Target, wrong: Result) -> Result:
         return wrong
     if _is_bent(measured, function, target):
         return replace(wrong, outcome="undetermined", shape="", factor=None, reason=BENT)
-    return replace(wrong, shape="reversed") if _is_reversed(measured, function, target) else wrong
+    if _is_reversed(measured, function, target):
+        wrong = replace(wrong, shape="reversed")
+    return _named(measured, function, target, wrong)
+
+
+def _named(measured: Measured, function: Function, target: Target, wrong: Result) -> Result:
+    """With the functions inside whose backward is not the derivative; where they make all of the difference, what is
+    off is what they do."""
+    found = measured.functions
+    if found is None or measured.function is not function or not measured.exchange.alone:
+        return wrong
+    named = tuple({one.key: one for one in (applied.named() for applied in found.wrong)}.values())
+    if not named:
+        return wrong
+    function.within = found.held
+    try:
+        right = measured.agrees(target, "at their word")
+    finally:
+        function.within = None
+    return replace(wrong, functions=named, at_their_word=right)
 
 
 def _own_loss_alone(measured: Measured, target: Target) -> Any:

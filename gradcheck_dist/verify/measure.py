@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import sqrt
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.verify.attached import Attached
-from gradcheck_dist.verify.difference import Derivative, Outcome, confirmed, differentiate, judge, steps
+from gradcheck_dist.verify.difference import PRECISE, Derivative, Outcome, confirmed, differentiate, judge, steps
 from gradcheck_dist.verify.exchange import Exchange
+from gradcheck_dist.verify.function import Function
+from gradcheck_dist.verify.functions import Functions
 from gradcheck_dist.verify.inner import Base, Terms, inner, random_direction
 from gradcheck_dist.verify.meant import explained
 from gradcheck_dist.verify.pieces import is_distributed, local, same
@@ -22,14 +25,21 @@ from gradcheck_dist.verify.targets import Target
 Gradient = dict[str, Tensor | None]
 DIRECTIONS = ("along", "across")
 INSIDE = {"float32": 2.0**-23, "TF32 or float16": 2.0**-10, "bfloat16": 2.0**-7}
+ROUGH = 100.0
+"""An error so many times that of rounding is the function's own."""
+UNEVEN = "its forward is not smooth here: it rounds (as fake quantisation does), or a switch in it depends on its input"
 REPEATS = (1.0, 3.0, 1 / 3)
 """Factors on the steps: who accuses must accuse with every one of them."""
 
 
 class Measured:
-    """A module whose function could be evaluated on every rank."""
+    """A module whose function could be evaluated on every rank. `expects`: something inside is known to differ from the
+    derivative, so that small deviations are explained too."""
 
-    def __init__(self, function: Terms, base: Base, exchange: Exchange, told: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, function: Terms, base: Base, exchange: Exchange, told: list[dict[str, Any]], *, expects: bool = False
+    ) -> None:
+        self.expects = expects
         self.function, self._base, self.exchange = function, base, exchange
         self.site = base.site
         self._gradient = {key: _less(grad, base.added[key]) for key, grad in base.gradient.items()}
@@ -50,10 +60,30 @@ class Measured:
         self._ladders = sorted({self._epsilon, own_epsilon})
         self._precision = _precision(function.dtype, self._epsilon)
 
+    @functools.cached_property
+    def functions(self) -> Functions | None:
+        """The autograd functions that are applied inside; None where it cannot be run with them watched."""
+        found, call = Functions(), self.function.module_call
+        if not isinstance(call, Function):
+            return None
+        try:
+            call.within = found.recording
+            call.differentiated(1.0)
+        except Exception:  # the user's module may raise anything
+            return None
+        finally:
+            call.within = None
+        found.judge()
+        return found
+
     def results(self, targets: list[Target]) -> list[Result]:
         first, second = self.function.value({}), self.function.value({})
         self._noise = [self.function.magnitude(self._base), abs(first - second)]
-        return [self._result(target) for target in targets]
+        found = [self._result(target) for target in targets]
+        if self.expects or not any(one.explained for one in found):
+            return found
+        self.expects = True
+        return [self._result(one.target) if one.outcome == "undetermined" else one for one in found]
 
     def _result(self, target: Target) -> Result:
         results = []
@@ -62,7 +92,10 @@ class Measured:
             if results[-1].outcome != "wrong":
                 break
         if len(results) > 1 and results[-1].outcome != "wrong":
-            return replace(results[-1], outcome="undetermined", reason="the differences depend on the step: not smooth")
+            return replace(results[-1], outcome="undetermined", reason=UNEVEN)
+        if results[0].outcome == "undetermined" and self.expects:
+            why = explained(self, target, replace(results[0], outcome="wrong"))
+            return why if why.explained else results[0]
         return explained(self, target, results[0]) if results[0].outcome == "wrong" else results[0]
 
     def agrees(self, target: Target, tag: str, gradient: Gradient | None = None, only: int | None = None) -> bool:
@@ -77,7 +110,7 @@ class Measured:
         return "right" in (_together([one.complete for one in tries]), _together([one.partial for one in tries]))
 
     def _measure(self, target: Target, stretch: float) -> Result:
-        where = f"{self.function.path}/{target.label}/{stretch:.3f}"
+        where = f"{self.function.path}/{target.label}/{stretch:.3f}/{self.expects}"
         tries = [self._try(target, kind, f"{where}/{kind}", stretch) for kind in DIRECTIONS]
         complete = _together([one.complete for one in tries])
         partial = _together([one.partial for one in tries])
@@ -250,6 +283,8 @@ def _squares(one: Tensor | None, other: Tensor) -> float:
 def _why(one: _Try) -> str:
     scale = max(abs(one.observed), abs(one.numeric.value))
     deviation = abs(one.observed - one.numeric.value)
+    if one.numeric.error > ROUGH * max(one.numeric.rounding, PRECISE * scale / ROUGH):
+        return UNEVEN
     if not scale or 5 * one.numeric.error >= deviation:
         return "at this precision the differences are too coarse to decide"
     return f"off by {deviation / scale:.2%}: more than rounding, less than is called wrong"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradcheck_dist.verify.capture import Output, RootCall
+from gradcheck_dist.verify.calls import Calls
+from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.gradients import gradients, reentrant_checkpoints
 from gradcheck_dist.verify.observe import Observer
 from gradcheck_dist.verify.pieces import frozen, is_distributed, local, map_tensors, sample, tensors_of
-from gradcheck_dist.verify.preserve import RandomState, random_state, set_random_state
+from gradcheck_dist.verify.preserve import set_random_state
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
 FAITHFUL = 64
@@ -23,23 +22,11 @@ FAITHFUL = 64
 
 
 @dataclass
-class Call:
-    """A module's first call in the replay. `outputs` hold the gradients that arrived."""
-
-    path: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: RandomState
-    outputs: list[Output] = field(default_factory=list)
-
-
-@dataclass
 class Replay:
-    """`calls` by path in the order of forward; `gradients` of parameters by name, samples of plain ones; `trained`:
+    """`calls` of modules; `gradients` of parameters by name, samples of plain ones; `trained`:
     there are parameters that require a gradient."""
 
-    calls: dict[str, Call]
+    calls: Calls
     gradients: dict[str, Tensor]
     ranks: set[int]
     epsilon: float
@@ -66,13 +53,13 @@ def replay(call: RootCall, twin: Twin) -> Replay:
         if id(value) not in leaves:
             leaves[id(value)] = value.detach().clone().requires_grad_(name in twin.trained)
         values[name] = leaves[id(value)]
-    calls: dict[str, Call] = {}
+    calls = Calls(twin)
     observer = Observer()
     set_random_state(call.random)
     args, kwargs = map_tensors(frozen, (call.args, call.kwargs))
     wanted = list({id(value): value for value in values.values() if value.requires_grad}.values())
     with twin.standing_in("", values) as root:
-        with torch.enable_grad(), training_precision(call), _watched(twin, calls), observer:
+        with torch.enable_grad(), training_precision(call), calls.watched(), observer:
             copies, named = map_tensors(Tensor.clone, (args, kwargs))  # forward may change them
             result = root(*copies, **named)
         outputs = [(name, tensor) for name, tensor in tensors_of(result) if tensor.requires_grad]
@@ -87,9 +74,12 @@ def replay(call: RootCall, twin: Twin) -> Replay:
                         if seen.gradient is not None
                     ]
                 )
-            for output in (output for known in calls.values() for output in known.outputs):
+            for output in (output for known in calls.kept for output in known.outputs):
                 output.gradient = None  # what arrives now is the whole
-            found = gradients([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs], [*wanted, *given])
+            with calls.watched(backward=True):
+                found = gradients(
+                    [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs], [*wanted, *given]
+                )
     by_leaf = dict(zip(map(id, wanted), found, strict=False))
     by_name = {name: by_leaf.get(id(value)) for name, value in values.items()}
     samples = {name: sample(grad) for name, grad in by_name.items() if grad is not None and not is_distributed(grad)}
@@ -135,35 +125,3 @@ def _check_faithful(call: RootCall, outputs: list[tuple[str, Tensor]]) -> None:
                 f"run once more, it gives another output{' ' + name if name else ''} than in training: its forward "
                 "depends on something that was only there then (a context manager, a global state)"
             )
-
-
-@contextlib.contextmanager
-def _watched(twin: Twin, calls: dict[str, Call]) -> Iterator[None]:
-    """While open, the first call of every module below the twin's root is kept."""
-    original = nn.Module._call_impl
-
-    @functools.wraps(original)
-    def watch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = twin.names.get(id(self))
-        if path is None or path in calls or not torch.is_grad_enabled():
-            return original(self, *args, **kwargs)
-        given, named = map_tensors(frozen, (args, kwargs))
-        call = calls[path] = Call(path, self, given, named, random_state())
-        result = original(self, *args, **kwargs)
-        for name, tensor in tensors_of(result):
-            output = Output(name, tensor)
-            call.outputs.append(output)
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(_keep, output))
-        return result
-
-    nn.Module._call_impl = watch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._call_impl = original  # type: ignore[method-assign]
-
-
-def _keep(output: Output, gradient: Tensor) -> None:
-    if output.gradient is None:
-        output.gradient = gradient.detach().clone()

@@ -14,30 +14,27 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from gradcheck_dist.events import GradientCheck, Site
+from gradcheck_dist.events import GradientCheck, NotChecked, Site
 from gradcheck_dist.verify.boundaries import compare_boundaries
 from gradcheck_dist.verify.capture import Capture, RootCall, holds_parameters
-from gradcheck_dist.verify.check import check
 from gradcheck_dist.verify.exchange import Exchange, OutOfStepError, connected
-from gradcheck_dist.verify.leaves import compare_leaves
+from gradcheck_dist.verify.modules import Emit, Skip, check_modules
 from gradcheck_dist.verify.outside import check_outside
-from gradcheck_dist.verify.pieces import same
 from gradcheck_dist.verify.preserve import inner_module, preserved, unwrapped
 from gradcheck_dist.verify.replay import Replay, replay
-from gradcheck_dist.verify.result import ARRIVED, INSIDE, Result
+from gradcheck_dist.verify.result import FunctionAt, Result, Skipped
 from gradcheck_dist.verify.tape import Tape
-from gradcheck_dist.verify.targets import Target
+from gradcheck_dist.verify.targets import WHOLE
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
 
-Emit = Callable[[Result], None]
 _counter = itertools.count()
-WHOLE = Target("module", "", ())
+NOT_MET = "declared as meant, but nothing of this name differs from its derivative"
+FURTHER = "one forward pass of it is replayed, the others of the step (microbatches) are not"
 
 
 def install(recorder: Any, patches: Any) -> None:
@@ -64,15 +61,20 @@ def verify(recorder: Any, calls: list[RootCall], tape: Tape) -> None:
             emit = functools.partial(_emit_of, recorder, call, wrong_code)
             try:
                 with preserved(call.module), warnings.catch_warnings(action="ignore"):  # training has said it already
-                    _verify_root(call, world, f"{index}", emit)
+                    _verify_root(call, world, f"{index}", emit, functools.partial(_skip, recorder, call))
             except NotVerifiableError as error:
                 emit(Result("", WHOLE, "undetermined", reason=str(error)))
 
         def tell(call: RootCall, result: Result) -> None:
             _emit(recorder, call.module, result)
 
+        for call in calls:
+            if call.further:
+                _skip(recorder, call, Skipped("", "forward", str(call.further), FURTHER))
         compare_boundaries(calls, world, tell)
         check_outside(tape, calls, world, tell, bool(wrong_code))
+        for name in (name for name, met in recorder.meant.items() if not met):
+            recorder.emit(NotChecked, module=name, what="meant", reason=NOT_MET)
     except OutOfStepError as error:
         for call in calls:
             _emit(recorder, call.module, Result("", WHOLE, "undetermined", reason=str(error)))
@@ -91,7 +93,7 @@ def _say(world: Exchange, calls: list[RootCall]) -> None:
             )
 
 
-def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
+def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit, skip: Skip) -> None:
     """Check one outermost call.
 
     Raises:
@@ -111,7 +113,7 @@ def _verify_root(call: RootCall, world: Exchange, tag: str, emit: Emit) -> None:
         group, problems = _agree(world, tag, played, problem)
         if problem or problems or twin is None or played is None:
             raise NotVerifiableError(problem or problems[0])
-        _check_modules(twin, call, played, group.tagged(tag), emit)
+        check_modules(twin, call, played, group.tagged(tag), emit, skip)
 
 
 def _agree(world: Exchange, tag: str, played: Replay | None, problem: str) -> tuple[Exchange, list[str]]:
@@ -119,50 +121,6 @@ def _agree(world: Exchange, tag: str, played: Replay | None, problem: str) -> tu
     told = world.gather(f"{tag}/replayed", [sorted(played.ranks) if played else [], problem])
     group = world.of(connected(world.rank, [ranks for ranks, _ in told]))
     return group, [told[rank][1] for rank in group.ranks if told[rank][1]]
-
-
-def _check_modules(twin: Twin, call: RootCall, played: Replay, group: Exchange, emit: Emit) -> None:
-    results: list[Result] = []
-    wrong: set[str] = set()
-    stopped: set[str] = set()  # told once, where they are written; what is around them is right as they are
-    try:
-        for path in reversed(list(played.calls)):  # children before their parents
-            if any(not path or below.startswith(f"{path}.") for below in wrong):
-                results.append(Result(path, WHOLE, "undetermined", reason=INSIDE))
-                continue
-            known = played.calls[path]
-            if path and not any(output.requires_grad for output in known.outputs):
-                continue  # gives nothing that could get a gradient
-            found = check(twin, call, known, list(played.calls), group)
-            if any(result.outcome == "wrong" and not result.stopped for result in found):
-                wrong.add(path)
-            if any(below.startswith(f"{path}." if path else "") for below in stopped):
-                found = [replace(one, outcome="right") if one.stopped else one for one in found]
-            elif any(result.stopped for result in found):
-                stopped.add(path)
-            results += found
-        results = _blame_unsummed(results)
-        if not wrong:
-            results += compare_leaves(call, played)
-    finally:
-        for result in results:
-            emit(result)
-
-
-def _blame_unsummed(results: list[Result]) -> list[Result]:
-    """Where a module's gradients arrive torn apart between ranks, the sum is missing in the module that its output
-    went into, if that is entered with whole gradients and left with summands. What is wrong around it follows from it.
-    """
-    torn = [seen for result in results if result.reason == ARRIVED for seen in result.seen]
-    for index, result in enumerate(results):
-        if result.left_unsummed and any(same(result.seen[0], output) for output in torn):
-            around = [other.path for other in results if other.outcome == "wrong"]
-            if all(not path or result.path.startswith(f"{path}.") for path in around):
-                results = [other for other in results if other.outcome != "wrong"]
-                results.insert(index, replace(result, outcome="wrong"))
-                results += [Result(path, WHOLE, "undetermined", reason=INSIDE) for path in dict.fromkeys(around)]
-                return results
-    return results
 
 
 def _emit_of(recorder: Any, call: RootCall, wrong_code: list[RootCall], result: Result) -> None:
@@ -176,11 +134,14 @@ def _emit(recorder: Any, root: nn.Module, result: Result) -> None:
     while (inner := inner_module(module)) is not None:
         module = inner
     name = type(module).__name__
+    first = next(iter(result.functions), None)
+    if first is not None and result.at_their_word:
+        result = replace(result, shape=first.shape, factor=first.factor)
     with contextlib.suppress(AttributeError):
         module = module.get_submodule(result.path)
     recorder.emit(
         GradientCheck,
-        site=result.site or _site(module),
+        site=result.site or (first.called_at if first is not None else None) or _site(module),
         module=result.path or name,
         module_type=type(module).__name__,
         target=result.target.kind,
@@ -194,7 +155,27 @@ def _emit(recorder: Any, root: nn.Module, result: Result) -> None:
         precision=result.precision,
         group=result.ranks,
         reason=result.reason,
+        call=result.call,
+        num_calls=result.num_calls,
+        function=first.name if first is not None else "",
+        defined_at=first.defined_at if first is not None else None,
+        called_at=first.called_at if first is not None else None,
+        hands_on=first is not None and first.hands_on,
+        at_its_word=first is not None and result.at_their_word,
+        meant=result.outcome == "wrong" and _is_meant(recorder, module, result, first),
     )
+
+
+def _is_meant(recorder: Any, module: nn.Module, result: Result, function: FunctionAt | None) -> bool:
+    names = {result.path, type(module).__name__, function.name if function is not None else ""} - {""}
+    met = names & recorder.meant.keys()
+    recorder.meant.update(dict.fromkeys(met, True))
+    return bool(met)
+
+
+def _skip(recorder: Any, call: RootCall, skipped: Skipped) -> None:
+    name = skipped.path or type(call.root).__name__
+    recorder.emit(NotChecked, module=name, what=skipped.what, name=skipped.name, reason=skipped.reason)
 
 
 def _site(module: nn.Module) -> Site | None:

@@ -29,6 +29,10 @@ class Target:
         return f"{self.kind} {self.name}".strip()
 
 
+WHOLE = Target("module", "", ())
+"""All of a module."""
+
+
 def targets_of(function: Function, twin: Twin, called: Sequence[str]) -> list[Target]:
     """The targets of a module call; `called` are the paths of all modules whose call is known."""
     path = function.call.path

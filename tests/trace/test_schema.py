@@ -32,8 +32,9 @@ FROZEN = {
     ),
     "gradient_check": (
         "module module_type target name outcome shape observed numerical error factor precision group reason "
-        "seq t_ns step site"
+        "call num_calls function defined_at called_at hands_on at_its_word meant seq t_ns step site"
     ),
+    "not_checked": "module what name reason seq t_ns step site",
     "recompute": "params seq t_ns step site",
     "metric": "name value seq t_ns step site",
     "step_end": "duration_s probe_s num_events num_rows num_norms seq t_ns step site",

@@ -163,7 +163,6 @@ MEANT: dict[str, tuple[Body, str]] = {
 }
 
 WRONG: dict[str, Body] = {
-    "a factor": lambda m, x: x + m.b(Scaled.apply(m.a(x), 3.0)),
     "a mask": lambda m, x: x + m.b(LateMask.apply(m.a(x))),
     "a transpose": lambda m, x: x + Untransposed.apply(m.a(x), m.b.weight),
     "a conjugate": lambda m, x: (
@@ -171,5 +170,12 @@ WRONG: dict[str, Body] = {
     ),
     "a checkpoint by hand": lambda m, x: x + RunAgain.apply(lambda y: block(m, y), 2.0, x),
     "a factor beside a detach": lambda m, x: x + m.b(Scaled.apply(m.a(x), 3.0)) * m.a(x).detach(),
-    "a factor behind a reversal": lambda m, x: x + m.b(Scaled.apply(Scaled.apply(m.a(x), -1.0), 3.0)),
 }
+PERHAPS: dict[str, tuple[Body, list[str]]] = {
+    "a factor": (lambda m, x: x + m.b(Scaled.apply(m.a(x), 3.0)), ["warning"]),
+    "a factor behind a reversal": (
+        lambda m, x: x + m.b(Scaled.apply(Scaled.apply(m.a(x), -1.0), 3.0)),
+        ["info", "warning"],
+    ),
+}
+"""Functions that hand on their input, with what each of them is told as."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meant_models import MEANT, RIGHT, WRONG, Around
+from meant_models import MEANT, PERHAPS, RIGHT, WRONG, Around
 from verify_models import VOCAB, batch, loss_of
 
 import gradcheck_dist
@@ -73,6 +73,15 @@ def test_what_is_wrong_is_an_error(name: str, tmp_path: Path) -> None:
     found = [finding for finding in report.findings if finding.code == "GS801"]
     assert [finding.severity for finding in found] == ["error"]
     assert found[0].pattern.startswith("middle: ")
+
+
+@pytest.mark.parametrize("name", PERHAPS)
+def test_a_factor_of_a_function_that_hands_on_is_asked_about(name: str, tmp_path: Path) -> None:
+    body, severities = PERHAPS[name]
+    report = judged(Around(body), tmp_path / "run")
+    found = [finding for finding in report.findings if finding.code == "GS801"]
+    assert sorted(finding.severity for finding in found) == severities
+    assert all("through" in one.pattern and "--meant Scaled" in one.fix for one in found if one.severity == "warning")
 
 
 def test_a_backward_that_clips_what_arrives_is_left_open(tmp_path: Path) -> None:
