@@ -147,6 +147,17 @@ def _make_folder(out: Path | None, command: list[str]) -> Path:
     return folder
 
 
+def _unwritable(folder: Path) -> str | None:
+    """Why no rank could write into the run folder, None when one could."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _judge(folder: Path, command: list[str]) -> "Report | None":
     """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
     from gradcheck_dist.cli.progress import Progress
@@ -154,6 +165,9 @@ def _judge(folder: Path, command: list[str]) -> "Report | None":
     from gradcheck_dist.trace.run import trace_files
 
     if not trace_files(folder):
+        if (reason := _unwritable(folder)) is not None:
+            _say(f"nothing was recorded: {folder} cannot be written ({reason}). --out names another run folder.")
+            return None
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
             f"watch. Is gradcheck-dist installed in the environment that {command[0]!r} uses? `gradcheck doctor` "

@@ -117,6 +117,13 @@ def test_strict_says_2_when_nothing_could_be_judged(run: Run) -> None:
     assert done.traces == []
 
 
+def test_a_run_folder_that_cannot_be_written_any_more_is_the_reason(run: Run) -> None:
+    done = run("import shutil\nfrom gradcheck_dist.boot.protocol import VARIABLE, decode\n"
+               "shutil.rmtree(decode(os.environ[VARIABLE]).run_dir)")  # fmt: skip
+    assert done.code == 0
+    assert "cannot be written (No such file or directory)" in done.stderr
+
+
 def test_the_commands_own_failure_comes_before_ours(run: Run) -> None:
     assert run("train(divide=False); sys.exit(5)", options=("--strict",)).code == 5
 
