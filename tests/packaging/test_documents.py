@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import gradcheck_dist
 from gradcheck_dist.cli.main import COMMANDS
+from gradcheck_dist.trainer.launch import launch
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -55,16 +53,8 @@ def test_names_of_the_package_in_the_readme_exist() -> None:
 
 @pytest.mark.slow
 def test_the_example_trainer_is_found_to_average_twice(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # The exit code is left alone: torch 2.13 with gloo may abort while the interpreter shuts down.
-    subprocess.run(
-        [*torchrun, str(ROOT / "examples" / "own_trainer.py"), str(tmp_path / "run")],
-        env=environment,
-        capture_output=True,
-        timeout=100,
-        check=False,
-    )
+    script = (str(ROOT / "examples" / "own_trainer.py"), (str(tmp_path / "run"),), None, False)
+    launch("forked_script:run_script", script, 2, timeout_s=100)
     report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run"))
     assert [(finding.code, finding.name) for finding in report.findings] == [("GS101", "double-averaging")]
     assert report.findings[0].first_event

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-GIVE_UP_S = 280
+GIVE_UP_S = 380
 """Somebody has forgotten this job: it ends by itself."""
 
 
