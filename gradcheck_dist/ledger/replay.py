@@ -285,6 +285,8 @@ class _Machine:
             Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
         ]
         direct = self._solve(point, everything, buffer.nominal[arrived])
+        if direct is not None and not direct[3].checked:
+            direct = None  # so many contributions make up any few elements
         if direct is not None and direct[3].fits and (chain is None or direct[3].sigma < 0.5 * chain[3].sigma):
             return direct
         if chain is not None and chain[3].fits and direct is not None:

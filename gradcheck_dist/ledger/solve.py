@@ -19,6 +19,9 @@ RESIDUAL_FACTOR = 4.0
 """Residual gate in units of dtype epsilon times the size of the summands (measured: 0.25 at most on healthy runs)."""
 
 
+BY_CHANCE = 0.02
+"""What an arbitrary vector would do more often than this is no answer."""
+
 CANCELLED = 0.1
 """Summands have cancelled when what is left of them is smaller than this, relative to their size."""
 
@@ -30,7 +33,8 @@ class Solution:
     `coefficients` and `stderr` have shape (num_columns,); NaN where a column is zero on all rows, or the opposite of
     another one: it cannot be seen. Parallel columns get the same coefficient: only their sum is known. `residual` is
     relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its standard
-    deviation. `covariance` of the coefficients is None where some direction is not determined at all.
+    deviation. `covariance` of the coefficients is None where some direction is not determined at all. `checked`:
+    whether an arbitrary y would hardly have fitted, with as few rows to spare.
     """
 
     coefficients: np.ndarray
@@ -40,6 +44,7 @@ class Solution:
     num_rows: int
     sigma: float = 0.0
     covariance: np.ndarray | None = None
+    checked: bool = True
 
 
 def solve(
@@ -119,9 +124,10 @@ def solve(
         stderr[column] = np.sqrt(spread[group, group]) / total
         shares[column, group] = 1.0 / total
     covariance = shares @ spread @ shares.T if determined else None
-    return Solution(
-        coefficients, stderr, residual, residual <= RESIDUAL_FACTOR * epsilon, num_rows, rest / freedom**0.5, covariance
-    )
+    gate = RESIDUAL_FACTOR * epsilon * size  # of each row to spare an arbitrary y has to come by chance
+    checked = freedom >= len(kept) or (gate / y_norm if y_norm else 1.0) ** freedom < BY_CHANCE
+    fits = residual <= RESIDUAL_FACTOR * epsilon
+    return Solution(coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, bool(checked))
 
 
 def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:

@@ -54,6 +54,7 @@ NAMED_WRONGLY = [
     ("tokens-of-a-group", 91020),
     ("averaging-and-a-hand", 91006),
     ("normalised-by-a-wrong-number", 96010),
+    ("gradient-of-the-step-before", 99012),
 ]
 
 

@@ -97,3 +97,13 @@ def test_errors_are_known_where_few_elements_are_much_larger_than_the_others() -
         assert solution is not None
         errors.append((solution.coefficients - 1) / solution.stderr)
     assert 0.4 < np.sqrt(np.mean(np.square(errors))) < 1.3
+
+
+def test_an_arbitrary_vector_is_no_combination_of_nearly_as_many_columns() -> None:
+    random = np.random.default_rng(0)
+    columns = random.normal(size=(32, 1)) + 0.3 * random.normal(size=(32, 30))
+    arbitrary, combined = random.normal(size=32), columns @ np.full(30, 0.1)
+    for epsilon, y, expected in ((2.0**-7, arbitrary, False), (2.0**-23, combined, True)):
+        solution = solve(columns, y, epsilon)
+        assert solution is not None
+        assert solution.checked is expected
