@@ -21,7 +21,6 @@ from gradcheck_dist.diagnosis.hands import (
     Judged,
     Surroundings,
     blame_losses,
-    excuse,
     recorded,
     settle,
     still_wrong,
@@ -87,7 +86,6 @@ def blame(
     if not (unclear and settle(contributions, wrong, [(one, _loud(one)) for one in every if one.cell.right], around)):
         for one in undone:
             one.shares = []
-        excuse(wrong, right, {one.cell.key for one in every if one.cell.right}, quantities)
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)

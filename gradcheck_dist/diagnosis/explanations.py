@@ -208,11 +208,6 @@ class Search:
                 if len({edit.hand for edit in chosen}) == count:
                     yield chosen
 
-    def explained_by_hands(self, most: int) -> bool:
-        """Whether a few edits alone explain everything."""
-        choices = (chosen for chosen in self._choices() if 0 < len(chosen) <= most)
-        return any((rest := self._rest(chosen)) is not None and self._fit(rest, False, ()) == [] for chosen in choices)
-
     def _completed(self, edits: tuple[Edit, ...], base: float, limit: float) -> Iterator[Explanation]:
         """With as few constants as it takes: none, or else the loss's, one hand's, both, or two hands'."""
         rest = self._rest(edits)

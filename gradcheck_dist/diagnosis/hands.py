@@ -1,7 +1,7 @@
 """Which hands are to blame: the fewest that, taken away or made to act once, leave every weight right.
 
-Recorded hands do what they document, so their part of a weight is exact. Hands that nobody recorded were measured; what
-could be meant (a reduction or a division that no probe follows) is excused where that leaves one thing to blame.
+Recorded hands do what they document, so their part of a weight is exact. Hands that nobody recorded were measured, and
+are searched together with them: what is meant (a reduction or a division that no probe follows) needs no cause.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import log2, prod
-from statistics import median
+from math import prod
 
 from gradcheck_dist.diagnosis.account import SAME, Account, Hand, Step
 from gradcheck_dist.diagnosis.brackets import hidden, widen
@@ -18,13 +17,8 @@ from gradcheck_dist.diagnosis.causes import GAP, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.culprit import Culprit, blame_loss, kind_of, line_of
 from gradcheck_dist.diagnosis.explanations import Search
-from gradcheck_dist.diagnosis.factors import name_number
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-
-SIMPLE = 1.9
-"""Cost below which a name is one degree or count, once."""
-
 
 NOISY = 0.02
 """Where weights are known worse than this, an unrecorded combination of ranks cannot be told from the losses."""
@@ -110,39 +104,6 @@ def still_wrong(one: Judged) -> bool:
     return abs(one.documented - 1) > one.allowed and not (one.gone and one.shares)
 
 
-def excuse(
-    wrong: list[Judged], right: list[Judged], right_keys: set[ContributionKey], quantities: Mapping[str, float]
-) -> None:
-    """Decide which unseen factors are meant (a reduction or a division that no probe follows): those that, taken as
-    meant, leave one thing to blame instead of two. Those lose their share and count as documented."""
-    rest = [one for one in wrong if still_wrong(one)]
-    changed = [one for one in wrong if one.shares and not one.gone and not one.shares[0][0].absent]
-    if not rest or not any(one.shares for one in rest) or _explained(rest, right, quantities):
-        return
-    gaps = list(dict.fromkeys(culprit.identity for one in changed for culprit, _ in one.shares))
-    saved = [(one, one.shares, one.meant) for one in wrong]
-    for faulty in (None, *gaps):
-        for one in changed:
-            one.meant = prod(share for culprit, share in one.shares if culprit.identity != faulty)
-            one.shares = [item for item in one.shares if item[0].identity == faulty]
-        left = [one for one in wrong if not (one.shares and not one.gone) and still_wrong(one)]
-        off = any(still_wrong(one) for one in changed if one.shares)
-        if not off and (not left or (faulty is None and _explained(left, right, quantities))):
-            return
-        for one, shares, meant in saved:
-            one.shares, one.meant = shares, meant
-    factors = {gap: [share for one in changed for culprit, share in one.shares if culprit.identity == gap]
-               for gap in gaps}  # fmt: skip
-    if all(_deliberate(median(values), quantities) for values in factors.values()):
-        if _alike(changed) and not right_keys & {one.cell.key for one in changed}:
-            for one in changed:
-                one.meant, one.shares = prod(share for _, share in one.shares), []
-    elif len(gaps) == 1:
-        for one in changed:
-            one.shares = [(one.shares[0][0], one.cell.ratio)]
-            one.meant = 1 / one.account.documented
-
-
 def settle(
     contributions: Contributions, wrong: list[Judged], right: list[tuple[Judged, Shares]], around: Surroundings
 ) -> bool:
@@ -214,25 +175,6 @@ def _few(rows: list[Row]) -> list[Row]:
                  > (row.allowed + best.allowed) * max(abs(row.documented), abs(best.documented))]  # fmt: skip
         few += [best, *apart]
     return few
-
-
-def _explained(wrong: list[Judged], right: list[Judged], quantities: Mapping[str, float]) -> bool:
-    """Whether recorded hands alone explain all of these."""
-    return Search(_rows(wrong), _rows(right), quantities).explained_by_hands(most=2)
-
-
-def _alike(cells: list[Judged]) -> bool:
-    ratios = [one.cell.ratio for one in cells]
-    return max(ratios) - min(ratios) <= 2 * max(one.cell.margin for one in cells)
-
-
-def _deliberate(factor: float, quantities: Mapping[str, float]) -> bool:
-    """Whether a trainer could mean this factor: made of degrees and counts, or a loss scale's reciprocal."""
-    if factor <= 0:
-        return False
-    exponent = -log2(factor)
-    scale = exponent >= 8 and abs(exponent - round(exponent)) < 1e-2
-    return scale or any(name.cost < SIMPLE for name in name_number(factor, quantities, 5e-3, max_factors=1))
 
 
 def _rows(cells: list[Judged]) -> list[Row]:
