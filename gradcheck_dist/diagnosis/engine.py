@@ -41,6 +41,7 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
+from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
 from gradcheck_dist.diagnosis.verified import left_out, not_verified, nothing_verified, verified
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
@@ -49,9 +50,11 @@ from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
+from gradcheck_dist.steps import ranges, steps_in_words
 from gradcheck_dist.trace.run import Run
 
 CLIP_BY_HAND = "GS601"
@@ -85,7 +88,7 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
 def not_recorded(recorded: list[int]) -> GradcheckError:
     """The error for steps that nobody recorded."""
     return GradcheckError(
-        f"none of the steps asked for was recorded; recorded are {_ranges(recorded)}. Name some of these.", code="E402"
+        f"none of the steps asked for was recorded; recorded are {ranges(recorded)}. Name some of these.", code="E402"
     )
 
 
@@ -97,7 +100,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
-        notes.append(f"step(s) {', '.join(map(str, cut))} did not reach the optimizer on every rank and are left out")
+        notes.append(f"step(s) {ranges(cut)} did not reach the optimizer on every rank and are left out")
         verdicts = whole
     verdicts, behind = until_apart(verdicts)
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
@@ -128,7 +131,7 @@ def judge_step(
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
     ranks that reduce no gradients between them train models of their own."""
     data = without_looks(step_data(run, step))
-    contributions = same_tokens(data, collect(data.events, run.same_data))
+    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
     own = everyone if alone or models else None
@@ -149,6 +152,9 @@ def judge_step(
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)
     measured = measure(data, contributions, on_the_way)
+    if (late := from_before(measured)) is not None:
+        verdict.reasons.append(late)
+        return verdict
     means = loss_by_loss(aim(objective, data, contributions, measured, drop_lost=drop_lost), objective, data, measured)
     target, expected = means.aim, means.aim.expected
     verdict.contributions = context.contributions = target.contributions
@@ -173,6 +179,9 @@ def judge_step(
     cases = [case for case in cases if not may_be_meant(case)]
     verdict.reasons += [not_known(case) for case in cases if may_be_experts(case, data)]
     cases = [case for case in cases if not may_be_experts(case, data)]
+    if any(case.culprit.absent for case in cases) and (inside := stepped_together(data)) is not None:
+        verdict.reasons.append(inside)
+        cases = [case for case in cases if not case.culprit.absent]
     if not data.complete:
         cases = [case for case in cases if not case.culprit.absent]  # it could still have come
     hidden = by_hand.hidden if by_hand is not None else [ratio for case in cases for ratio in case.culprit.hidden]
@@ -316,7 +325,7 @@ def _report(
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     if not verdicts and skipped:
-        reasons.append(f"the GradScaler found an overflow in {_steps(skipped)}: {ALL_SKIPPED}")
+        reasons.append(f"the GradScaler found an overflow in {steps_in_words(skipped)}: {ALL_SKIPPED}")
     elif not verdicts:
         reasons.append(no_step(coverage))
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
@@ -350,11 +359,3 @@ def _report(
     )
     report.next_step = next_step(report)
     return report
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {_ranges(list(steps))}"
-
-
-def _ranges(steps: list[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if len(steps) > 3 else ", ".join(map(str, steps))

@@ -4,7 +4,9 @@ Multi-task trainers call backward once a task. Nothing says then that the tokens
 one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when
 they start from different lines, and either train different parameters (a head each) or count the same labels. Two
 branches of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and
-are one loss.
+are one loss. A loop over tasks (`for head, labels in tasks: ...`) runs them all from one line: there, passes that each
+reach parameters which no other one reaches may be losses of their own, or microbatches of a model that is called in
+part (experts), and the verdict stays open.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         losses[_place(contribution)].append(key)
     if target.relative or _fits(measured, target.contributions, target.expected):
         return OwnMeans(target)
-    if len(losses) < 2:
-        return _mixture(target, objective, measured) or OwnMeans(target)
     passes = _passes(data, target.contributions)
+    in_a_loop = len(losses) < 2
+    if in_a_loop:
+        mixture = _mixture(target, objective, measured)
+        losses = _by_parameters(counted, passes)
+        if mixture is not None or len(losses) < 2:
+            return mixture or OwnMeans(target)
     touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
                for place, keys in losses.items()}  # fmt: skip
     trained_apart = len(set(touched.values())) == len(losses)
@@ -58,14 +64,15 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     for keys in losses.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
     shares = {place: _usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
-    lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in losses))
-    if trained_apart and all(abs(share - 1) <= SAME for share in shares.values()):
+    lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
+    if trained_apart and not in_a_loop and all(abs(share - 1) <= SAME for share in shares.values()):
         inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
         return OwnMeans(replace(target, expected=own), remarks=[f"the losses at {lines} {inferred} (inferred)"])
     scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
+    apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
     reason = (
-        f"the losses at {lines} are differentiated one by one, and weigh {shown} of a mean over their own tokens: "
+        f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens: "
         "whether these are coefficients that are meant or wrong normalisers is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
@@ -101,6 +108,22 @@ def _weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contr
     """Whether the weights at the losses are as expected, up to a factor."""
     found = [(contributions.by_key[key].weight or 0.0) / float(weight) for key, weight in expected.items()]
     return max(found) <= min(found) * (1 + SAME)
+
+
+def _by_parameters(
+    counted: Mapping[ContributionKey, Contribution], passes: Mapping[ContributionKey, frozenset[ParamKey]]
+) -> dict[Place, list[ContributionKey]]:
+    """The contributions by what their passes reached, where each of several such sets has parameters that no other
+    one has, on every data rank; {} where it is not so."""
+    members: dict[frozenset[ParamKey], list[ContributionKey]] = defaultdict(list)
+    for key in sorted(counted):
+        members[passes.get(key, frozenset())].append(key)
+    everyone = {key[0] for key in counted}
+    for reached, keys in members.items():
+        others = frozenset[ParamKey]().union(*(other for other in members if other != reached))
+        if not reached - others or {key[0] for key in keys} != everyone:
+            return {}
+    return {("", str(index)): keys for index, keys in enumerate(members.values())}
 
 
 def _place(contribution: Contribution) -> Place:

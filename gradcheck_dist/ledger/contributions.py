@@ -93,16 +93,23 @@ def losses_of_rank(events: list[Event]) -> LossesOfRank:
     return counted or dict(found)
 
 
-def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] | None = None) -> Contributions:
+def collect(
+    events: dict[int, list[Event]],
+    same_data: Sequence[Sequence[int]] | None = None,
+    strangers: Mapping[int, frozenset[int]] | None = None,
+) -> Contributions:
     """Contributions of one step from the events of all ranks.
 
     Args:
         same_data: sets of ranks that evaluate the same tokens; None infers them.
+        strangers: for each rank those whose gradients tell that they have batches of their own, as ledger.strangers
+            finds them.
 
     A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
     last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
     one data-parallel reduction: then they were fed the same batch, which is a fault.
     """
+    strangers = strangers or {}
     losses = {rank: losses_of_rank(of_rank) for rank, of_rank in events.items()}
     by_hand = _stages_by_hand(events, losses)
     owner = _loss_owners(events, losses) | by_hand
@@ -121,12 +128,14 @@ def collect(events: dict[int, list[Event]], same_data: Sequence[Sequence[int]] |
         for rank, of_rank in losses.items()
     }
     if same_data is None:
-        shares = _sharing({owner.get(rank, rank) for rank in events}, signatures, data_parallel_peers(events))
+        peers = data_parallel_peers(events)
+        kept_apart = {rank: peers.get(rank, frozenset()) | strangers.get(rank, frozenset()) for rank in events}
+        shares = _sharing({owner.get(rank, rank) for rank in events}, signatures, kept_apart)
     else:
         shares = {owner.get(rank, rank): owner.get(group[0], group[0]) for group in same_data for rank in group}
     representative = {rank: shares.get(owner.get(rank, rank), owner.get(rank, rank)) for rank in sorted(events)}
     if same_data is None:
-        result.coordinate_from = _inferred(representative, owner, signatures)
+        result.coordinate_from = _inferred(representative, owner, signatures, strangers)
     numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
     result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
     for own, data_rank in numbered.items():
@@ -163,6 +172,7 @@ def _inferred(
     representative: dict[int, int],
     owner: dict[int, int],
     signatures: Mapping[int, Signature],
+    strangers: Mapping[int, frozenset[int]],
 ) -> str:
     """What the data coordinates rest on, in words."""
     rests = []
@@ -175,6 +185,8 @@ def _inferred(
         rests.append("where no labels were seen, every rank is taken to have its own")
     elif not rests and len(set(signatures.values())) == len(signatures):
         rests.append("no two ranks have the same labels")
+    elif not rests and strangers:
+        rests.append("ranks with the same labels compute different gradients with copies of one model")
     elif not rests:
         rests.append("ranks with the same labels reduce gradients together, so each stands for a batch of its own")
     return f"inferred: {', '.join(rests)}; {SAME_DATA_SETTING}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Site
@@ -70,11 +71,13 @@ class BackwardPass:
 
 
 class ReadGradients:
-    """Whose gradients optimizers read in a step. What nobody empties afterwards is there when the next step begins."""
+    """Whose gradients optimizers read. What nobody empties afterwards is there when the next step begins, and may still
+    be there some steps later, where the optimizer that reads it comes in turn with another one."""
 
     def __init__(self) -> None:
         self._step = -1
         self._read: list[list[ParamInfo]] = []
+        self._kept: tuple[int, dict[int, ParamInfo]] = (-1, {})
 
     def note(self, step: int, infos: list[ParamInfo]) -> None:
         """An optimizer reads the gradients of these parameters."""
@@ -82,9 +85,23 @@ class ReadGradients:
             self._read, self._step = [], step
         self._read.append(infos)
 
+    def emptied(self, infos: list[ParamInfo]) -> None:
+        """The gradients of these parameters are emptied."""
+        for info in infos:
+            self._kept[1].pop(info.id, None)
+
     def left(self, step: int) -> list[ParamInfo]:
-        """Those of a step that still have a gradient, in the model's order, without optimizers' own copies."""
-        if self._step != step:
-            return []
-        left = {info.id: info for infos in self._read for info in infos if info.param.grad is not None}
-        return [left[key] for key in sorted(left) if key >= 0]
+        """Those that were read until `step` and still have that gradient, in the model's order, without optimizers' own
+        copies. To be asked once a step, when the next one begins."""
+        since, kept = self._kept
+        left = dict(kept) if since == step else {}
+        if self._step == step:
+            left |= {info.id: info for infos in self._read for info in infos}
+        left = {key: info for key, info in left.items() if key >= 0 and info.param.grad is not None}
+        # On an accelerator nobody waits to see whether a gradient was filled with zeros by hand.
+        self._kept = step + 1, {key: info for key, info in left.items() if _is_there(info.param.grad)}
+        return [left[key] for key in sorted(left)]
+
+
+def _is_there(grad: Tensor | None) -> bool:
+    return grad is not None and grad.device.type == "cpu" and grad.layout is torch.strided and bool(grad.any())

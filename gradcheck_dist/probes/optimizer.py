@@ -178,6 +178,7 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
         found = (recorder.registry.find(param) for param in params)
         infos = [info for info in found if info is not None]
     if infos:
+        recorder.read.emptied(infos)
         recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)
 
 

@@ -92,6 +92,7 @@ class Recorder(Sampler):
         self._columns_ns = 0
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
+        self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
         self.trained = False  # whether a loss or a backward pass was seen at all
         self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
@@ -121,13 +122,14 @@ class Recorder(Sampler):
             self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
             self.clipped.clear()
-            self.sampling = self._steps is None or self.step in self._steps
+            asked = self.step - self._abandoned
+            self.sampling = self._steps is None or asked in self._steps
             self.recording = self.sampling or self.columns is not None
             if self.sampling and self.registry.rotates:
                 self.registry.next_round()
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()
-            if self.end is not None and self.step >= self.end and self.finished is not None:
+            if self.end is not None and asked >= self.end and self.finished is not None:
                 finished, self.finished = self.finished, None
                 finished()
 
@@ -148,6 +150,7 @@ class Recorder(Sampler):
         before is a step of its own, which never reached the optimizer."""
         if self.closure_passes:
             self.closure_passes = 0
+            self._abandoned += 1
             self.flush_samples()
             self._stepped = True
             self.ensure_step()

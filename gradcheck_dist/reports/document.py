@@ -140,16 +140,21 @@ def _headline(report: Report, findings: tuple[FindingText, ...]) -> str:
 def _why(report: Report) -> str:
     if report.verdict == "findings" and report.findings:
         return prose(report.findings[0].explanation)
-    if report.verdict != "clean":
-        return prose(" ".join(report.reasons) or "The trace does not hold what a judgement needs.")
     ratios = [weight.ratio for weight in report.weights if weight.ratio is not None]
     worst = max((abs(ratio - 1) for ratio in ratios), default=None)
     coverage = report.coverage
-    text = (
+    seen = (
         f"{plural(len(ratios), 'observed weight')} in {coverage.parameters_observed} of "
-        f"{plural(coverage.parameters_total, 'parameter')} agree with the expected ones"
+        f"{plural(coverage.parameters_total, 'parameter')}"
     )
-    return text + (f"; the largest relative difference is {number(worst, 2)}." if worst is not None else ".")
+    largest = f"the largest relative difference is {number(worst, 2)}." if worst is not None else ""
+    if report.verdict == "clean":
+        return f"{seen} agree with the expected ones" + (f"; {largest}" if largest else ".")
+    # The first reason is the headline.
+    sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in report.reasons[1:]]
+    if ratios:
+        sentences.insert(0, f"Compared were {seen}; {largest}")
+    return prose(" ".join(sentences) or "The trace does not hold what a judgement needs.")
 
 
 def _next(report: Report) -> str:

@@ -25,11 +25,18 @@ from gradcheck_dist.trace.run import read_run
 Step = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
-def record(step: Step, run_dir: Path, *, steps: int = 1, make: Callable[..., Any] = torch.optim.SGD) -> nn.Module:
+def record(
+    step: Step,
+    run_dir: Path,
+    *,
+    steps: int = 1,
+    make: Callable[..., Any] = torch.optim.SGD,
+    asked: range | None = None,
+) -> nn.Module:
     """Run a step function on a fresh model with the probes on."""
     model = Net()
     optimizer = make(model.parameters(), lr=0.1)
-    with attach(run_dir, objective="global-token-mean"):
+    with attach(run_dir, objective="global-token-mean", steps=asked):
         for _ in range(steps):
             step(model, optimizer)
     return model
@@ -373,7 +380,12 @@ def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_pat
     assert any("skipped the optimizer" in problem for problem in report.coverage.problems)
 
 
-def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_last_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [None, range(2)])
+def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_last_one(
+    tmp_path: Path, steps: range | None
+) -> None:
+    """Evaluations that it repeats are no steps that somebody asked for."""
+
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -386,7 +398,7 @@ def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_
     def lbfgs(params: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(params, lr=lr, max_iter=4)
 
-    record(step, tmp_path, make=lbfgs)
+    record(step, tmp_path, make=lbfgs, asked=steps)
     report = judged(tmp_path)
     assert report.findings == []
     assert report.verdict == "clean"

@@ -166,6 +166,23 @@ def test_gradients_that_are_never_emptied_are_found(tmp_path: Path, empties: boo
     assert codes(judged(tmp_path)) == found
 
 
+@pytest.mark.parametrize(("empties", "found"), [(True, []), (False, ["GS402"])])
+def test_a_gradient_may_be_left_from_before_another_optimizers_step(
+    tmp_path: Path, empties: bool, found: list[str]
+) -> None:
+    """Two players in turn, as in a GAN: what one leaves is read again two optimizer steps later."""
+    players = [Net(), Net()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in players]
+    with attach(tmp_path / "run"):
+        for step in range(4):
+            model, optimizer = players[step % 2], optimizers[step % 2]
+            if step % 2 or empties:
+                model.zero_grad()
+            F.cross_entropy(*logits_of(model, batch(0, step))).backward()
+            optimizer.step()
+    assert codes(judged(tmp_path)) == found
+
+
 def test_two_models_in_one_loop_are_judged_apart(tmp_path: Path) -> None:
     first, second = Net(), Net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (first, second)]

@@ -58,10 +58,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     yield Remark(
         answer=Answer(
             explanation=f"When the first backward pass of the step began, .grad of {shown} still held what the "
-            "optimizer had read in the step before, and it is part of what it reads now.",
+            "optimizer had read in an earlier step, and it is part of what it reads now.",
             fix="Empty the gradients after each optimizer step: optimizer.zero_grad() before the next backward pass.",
         ),
-        pattern="the gradient of the step before is added",
+        pattern="the gradient of an earlier step is added",
         params=frozenset(held.param for held in stale),
         ranks=tuple(sorted({held.rank for held in stale})),
         rank=rank,

@@ -1,0 +1,91 @@
+"""Ranks whose labels are alike and whose batches are not.
+
+Labels tell which ranks evaluate the same tokens only as far as they tell batches apart. Those of a contrastive loss are
+the same numbers in every batch (all zeros, or 0 to n-1), and so are those of small batches with few classes. Ranks that
+share their tokens by design (tensor, sequence, expert parallelism) hold shards of something. Where all that two ranks
+hold are copies, and most gradients that they compute in the same passes differ, each has a batch of its own, if their
+losses differ as well or they reduce such a gradient together: shards that were drawn from one seed are no copies, but
+their ranks have one loss, and reduce what they hold alike only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+
+import numpy as np
+
+from gradcheck_dist.events import Reduce
+from gradcheck_dist.ledger.contributions import losses_of_rank
+from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData, Track
+
+UNLIKE = 0.1
+"""Relative difference of two ranks' gradients from which they are no copies; kernels and low precision leave less."""
+OTHER_LOSS = 1e-3
+"""Relative difference of two losses from which they are not those of one batch; ranks of one model have equal bits."""
+
+
+def strangers(data: StepData) -> dict[int, frozenset[int]]:
+    """For each rank those, itself included, that have batches of their own whatever their labels say; only ranks that
+    have any are named."""
+    apart: dict[int, set[int]] = defaultdict(set)
+    for one, other in combinations(sorted(data.events), 2):
+        shared = [key for key, of_rank in data.tracks.items() if one in of_rank or other in of_rank]
+        unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
+        if (
+            2 * len(unlike) > len(shared)
+            and all(_copies(data.tracks[key], one, other) for key in shared)
+            and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other))
+        ):
+            apart[one] |= {one, other}
+            apart[other] |= {one, other}
+    return {rank: frozenset(ranks) for rank, ranks in apart.items()}
+
+
+def _unlike(of_rank: dict[int, Track], one: int, other: int) -> bool:
+    """Whether the two ranks' gradients differ in a pass that both ran."""
+    if one not in of_rank or other not in of_rank:
+        return False
+    mine, theirs = of_rank[one].leaves, of_rank[other].leaves
+    for slot in mine.keys() & theirs.keys():
+        first, second = mine[slot][1].data, theirs[slot][1].data
+        scale = max(float(np.linalg.norm(first)), float(np.linalg.norm(second)))
+        if np.isfinite(scale) and float(np.linalg.norm(first - second)) > UNLIKE * scale:
+            return True
+    return False
+
+
+def _copies(of_rank: dict[int, Track], one: int, other: int) -> bool:
+    """Whether both ranks hold the whole of a parameter, with the same values."""
+    if one not in of_rank or other not in of_rank:
+        return False
+    begun, theirs = of_rank[one].begun, of_rank[other].begun
+    if begun is None or theirs is None or not np.array_equal(begun, theirs):
+        return False
+    leaves = [leaf for rank in (one, other) for _, leaf in of_rank[rank].leaves.values()]
+    return not any(leaf.partial or np.isnan(leaf.data).any() for leaf in leaves)  # NaN: where a shard has no elements
+
+
+def _losses_differ(data: StepData, one: int, other: int) -> bool:
+    mine, theirs = _loss_values(data, one), _loss_values(data, other)
+    return any(
+        abs(first - second) > OTHER_LOSS * max(abs(first), abs(second))
+        for slot in mine.keys() & theirs.keys()
+        for first, second in zip(mine[slot], theirs[slot], strict=False)
+    )
+
+
+def _loss_values(data: StepData, rank: int) -> dict[Slot, list[float]]:
+    return {
+        slot: [loss.value for _, loss in pairs if loss is not None and loss.value is not None]
+        for slot, pairs in losses_of_rank(data.events[rank]).items()
+    }
+
+
+def _reduced(data: StepData, params: list[ParamKey], one: int, other: int) -> bool:
+    """Whether some reduction of one of these parameters joins the two ranks."""
+    ids = {data.tracks[key][one].param.id for key in params}
+    return any(
+        isinstance(event, Reduce) and other in event.group and not ids.isdisjoint(data.params_of(one, event.params))
+        for event in data.events[one]
+    )

@@ -1,0 +1,70 @@
+"""Gradients that are combined or applied where nobody follows them accuse nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
+from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.ledger.tracks import StepData
+
+NOW: dict[str, Any] = {"t_ns": 0, "step": 0}
+
+
+def held(nominal: list[float], observed: list[float]) -> Held:
+    replay: Any = None
+    return Held((-1, "w"), 0, replay, np.array(observed), np.full(len(observed), 1e-9), np.array(nominal))
+
+
+def test_gradients_that_are_applied_a_step_late_are_no_fault() -> None:
+    assert "a step late" in str(from_before([held([0, 0, 1, 1], [0.5, 0.5, 0, 1e-12])]))
+
+
+@pytest.mark.parametrize(
+    ("nominal", "observed"),
+    [
+        ([0.5, 0.5], [0.5, 0.5]),
+        ([0, 0, 1, 1], [0.5, 0.5, 1, 1]),  # kept while the buffer was empty, and added to what came
+        ([0, 0, 1, 1], [0, 0, 1, 1]),  # emptied in the wrong place
+        ([1, 1], [0, 0]),
+    ],
+)
+def test_what_came_last_is_judged(nominal: list[float], observed: list[float]) -> None:
+    assert from_before([held(nominal, observed)]) is None
+
+
+def step(
+    seqs: tuple[int, int], fingerprints: tuple[int, int, int, int] = (1, 1, 2, 3), reduces: bool = True
+) -> StepData:
+    """Two ranks; `seqs`: when the reduction and the optimizer step come; `fingerprints`: before on rank 0, 1, after."""
+    events: dict[int, list[Event]] = {}
+    for rank in range(2):
+        of_rank: list[Event] = [
+            Replica(seq=0, fingerprint=fingerprints[rank], **NOW),
+            OptimizerStep(seq=seqs[1], optimizer="Muon", params=0, **NOW),
+            StepEnd(seq=8, duration_s=1.0, probe_s=0.0, **NOW),
+            Replica(seq=9, fingerprint=fingerprints[2 + rank], after=True, **NOW),
+        ]
+        if reduces:
+            of_rank.append(Reduce(seq=seqs[0], impl="all_reduce", op="sum", group=(0, 1), params=0, **NOW))
+        events[rank] = sorted(of_rank, key=lambda event: event.seq)
+    return StepData(0, events, {0: {0: (3,)}, 1: {0: (3,)}}, {}, True)
+
+
+def test_an_optimizer_may_reduce_gradients_itself() -> None:
+    assert "when the optimizer has begun its step" in str(stepped_together(step((5, 4))))
+
+
+def test_a_reduction_before_or_behind_the_step_is_not_inside_of_it() -> None:
+    assert stepped_together(step((4, 5))) is None
+    assert stepped_together(step((10, 4))) is None
+
+
+def test_an_optimizer_that_moves_unlike_gradients_alike_combines_something_itself() -> None:
+    assert "moves the parameters alike" in str(stepped_together(step((0, 4), (1, 1, 2, 2), reduces=False)))
+    assert stepped_together(step((0, 4), (1, 1, 2, 3), reduces=False)) is None
+    assert stepped_together(step((0, 4), (1, 1, 1, 1), reduces=False)) is None  # a learning rate of zero
