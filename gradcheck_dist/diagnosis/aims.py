@@ -159,21 +159,32 @@ def _relative(contributions: Contributions, measured: list[Held]) -> Aim:
     )
 
 
+Transfer = tuple[float, tuple[int, int], float]
+"""Measured, (accumulation step, microbatch), documented."""
+
+
 def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution]) -> Fraction:
     """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
-    ones that which is documented, and of the latest contributions, to which least was done. 1 where nothing arrived."""
-    found: list[tuple[float, tuple[int, int], float]] = []
+    ones that which is documented, and of the latest contributions, to which least was done. What came to some copies of
+    a parameter only is no example, where other weights are. 1 where nothing arrived."""
+    everywhere: list[Transfer] = []
+    in_part: list[Transfer] = []
+    seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)
     for held in measured:
         if held.observed is None or held.stderr is None or held.nominal is None:
             continue
         for column, key in enumerate(held.replay.basis.keys):
             value, error = float(held.observed[column]), float(held.stderr[column])
-            if key in by_key and value > max(SAME, SIGMAS * error) and held.visible[column]:
-                found.append((value, key[1:], float(held.nominal[column])))
+            if key in by_key and held.visible[column] and np.isfinite(value):
+                arrived = value > max(SAME, SIGMAS * error)
+                seen[held.param, key].append((value, key[1:], float(held.nominal[column])) if arrived else None)
+    for transfers in seen.values():
+        (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
+    found = everywhere or in_part
     if not found:
         return Fraction(1)
     found.sort()
-    groups: list[list[tuple[float, tuple[int, int], float]]] = []
+    groups: list[list[Transfer]] = []
     for one in found:
         if groups and one[0] <= groups[-1][0][0] * (1 + SAME):
             groups[-1].append(one)
@@ -185,7 +196,7 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
     return Fraction(documented[0] if documented else value).limit_denominator(10**9)
 
 
-def _documented(group: list[tuple[float, tuple[int, int], float]]) -> int:
+def _documented(group: list[Transfer]) -> int:
     """How many transfers are what the recorded operations document."""
     return sum(abs(nominal - value) <= SAME * value for value, _, nominal in group)
 

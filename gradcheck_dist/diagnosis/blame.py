@@ -153,7 +153,8 @@ def _never_arrived(
             culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
             if one.held.rank in unseen:
                 ends = unseen[one.held.rank].account.gaps[:1]
-                culprit = replace(culprit, absent=False, unrecorded=True, before=ends[0].end if ends else None)
+                before = ends[0].end if ends else None
+                culprit = replace(culprit, factor=None, absent=False, unrecorded=True, unheard=True, before=before)
             elif one.held.param in elsewhere and event is not None:
                 # It brought others to other ranks, and nothing to this one.
                 culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))

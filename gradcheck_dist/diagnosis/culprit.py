@@ -24,7 +24,8 @@ class Culprit:
     did not. `rivals` are other explanations that cost about as much. `in_flight`: unrecorded, between the
     backward passes of two pipeline stages. `spared`: nothing happened between `event` and `before`, where others were
     multiplied by this number. `hidden`: by what the causes beside a clip that nobody recorded are off further, where
-    its lines divide by another number besides than is assumed.
+    its lines divide by another number besides than is assumed. `unheard`: between `event` and `before` others were
+    given other ranks' contributions by nothing that was recorded, and this one was not.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Culprit:
     in_flight: bool = False
     spared: float | None = None
     hidden: tuple[float, ...] = ()
+    unheard: bool = False
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""

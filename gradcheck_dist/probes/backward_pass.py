@@ -17,6 +17,7 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "by_hand",
         "computed",
         "given",
         "held",
@@ -51,6 +52,7 @@ class BackwardPass:
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.computed = False  # a loss's weight in the root is a function of the data
@@ -68,6 +70,14 @@ class BackwardPass:
     def not_brought(self) -> list[tuple[ParamInfo, Tensor]]:
         """What such functions were given for parameters that nothing else arrived at."""
         return [one for held in self.held.values() for one in held]
+
+    def not_reduced(self) -> list[ParamInfo]:
+        """The parameters whose gradient buffers hold what the pass itself has left in them."""
+        return [
+            info
+            for info in self.touched.values()
+            if info.managed_by != "fsdp" and info.wrapper not in self.armed and info.id not in self.by_hand
+        ]
 
 
 class ReadGradients:

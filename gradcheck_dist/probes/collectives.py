@@ -22,6 +22,7 @@ from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.regions import Region, in_memory, whole
 from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.sites import caller_site
 
 
 class _Pending:
@@ -43,7 +44,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 return original(tensor, op=op, group=group, async_op=async_op)
             if recorder.current is not None:
                 note_hook(recorder, op)
-                return original(tensor, op=op, group=group, async_op=async_op)
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
@@ -144,6 +144,15 @@ def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
             yield copy.regions, copy.param.grad
 
 
+def _accumulated(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
+    """The same inside of a backward pass, for a hook of the user's that reduces what has been accumulated so far. What
+    a wrapper reduces there has a probe of its own."""
+    for info in recorder.registry.infos():
+        grad = info.param.grad
+        if grad is not None and info.wrapper is None and info.managed_by is None:
+            yield [whole(info)], getattr(grad, "_local_tensor", grad)
+
+
 @guarded("collectives")
 def before_manual(
     recorder: Recorder,
@@ -155,11 +164,12 @@ def before_manual(
     root: int | None = None,
 ) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
-    if local.dim() == 0 or not recorder.accumulation_step:
+    current = recorder.current
+    if local.dim() == 0 or not (recorder.accumulation_step or current is not None):
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
-    for regions, buffer in buffers(recorder):
+    for regions, buffer in buffers(recorder) if current is None else _accumulated(recorder):
         for region in in_memory(local, [(regions, buffer)]):
             info = region.info
             if any(known.info is info and known.start == region.start for known in opened):
@@ -170,7 +180,9 @@ def before_manual(
                 own = [part for part in regions if part.info is info]
                 _sample(recorder, begun.seq, BEFORE, info, own, buffer)
             opened.append(region)
-    if not opened:
+            if current is not None:
+                current.by_hand.add(info.id)
+    if not opened and current is None:
         for region in regions_by_value(local, recorder.registry.infos()):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
             _sample(recorder, begun.seq, BEFORE, region.info, [region], local)
@@ -206,7 +218,7 @@ def after_manual(
             continue
         del pending[info.id]
         impl, op, group, root = done.how
-        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root)
+        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
         if async_op:
             continue
         for part, tensor in done.outputs:

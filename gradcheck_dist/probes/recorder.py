@@ -314,7 +314,6 @@ class Recorder(Sampler):
         if not touched:
             return
         self.keep_leaves(current.seq, current.leaves)
-        reduced = set(current.armed)
         self.emit(
             Backward,
             seq=current.seq,
@@ -327,8 +326,7 @@ class Recorder(Sampler):
             duration_ns=time.perf_counter_ns() - current.start_ns,
         )
         if sample_after:
-            plain = [info for info in touched if info.managed_by != "fsdp" and info.wrapper not in reduced]
-            self.sample_grads(current.seq, AFTER, plain)
+            self.sample_grads(current.seq, AFTER, current.not_reduced())
         if self._stepped or time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
             self.flush_samples()
         if self.closure_passes is not None:

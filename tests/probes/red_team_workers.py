@@ -38,6 +38,26 @@ def reduce_in_hook(grad: Tensor) -> Tensor:
     return whole / dist.get_world_size()
 
 
+class Overlapped:
+    """Reduces each gradient as soon as a pass has accumulated it, while that pass goes on."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.on = False
+        self.works: list[Any] = []
+        for param in params:
+            param.register_post_accumulate_grad_hook(self.reduce)
+
+    def reduce(self, param: Tensor) -> None:
+        if self.on and param.grad is not None:
+            param.grad.div_(dist.get_world_size())
+            self.works.append(dist.all_reduce(param.grad, async_op=True))
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+
 def wrapped(variant: str) -> Any:
     model = Net()
     if variant == "hooks":
@@ -68,14 +88,18 @@ def train(variant: str, run_dir: str | None) -> int:
     with attach(run_dir) if run_dir else contextlib.nullcontext():
         model = wrapped(variant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        params = list(model.parameters()) if "overlapped" in variant else []
+        overlapped = Overlapped(params[1:] if "left out" in variant else params)
         valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(ACCUMULATION))
         total = torch.tensor(float(valid))
         dist.all_reduce(total)
         for _ in range(STEPS):
             for k in range(ACCUMULATION):
+                overlapped.on = k == ACCUMULATION - 1
                 quiet = variant == "squared, never reduced" or ("squared" in variant and k < ACCUMULATION - 1)
                 with model.no_sync() if quiet else contextlib.nullcontext():
                     loss_of(variant, model, k, total.item()).backward()
+            overlapped.wait()
             if variant.startswith("flat"):
                 flat_reduce(model, dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1))
             if variant.startswith("gathered"):

@@ -17,6 +17,8 @@ EXPECTED = {
     "gathered": ("clean", []),
     "gathered, the first taken": ("findings", ["GS000"]),
     "composable, averaged twice": ("findings", ["GS101"]),
+    "overlapped": ("clean", []),
+    "overlapped, one left out": ("findings", ["GS103"]),
     "squared": ("undetermined", []),
     "squared, never reduced": ("findings", ["GS103"]),
 }

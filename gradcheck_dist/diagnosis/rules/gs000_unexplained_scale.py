@@ -69,6 +69,12 @@ def judge(case: Case) -> Answer:
                 f"by {culprit.spared:.6g}, by nothing recorded, and come out right; these are left as they were."
             )
             fix = "Do to these parameters what your code does to the others between these two lines."
+        elif culprit.unheard:
+            where = (
+                f"Between the {culprit.kind} event and {end} other gradients are given other ranks' contributions, by "
+                "a reduction that was not recorded; these are left as they were."
+            )
+            fix = "Reduce these parameters' gradients too, as your code does with the others between these two lines."
         elif culprit.kind == "loss" and culprit.gradient is not None:
             where += " It or the loss is to blame: which of the two has the wrong number, these weights do not tell."
     elif culprit.absent:

@@ -1,0 +1,32 @@
+"""What weights are compared with where a loss counts nothing: the transfer that most of them have."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.aims import _usual
+from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
+
+KEYS: list[ContributionKey] = [(rank, k, 0) for rank in range(2) for k in range(4)]
+BY_KEY = {key: Contribution(key, (key[0],), None, None) for key in KEYS}
+
+
+def held(rank: int, observed: list[float]) -> Held:
+    replay: Any = SimpleNamespace(basis=SimpleNamespace(keys=KEYS))
+    values = np.array(observed)
+    return Held((-1, "w"), rank, replay, values, np.full(len(KEYS), 1e-9), values, visible=[True] * len(KEYS))
+
+
+def test_what_came_to_some_copies_only_is_no_example() -> None:
+    """Reduced in the first of four passes: six weights are 1, but on one rank each."""
+    measured = [held(0, [0.5, 1, 1, 1, 0.5, 0, 0, 0]), held(1, [0.5, 0, 0, 0, 0.5, 1, 1, 1])]
+    assert _usual(measured, BY_KEY) == Fraction(1, 2)
+
+
+def test_where_nothing_else_arrived_it_is_one() -> None:
+    assert _usual([held(0, [1] * 4 + [0] * 4), held(1, [0] * 4 + [1] * 4)], BY_KEY) == 1
