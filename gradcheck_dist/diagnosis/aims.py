@@ -208,10 +208,26 @@ def may_be_meant(case: Case) -> bool:
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         return True  # distillation is multiplied by the temperature's square, and more
+    if _added(case):
+        return True
     return 0 < case.pattern.factor < 1 and all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
 
 
+def _added(case: Case) -> int:
+    """How many losses each pass adds up, each a mean of its own: tasks (heads, start and end of a span), or chunks of
+    one batch whose means should have been averaged. 0 where that is not what the factor says."""
+    calls = {c.num_losses for c in case.context.contributions.by_key.values()}
+    num = next(iter(calls)) if len(calls) == 1 else 1
+    return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0
+
+
 def coefficient_unknown(case: Case) -> str:
+    if added := _added(case):
+        return (
+            f"each backward pass adds up {added} losses, which weigh {added} times as much as one mean over all their "
+            "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
+            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
+        )
     return (
         f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
         "(beside other losses, or for a temperature) or a wrong normaliser is not known. "

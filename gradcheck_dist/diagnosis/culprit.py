@@ -52,6 +52,11 @@ class Culprit:
         return abs(self.factor / self.nominal - 1) <= max(1e-3, 2 * tolerance)
 
     @property
+    def is_open(self) -> bool:
+        """Whether an unrecorded change reaches to the end of what was recorded."""
+        return self.unrecorded and self.before is None
+
+    @property
     def start(self) -> tuple[object, ...]:
         """The line from which on something happened, and what ran there."""
         site = self.event.site if self.event is not None else None

@@ -183,7 +183,8 @@ def judge_step(
         verdict.reasons.append(inside)
         cases = [case for case in cases if not case.culprit.absent]
     if not data.complete:
-        cases = [case for case in cases if not case.culprit.absent]  # it could still have come
+        # It could still have come, and been made up for, before an optimizer that never came.
+        cases = [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
     hidden = by_hand.hidden if by_hand is not None else [ratio for case in cases for ratio in case.culprit.hidden]
     terms = judge_terms(context, data.events, contributions, expected, cases)
     verdict.reasons += terms.reasons

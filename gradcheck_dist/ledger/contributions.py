@@ -22,7 +22,8 @@ class Contribution:
     """One loss evaluation on one set of tokens.
 
     `weight` is the weight of one token's loss in the backward root; None when no loss was seen. `spread` is the
-    relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all).
+    relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all);
+    `num_losses` are these calls.
     """
 
     key: ContributionKey
@@ -35,6 +36,7 @@ class Contribution:
     gradient: LossGradient | None = None
     loss_rank: int | None = None
     value: float | None = None
+    num_losses: int = 1
 
 
 @dataclass
@@ -212,6 +214,7 @@ def _contribution(
         gradient=gradient,
         loss_rank=owner,
         value=sum(values) if values else None,
+        num_losses=len({entry.loss_id for entry, _ in pairs}),
     )
 
 

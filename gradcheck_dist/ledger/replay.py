@@ -263,7 +263,9 @@ class _Machine:
         buffer = self.buffers[name]
         entry = self._note(point.seq, order, None, name)
         entry.sampled = True
-        if order == BEFORE_ORDER and event is None:  # before a step's first backward pass: the contributions of no step
+        first = all(point.seq <= seq for seq, _ in self.track.leaves.values())
+        if order == BEFORE_ORDER and event is None and first:
+            # Before a step's first backward pass: contributions of no step. (Behind it: a reduction that broke off.)
             zeros = np.zeros(len(self.basis))
             buffer.columns = [Column(point.values.data, zeros, zeros, 1.0)]
             buffer.leftover = bool(np.nan_to_num(point.values.data).any())

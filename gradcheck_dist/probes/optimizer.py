@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,16 @@ CLIP_EPSILON = 1e-6
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
+    made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def watch_making(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            made.add(self)
+
+        return make
+
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.captures.under_way:
             recorder.captures.holds(OPTIMIZER)
@@ -40,14 +51,15 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if _closure(args, kwargs):
             recorder.closure_passes = 0
         else:
-            stepping(recorder, optimizer)
+            stepping(recorder, optimizer, made)
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.closure_passes = None
         if _closure(args, kwargs):
-            stepping(recorder, optimizer)
+            stepping(recorder, optimizer, made)
         stepped(recorder, optimizer)
 
+    patches.replace(Optimizer, "__init__", watch_making)
     patches.on_restore(register_optimizer_step_pre_hook(before).remove)
     patches.on_restore(register_optimizer_step_post_hook(after).remove)
     patches.replace(Optimizer, "zero_grad", lambda original: _watch_zero(recorder, original))
@@ -93,7 +105,7 @@ def _unnamed(recorder: Recorder, param: Tensor) -> ParamInfo:
 
 
 @guarded("optimizer")
-def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
+def stepping(recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer]) -> None:
     # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
     if not (recorder.recording and recorder.trained):
         return
@@ -124,7 +136,15 @@ def stepping(recorder: Recorder, optimizer: Optimizer) -> None:
         recorder.impulses.optimizer_comes(recorder)
     read = (original for info in infos for original in (originals(info) if info.regions else (info,)))
     # One without a name was found here, and could stand for others that no module has shown yet.
-    if all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad):
+    hooked = all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad)
+    # The turn of another optimizer's model (a critic) may come after some steps of this one.
+    if hooked and all(
+        discovery.has_hooked(param)
+        for other in made
+        for group in other.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ):
         discovery.stop()
     else:
         discovery.start()
@@ -175,8 +195,9 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
     recorder.abandon_evaluation()
     infos = recorder.registry.asked_before(params, owner=True)
     if infos is None:
-        found = (recorder.registry.find(param) for param in params)
-        infos = [info for info in found if info is not None]
+        infos = [info for param in params if (info := recorder.registry.find(param)) is not None]
+        if len(infos) < len(params):
+            recorder.discovery.start()  # what is not known yet has its turn next
     if infos:
         recorder.read.emptied(infos)
         recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)

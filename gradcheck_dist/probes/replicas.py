@@ -37,7 +37,6 @@ class Replicas:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._chosen: list[tuple[Tensor, Tensor]] = []
-        self._num_known = -1
         self._begun = -1
         self._later = 0
         self._left: int | None = None
@@ -104,10 +103,10 @@ class Replicas:
             recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=found, after=False))
 
     def _values(self) -> Tensor | None:
-        """Some values of some parameters, the same ones on ranks that hold the same parameters, as bytes."""
+        """Some values of some parameters, the same ones on ranks that hold the same parameters, as bytes. They are
+        chosen once: what other parameters have says nothing of a change."""
         infos = self.recorder.registry.infos()
-        if len(infos) != self._num_known:
-            self._num_known = len(infos)
+        if not self._chosen:
             plain = [info for info in infos if info.param.requires_grad and _is_whole(info.param)]
             plain.sort(key=lambda info: info.name)
             chosen = plain[:: max(1, len(plain) // MAX_PARAMS)][:MAX_PARAMS]

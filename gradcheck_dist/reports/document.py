@@ -152,9 +152,11 @@ def _why(report: Report) -> str:
         return f"{seen} agree with the expected ones" + (f"; {largest}" if largest else ".")
     # The first reason is the headline.
     sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in report.reasons[1:]]
-    if ratios:
-        sentences.insert(0, f"Compared were {seen}; {largest}")
-    return prose(" ".join(sentences) or "The trace does not hold what a judgement needs.")
+    if not report.reasons:
+        return "The trace does not hold what a judgement needs."
+    return prose(
+        " ".join([f"Compared were {seen}; {largest}" if ratios else "No weight could be compared.", *sentences])
+    )
 
 
 def _next(report: Report) -> str:

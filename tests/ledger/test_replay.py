@@ -12,7 +12,7 @@ from simulator import Hand, Trainer, World
 from trainer_families import make_case
 
 from gradcheck_dist.diagnosis.cells import Held, measure
-from gradcheck_dist.events import AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.events import BEFORE, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import step_data
@@ -167,3 +167,17 @@ def test_a_reduction_in_bfloat16_of_other_parameters_widens_nothing() -> None:
     data = step_data(run, 0)
     epsilon = {held.param[1]: held.replay.epsilon for held in measure(data, collect(data.events))}
     assert epsilon == {"embed.weight": 2.0**-7, "layers.0.weight": 2.0**-23, "norm.weight": 2.0**-23}
+
+
+def test_a_reduction_that_broke_off_leaves_no_gradient_of_an_earlier_step() -> None:
+    """A rank that died in a collective has sampled what it brought, and no event says of what."""
+    data = step_data(World(PLAIN, seed=1).run(), 0)
+    contributions = collect(data.events)
+    for tracks in data.tracks.values():
+        for track in tracks.values():
+            last = max(point.seq for point in track.points)
+            broken = max(event.seq for event in data.events[track.rank]) + 1
+            track.points = [*(point for point in track.points if point.seq < last),
+                            replace(track.points[-1], seq=broken, role=BEFORE)]  # fmt: skip
+    for held in measure(data, contributions):
+        assert not any(entry.leftover for entry in held.replay.entries[held.rank])

@@ -183,6 +183,48 @@ def test_a_gradient_may_be_left_from_before_another_optimizers_step(
     assert codes(judged(tmp_path)) == found
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(1.0, "undetermined"), (0.5, "clean"), (1.5, "findings")])
+def test_two_losses_that_one_pass_adds_up_may_be_tasks(tmp_path: Path, share: float, verdict: str) -> None:
+    """Start and end of a span, or a head each."""
+    model, other = Net(), nn.Linear(16, 20)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            tokens, labels = batch(0, step)
+            hidden = torch.tanh(model.inner(model.embedding(tokens)))
+            both = F.cross_entropy(*logits_of(model, (tokens, labels))) + F.cross_entropy(
+                other(hidden).flatten(0, 1), labels.flatten()
+            )
+            (share * both).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert judged(tmp_path).verdict == verdict
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_a_model_whose_turn_comes_later_is_judged_from_its_first_step_on(tmp_path: Path, made_before: bool) -> None:
+    """PPO: some steps of the actor, then some of the critic, which no forward pass has shown until then."""
+    actor, critic = Net(), Net()
+
+    def optimizers() -> list[torch.optim.SGD]:
+        return [torch.optim.SGD(model.parameters(), lr=0.01) for model in (actor, critic)]
+
+    made = optimizers()
+    with attach(tmp_path / "run"):
+        made = made if made_before else optimizers()
+        for step in range(3):
+            model, optimizer = (critic, made[1]) if step == 2 else (actor, made[0])
+            if made_before:
+                optimizer.zero_grad()
+            (F.cross_entropy(*logits_of(model, batch(0, step))) * (3.0 if step == 2 else 1.0)).backward()
+            optimizer.step()
+            if not made_before:
+                optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert [(finding.code, finding.step) for finding in report.findings] == [("GS303", 2)]
+    assert report.findings[0].num_parameters == len(list(critic.parameters()))
+
+
 def test_two_models_in_one_loop_are_judged_apart(tmp_path: Path) -> None:
     first, second = Net(), Net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (first, second)]
