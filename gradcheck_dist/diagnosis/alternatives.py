@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
 
 LOST = "GS401"
@@ -34,13 +35,27 @@ def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[st
 
 
 def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
-    """A pass that was thrown away in the first step and never again was a warm-up and no fault."""
+    """Passes that were thrown away in some steps and not in others, and without which these are right, are no fault: a
+    warm-up in the first step, or steps that a trainer skipped (a spike, an overflow that it looks for itself)."""
     lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
-    if len(verdicts) < 2 or not lost[0] or any(lost[1:]) or verdicts[0].without_lost is None:
+    if len(verdicts) < 2 or not any(lost) or all(lost):
         return verdicts, []
-    step = verdicts[0].context.step
-    note = f"step {step}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
-    return [verdicts[0].without_lost, *verdicts[1:]], [note]
+    only_first = lost[0] and not any(lost[1:])
+    others = [verdict.without_lost if gone else verdict for verdict, gone in zip(verdicts, lost, strict=True)]
+    chosen = [verdict for verdict in others if verdict is not None]
+    if len(chosen) < len(verdicts) or (
+        not only_first and any(one.findings for one, gone in zip(chosen, lost, strict=True) if gone)
+    ):
+        return verdicts, []
+    where = steps_in_words([verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
+    if only_first:
+        note = f"{where}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
+    else:
+        note = (
+            f"{where}: passes whose gradients were emptied before the optimizer came, as not in all steps, are "
+            "taken for steps that were skipped on purpose"
+        )
+    return chosen, [note]
 
 
 def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:

@@ -130,7 +130,8 @@ def judge_step(
 ) -> StepVerdict:
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
     ranks that reduce no gradients between them train models of their own."""
-    data = without_looks(step_data(run, step))
+    recorded = step_data(run, step)
+    data = without_looks(recorded)
     contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
@@ -139,7 +140,7 @@ def judge_step(
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions)
-    verdict.lost = lost(run, data)
+    verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.remarks += [*not_verified(data.events), *contributions.problems]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)

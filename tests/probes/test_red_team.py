@@ -276,6 +276,21 @@ def test_a_warm_up_is_no_fault_and_a_zero_grad_in_every_step_is(
     assert (report.verdict == "clean") == (found == [])
 
 
+def test_steps_that_are_skipped_now_and_then_are_no_fault(tmp_path: Path) -> None:
+    """A trainer that looks at the norm itself, and lets a spike go by."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(5):
+            F.cross_entropy(*logits_of(model, batch(0, step))).backward()
+            if step not in (1, 2):
+                optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert report.verdict == "clean"
+    assert any("skipped on purpose" in problem for problem in report.coverage.problems)
+
+
 def test_a_pass_for_a_regulariser_is_no_contribution(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
