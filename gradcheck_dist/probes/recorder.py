@@ -151,8 +151,7 @@ class Recorder(Sampler):
         if self.closure_passes:
             self.closure_passes = 0
             self._abandoned += 1
-            self.flush_samples()
-            self._stepped = True
+            self.end_step()
             self.ensure_step()
 
     def end_step_if_open(self) -> None:
