@@ -78,8 +78,7 @@ class Culprit:
             self.unrecorded,
             getattr(event, "op", None),
             len(getattr(event, "group", ()) or ()),
-            # Each stage of a pipeline may call its schedule in a line of its own (`if rank == 0: schedule.step(x)`).
-            event is not None and (isinstance(event, ScaleGrads) or caller_of(event)),
+            event is not None and caller_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
             *(self.end or ()),
