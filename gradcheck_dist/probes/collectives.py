@@ -165,7 +165,7 @@ def before_manual(
 ) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
     current = recorder.current
-    if local.dim() == 0 or not (recorder.accumulation_step or current is not None):
+    if not (recorder.accumulation_step or current is not None):
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
@@ -182,7 +182,7 @@ def before_manual(
             opened.append(region)
             if current is not None:
                 current.by_hand.add(info.id)
-    if not opened and current is None:
+    if not opened and current is None and local.dim():
         for region in regions_by_value(local, recorder.registry.infos()):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
             _sample(recorder, begun.seq, BEFORE, region.info, [region], local)

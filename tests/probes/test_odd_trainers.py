@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from probe_workers import Net, batch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose, judge_step
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.unexplained import unexplained
+from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
@@ -171,3 +173,22 @@ def test_gradients_that_were_only_looked_at_are_no_contribution(tmp_path: Path, 
     report = diagnose(read_run(tmp_path / "run"))
     assert [finding.code for finding in report.findings] == found
     assert report.verdict == ("findings" if found else "clean")
+
+
+def test_a_parameter_that_is_one_number_is_reduced_like_others(tmp_path: Path) -> None:
+    """CLIP's logit scale."""
+    scale = nn.Parameter(torch.tensor(2.0))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with attach(tmp_path / "run"):
+            optimizer = torch.optim.SGD([scale], lr=0.05)
+            for _ in range(2):
+                (scale * F.cross_entropy(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))).backward()
+                dist.all_reduce(scale.grad)
+                dist.all_reduce(torch.tensor(1.0))  # a number that is no gradient
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    events = read_run(tmp_path / "run").ranks[0].events
+    assert [event.step for event in events if isinstance(event, Reduce)] == [1]  # known from its optimizer on
