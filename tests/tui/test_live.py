@@ -22,6 +22,7 @@ GRADCHECK = [sys.executable, "-m", "gradcheck_dist"]
 def terminal(*arguments: object, cwd: Path, seconds: float = 60) -> pexpect.spawn[str]:
     """gradcheck in a pseudo-terminal of 30 rows and 100 columns."""
     environment = os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "COLORTERM": "truecolor"}
+    environment |= {"COLUMNS": "100", "LINES": "30"}  # pytest-xdist tells its workers another size
     return pexpect.spawn(
         GRADCHECK[0],
         [*GRADCHECK[1:], *map(str, arguments)],
