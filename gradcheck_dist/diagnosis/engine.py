@@ -38,7 +38,7 @@ from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.diagnosis.several_losses import loss_by_loss
+from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
@@ -142,7 +142,7 @@ def judge_step(
     verdict = StepVerdict(context, data, contributions)
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
-    verdict.remarks += [*not_verified(data.events), *contributions.problems]
+    verdict.remarks += [*not_verified(data.events), *contributions.problems, *losses_beside(contributions)]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes import autograd, log_probs
 from gradcheck_dist.probes.loss import gradient_arrived, label_hash
+from gradcheck_dist.probes.loss_terms import uncounted_terms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 
@@ -103,6 +104,8 @@ def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         _watch_soft_targets(recorder, soft.pop())
     current.other_losses += len(found.others) + len(soft)
+    if (found.known or found.cross_entropies or picks) and len(roots) == 1:
+        current.other_losses += uncounted_terms(roots[0].grad_fn, _name, functools.partial(_ends, found))
     current.computed = found.is_computed()
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
@@ -149,6 +152,17 @@ def _search(roots: Sequence[Tensor]) -> _Found:
         elif name not in _MODEL:
             descend(node)
     return found
+
+
+_COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward", *_OTHERS}
+
+
+def _ends(found: _Found, node: Any) -> bool | None:
+    """Whether a node belongs to a loss that is counted, or told as another one; None: that is to be seen behind it."""
+    name = _name(node)
+    if autograd.is_recorded(node) or name in _COUNTED or (name in _PICKS and _source(node) in found.logsumexp_inputs):
+        return True
+    return False if name in _MODEL else None
 
 
 def _name(node: Any) -> str:

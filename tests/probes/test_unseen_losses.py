@@ -98,6 +98,48 @@ def test_a_loss_beside_the_main_one_is_counted(tmp_path: Path) -> None:
     assert (found.num_tokens, found.other_losses) == (6, 1)
 
 
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return 0.9 * -log_probs.gather(-1, labels[:, None]).mean() - 0.1 * log_probs.mean()
+
+
+def parted(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.logsumexp(-1).mean() - logits.gather(-1, labels[:, None]).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "others"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), 0),
+        (lambda x, y: 2 * F.cross_entropy(x, y) / 3 + 1, 0),
+        (lambda x, y: F.cross_entropy(x, y) + F.cross_entropy(x[:, 1:], y % 4), 0),
+        (smoothed, 1),
+        (parted, 0),
+        (lambda x, y: F.cross_entropy(x, y) + 5 * x[torch.arange(3), y[:3]].abs().sum() / torch.tensor([3.0]), 1),
+        (lambda x, y: (F.cross_entropy(x, y) - 0.1 * x.pow(2).mean()) * 2 + x.std(), 2),
+    ],
+)
+def test_terms_that_count_nothing_are_counted(
+    tmp_path: Path, loss: Callable[[Tensor, Tensor], Tensor], others: int
+) -> None:
+    _, found = recorded(tmp_path, loss)
+    assert {one.other_losses for one in found} == {others}
+
+
+def test_a_coefficient_beside_a_term_that_counts_nothing_may_be_meant(tmp_path: Path) -> None:
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for _ in range(2):
+            logits = model(torch.randn(6, 4))
+            (0.7 * F.cross_entropy(logits, torch.arange(6) % 5) + 0.3 * (logits - 1).abs().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("1 other term(s) enter a backward pass" in problem for problem in report.coverage.problems)
+
+
 def test_class_weights_are_summed(tmp_path: Path) -> None:
     weight = torch.rand(5)
     labels_seen = []
