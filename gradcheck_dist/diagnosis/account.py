@@ -149,7 +149,7 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     replay, holder = held.replay, held.rank
     origin = _origin(replay, column, holder)
     leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
-    entries, carried_over = _route(replay, column, origin, holder)
+    entries, carried_over = route(replay, column, origin, holder)
     if carried_over or holder == origin:
         return entries, leaf, True
     if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
@@ -265,7 +265,7 @@ def event_at(data: StepData, rank: int, seq: int) -> Event | None:
     return data.event_of[rank].get(seq)
 
 
-def _route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
+def route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
     """The entries that concern a contribution: on its origin until a reduction carried it over, on as many further
     ranks as it went through (a reduction over cp, then one over dp), then on the holder.
 

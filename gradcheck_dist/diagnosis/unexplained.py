@@ -7,8 +7,8 @@ every weight.
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.account import Gap, account
-from gradcheck_dist.diagnosis.cells import SIGMAS, Cell
+from gradcheck_dist.diagnosis.account import Gap, account, route
+from gradcheck_dist.diagnosis.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.culprit import kind_of
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 
@@ -23,15 +23,26 @@ def unexplained(verdict: StepVerdict) -> list[str]:
         for cell in held.cells:
             story = account(verdict.data, held, cell)
             told = [_words(gap) for gap in story.gaps if _loud(gap, cell)]
-            if story.by_hand and place.get(held.rank) != cell.key[0]:
+            if story.by_hand and place.get(held.rank) != cell.key[0] and not _came_beside(verdict, held, cell):
                 told.append("what other ranks brought came by no recorded reduction")
             for words in told:
                 found[words] = found.get(words, 0) + 1
     return [f"{words} ({count} weights)" for words, count in found.items()]
 
 
+def _came_beside(verdict: StepVerdict, held: Held, cell: Cell) -> bool:
+    """Whether recorded reductions brought a contribution to a rank that is a part of the same model on the same tokens:
+    what parts give one another there (tensor parallelism, tied stages) is no reduction over data."""
+    if held.param in verdict.data.beside:
+        return True  # by the reduction of the parameter that it is tied to
+    place, replay, column = verdict.contributions.coordinate, held.replay, cell.column
+    origins = {rank for (rank, *_), index in replay.basis.of.items() if index == column}
+    beside = {rank for rank in replay.entries if rank != held.rank and place.get(rank) == place.get(held.rank)}
+    return any(route(replay, column, origin, rank)[1] for origin in origins for rank in beside)
+
+
 def _loud(gap: Gap, cell: Cell) -> bool:
-    return abs(gap.factor - 1) > max(LEAST, 2 * cell.tolerance, SIGMAS * gap.noise)
+    return not gap.inside and abs(gap.factor - 1) > max(LEAST, 2 * cell.tolerance, SIGMAS * gap.noise)
 
 
 def _words(gap: Gap) -> str:
