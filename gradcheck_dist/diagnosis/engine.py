@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
-from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.alternatives import (
@@ -21,25 +20,25 @@ from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.cells import Cell, Held, average, judge, measure, pool
+from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
 from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
-from gradcheck_dist.diagnosis.finding import Finding, Report, RuleOutcomes, Tool, Verdict
+from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle, tell_hidden
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
-from gradcheck_dist.diagnosis.next_step import ALL_SKIPPED, next_step
 from gradcheck_dist.diagnosis.norms import step_norms
-from gradcheck_dist.diagnosis.open_steps import no_step, passes_unmatched, replayed, tokens_known, why_not
+from gradcheck_dist.diagnosis.open_steps import passes_unmatched, replayed, tokens_known, why_not
 from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict, merged
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
 from gradcheck_dist.diagnosis.verified import left_out, not_verified, nothing_verified, verified
@@ -54,7 +53,7 @@ from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import ParamKey, skipped_steps, step_data, steps_of
 from gradcheck_dist.ledger.transit import transits
-from gradcheck_dist.steps import ranges, steps_in_words
+from gradcheck_dist.steps import ranges
 from gradcheck_dist.trace.run import Run
 
 CLIP_BY_HAND = "GS601"
@@ -106,7 +105,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     weigh(verdicts)
-    report = _report(run, verdicts, objective, objective_from, skipped)
+    report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
     report.coverage.unverified = [one for verdict in verdicts for one in verdict.unverified]
@@ -317,47 +316,3 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
             steps=[case.context.step],
         )
     raise AssertionError("GS000 answers every case")
-
-
-def _report(
-    run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str, skipped: Sequence[int]
-) -> Report:
-    findings = merged(verdicts)
-    coverage = summary.coverage(run, [verdict.held for verdict in verdicts])
-    reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
-    reasons += summary.gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
-    if not verdicts and skipped:
-        reasons.append(f"the GradScaler found an overflow in {steps_in_words(skipped)}: {ALL_SKIPPED}")
-    elif not verdicts:
-        reasons.append(no_step(coverage))
-    judged = any(held.cells for verdict in verdicts for held in verdict.held)
-    accused = any(finding.severity != "info" for finding in findings)
-    state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"
-    contexts = [verdict.context for verdict in verdicts]
-    series = summary.metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts])
-    failed = sorted({finding.code for finding in findings})
-    triggered = {rule.CODE for rule in all_rules() for context in contexts if judged and rule.triggered(context)}
-    triggered |= {code for verdict in verdicts for code in verdict.audited}
-    report = Report(
-        tool=Tool(version=__version__),
-        run=summary.run_info(run, contexts, objective, objective_from),
-        verdict=state,
-        reasons=reasons,
-        findings=findings,
-        rules=RuleOutcomes(
-            failed=failed,
-            passed=sorted(triggered - set(failed)),
-            not_triggered=sorted({rule.CODE for rule in all_rules()} - triggered - set(failed)),
-        ),
-        coverage=coverage,
-        units=summary.unit_list(verdicts[0].units if verdicts else {}),
-        weights=[weight for verdict in verdicts for weight in verdict.weights],
-        overhead=summary.overhead(run),
-        metrics={name: [value for _, value in pairs] for name, pairs in series.items()},
-        metric_steps={name: [step for step, _ in pairs] for name, pairs in series.items()},
-        tolerance=max(
-            (cell.tolerance for verdict in verdicts for held in verdict.held for cell in held.cells), default=None
-        ),
-    )
-    report.next_step = next_step(report)
-    return report

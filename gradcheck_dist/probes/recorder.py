@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Container
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from gradcheck_dist.events import (
 from gradcheck_dist.probes.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.captured import Captures
 from gradcheck_dist.probes.deferred import Deferred, numbers_of, read
+from gradcheck_dist.probes.guard import guarded
 from gradcheck_dist.probes.registry import ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
 from gradcheck_dist.probes.sites import caller_site
 from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.writer import TraceWriter
 
-F = TypeVar("F", bound=Callable[..., Any])
 MAX_ERRORS_PER_PROBE = 20
 ROW_BYTES = 16
 FLUSH_INTERVAL_NS = 50_000_000
@@ -344,29 +344,6 @@ class Recorder(Sampler):
             microbatch=current.microbatch if current else 0,
             **{"site": current.site if current else caller_site(), **fields},
         )
-
-
-def guarded(probe: str) -> Callable[[F], F]:
-    """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
-    capture of a CUDA graph it does not run."""
-
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-            if recorder.captures.under_way:
-                return None
-            start = time.perf_counter_ns()
-            try:
-                return function(recorder, *args, **kwargs)
-            except Exception as error:
-                recorder.failed(probe, error)
-                return None
-            finally:
-                recorder.probe_ns += time.perf_counter_ns() - start
-
-        return cast(F, wrapper)
-
-    return decorate
 
 
 __all__ = ["AFTER", "BEFORE", "LEAF", "BackwardPass", "Recorder", "guarded"]

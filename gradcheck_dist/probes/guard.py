@@ -1,0 +1,36 @@
+"""Keeping errors of probes away from training."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from gradcheck_dist.probes.recorder import Recorder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(probe: str) -> Callable[[F], F]:
+    """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
+    capture of a CUDA graph it does not run."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+            if recorder.captures.under_way:
+                return None
+            start = time.perf_counter_ns()
+            try:
+                return function(recorder, *args, **kwargs)
+            except Exception as error:
+                recorder.failed(probe, error)
+                return None
+            finally:
+                recorder.probe_ns += time.perf_counter_ns() - start
+
+        return cast(F, wrapper)
+
+    return decorate
