@@ -38,8 +38,6 @@ DATA_PARALLEL = SHARDING | {"ddp", "fsdp1_no_shard"}
 
 BY_AUTOGRAD = "redistribute"  # `hook` of a reduction that is the backward of a DTensor's redistribution
 
-ROLE_NAMES = ("leaf", "before", "after")
-
 
 class Event(Record, kw_only=True):
     """Something that happened at one time on one rank. `seq` orders the events of a rank."""

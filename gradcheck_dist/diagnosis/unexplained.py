@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.culprit import kind_of
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 
 LEAST = 1e-2
+"""Factors nearer to 1 than this are not told: correct runs are asked in every number format."""
 
 
 def unexplained(verdict: StepVerdict) -> list[str]:

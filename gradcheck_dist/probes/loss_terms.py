@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_NODES = 100
+"""Nodes behind a root, or behind one of its terms, that are looked at; a trainer's losses lie within ten of it."""
 _SUMS = {"AddBackward", "SubBackward"}
 _FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
 

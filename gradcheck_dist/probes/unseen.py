@@ -19,12 +19,9 @@ from torch import Tensor
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes import autograd, log_probs
 from gradcheck_dist.probes.loss import gradient_arrived, label_hash
-from gradcheck_dist.probes.loss_terms import uncounted_terms
+from gradcheck_dist.probes.loss_terms import MAX_NODES, uncounted_terms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
-
-MAX_NODES = 100
-"""Nodes behind the root that are looked at; the losses of a trainer lie within ten of it."""
 
 _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 _PICKS = {"GatherBackward": "_saved_index", "IndexBackward": "_saved_indices", "TakeBackward": "_saved_index"}
