@@ -21,6 +21,7 @@ from gradcheck_dist.events import (
     ProbeError,
     ProbeStatus,
     Reduce,
+    RunEnd,
     Samples,
     Site,
     StepEnd,
@@ -177,7 +178,7 @@ class Recorder(Sampler):
             self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
         else:
             event = kind(t_ns=time.time_ns(), step=self.step, **fields)
-            if self.sampling or isinstance(event, ProbeStatus | ProbeError):
+            if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd):
                 self.writer.append(cast(AnyRecord, event))
             else:
                 self._unsampled.append(event)

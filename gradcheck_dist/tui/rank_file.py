@@ -148,8 +148,10 @@ class RankFile:
         for piece, _ in iter_frames(data):
             if not isinstance(piece, Damage):
                 for record in _decoded(_LIGHT, piece):
-                    self.ended = self.ended or isinstance(record, RunEnd)
-                    self.last_step = max(getattr(record, "step", 0), self.last_step or 0)
+                    if isinstance(record, RunEnd):
+                        self.ended = True
+                    else:
+                        self.last_step = max(getattr(record, "step", 0), self.last_step or 0)
 
     def scan(self, take: Callable[[Any], None], limit: int = CHUNK_BYTES, columns: TakeColumns | None = None) -> bool:
         """Read on by about `limit` bytes, giving every event in its light form to `take` and steps in columns to
@@ -224,7 +226,8 @@ class RankFile:
             if kind not in _DATA:
                 self.num_events += 1
                 take(record)
-            steps.add(step)
+            if kind is not RunEnd:  # written whenever the process ended, in a step that may not have been recorded
+                steps.add(step)
         self.trace.add(tables)
         self.ended = self.ended or any(isinstance(record, RunEnd) for record in tables)
         if steps:
