@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, RunEnd, StepEnd
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -19,11 +19,14 @@ def lost(run: Run, data: StepData) -> dict[int, str]:
     """What of a step is, or may be, missing in the trace of which rank, in words."""
     found: dict[int, str] = {}
     ended = {rank: any(isinstance(event, StepEnd) for event in events) for rank, events in data.events.items()}
+    closed = {rank for rank, events in data.events.items() if any(isinstance(event, RunEnd) for event in events)}
     for rank, events in data.events.items():
         trace = run.ranks[rank]
         stepped = any(isinstance(event, OptimizerStep) for event in events) and any(ended.values())
+        # Records are written every few milliseconds: who was killed, where another closed its trace, wrote not all.
+        killed = rank not in closed and bool(closed)
         words = [*_uncounted(trace, data.step, events), *_unnamed(trace, data.step, events)]
-        if not ended[rank] and (stepped or any(damage.since <= data.step for damage in trace.damage)):
+        if not ended[rank] and (stepped or killed or any(damage.since <= data.step for damage in trace.damage)):
             words.insert(0, "the last records")
         words = words if events else ["all records"]
         if words:

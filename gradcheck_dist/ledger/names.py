@@ -7,14 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from gradcheck_dist.events import Backward, Event, LossGradient, Param, Reduce
+from gradcheck_dist.ledger.moved import ParamKey as ParamKey
+from gradcheck_dist.ledger.moved import moved
+from gradcheck_dist.ledger.moved import param_key as param_key
 from gradcheck_dist.trace.run import Run
-
-ParamKey = tuple[int, str]
-"""(pipeline stage, -1 without one; fully qualified name): one parameter of the model, on whichever ranks it lies."""
-
-
-def param_key(param: Param) -> ParamKey:
-    return (-1 if param.stage is None else param.stage, param.name)
 
 
 def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
@@ -23,10 +19,11 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
     that never has a loss is another stage of a pipeline by hand: its names are its own."""
     found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
+    called = moved(run)
     for rank, trace in sorted(run.ranks.items()):
         for param in trace.params.values():
-            found[param_key(param)][rank] = param
-    reduced, without_loss = _reduced_together(run), _without_loss(run)
+            found[called.get((rank, param.id), param_key(param))][rank] = param
+    reduced, without_loss = _reduced_together(run, called), _without_loss(run)
     parts = {key: _parts(params, reduced[key], without_loss) for key, params in found.items()}
     names: dict[tuple[int, int], ParamKey] = {}
     for (stage, name), params in found.items():
@@ -40,10 +37,10 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     return names
 
 
-def _reduced_together(run: Run) -> dict[ParamKey, set[tuple[int, ...]]]:
+def _reduced_together(run: Run, called: dict[tuple[int, int], ParamKey]) -> dict[ParamKey, set[tuple[int, ...]]]:
     """Sets of ranks over which each parameter's gradient was reduced."""
     groups: dict[ParamKey, set[tuple[int, ...]]] = defaultdict(set)
-    for trace in run.ranks.values():
+    for rank, trace in run.ranks.items():
         done = {
             (event.params, (*event.group, *event.replicate_group))
             for event in trace.events
@@ -52,7 +49,7 @@ def _reduced_together(run: Run) -> dict[ParamKey, set[tuple[int, ...]]]:
         for params, group in done:
             for param in trace.param_sets.get(params, ()):
                 if param in trace.params:
-                    groups[param_key(trace.params[param])].add(group)
+                    groups[called.get((rank, param), param_key(trace.params[param]))].add(group)
     return groups
 
 
@@ -97,12 +94,14 @@ def _without_loss(run: Run) -> set[int]:
 
 
 def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:
-    """Sets of ranks on which tensors of one name are one parameter."""
+    """Sets of ranks on which tensors of one name are one parameter. Modules that no other one holds are named in the
+    order of their first calls, which may be another one on another rank: what differs in shape is not the same."""
     plain = all(param.fingerprint is not None for param in params.values())
-    alike: dict[object, set[int]] = defaultdict(set)
+    alike: dict[tuple[int, ...], dict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, param in params.items():
-        alike[param.fingerprint if plain else None, param.stage is None and rank in without_loss].add(rank)
-    return merge(list(alike.values()), reduced)
+        began = param.fingerprint if plain else None
+        alike[tuple(param.shape)][began, param.stage is None and rank in without_loss].add(rank)
+    return [part for of_shape in alike.values() for part in merge(list(of_shape.values()), reduced)]
 
 
 def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:

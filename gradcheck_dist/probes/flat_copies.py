@@ -72,11 +72,20 @@ def _runs(sizes: tuple[int, ...], num_elements: int) -> list[tuple[int, int, int
     return sorted(found, key=lambda run: run[1] - run[2])
 
 
+def _compared(info: ParamInfo, grad: Tensor) -> Tensor:
+    """Which elements of a gradient are compared. Most rows of an embedding's are zero: those that are not tell."""
+    chosen = torch.as_tensor(info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED])
+    if int((grad.take(chosen) != 0).sum()) >= min(LEAST, len(chosen)):
+        return chosen
+    told = grad.reshape(-1).nonzero().reshape(-1)
+    return told[:: max(1, len(told) // NUM_COMPARED)][:NUM_COMPARED] if len(told) else chosen
+
+
 def _is_copy(flat: Tensor, run: list[ParamInfo]) -> bool:
     offset, mine, theirs = 0, [], []
     for info in run:
         assert info.param.grad is not None
-        which = torch.as_tensor(info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED])
+        which = _compared(info, info.param.grad.detach())
         mine.append(info.param.grad.detach().take(which).double())
         theirs.append(flat.take(which + offset).double())
         offset += info.param.numel()

@@ -50,3 +50,15 @@ def test_what_is_no_copy_is_not_known() -> None:
     assert regions_by_value(whole + 0.01, known) == []
     assert regions_by_value(whole * torch.linspace(1, 1.01, len(whole)), known) == []
     assert regions_by_value(whole[:-1], known) == []
+
+
+def test_an_embedding_that_few_tokens_reached_is_known() -> None:
+    known = infos()
+    table = nn.Parameter(torch.randn(200, 8))
+    table.grad = torch.zeros(200, 8)
+    table.grad[[3, 77]] = torch.randn(2, 8)
+    known.append(ParamInfo(len(known), "table", table, None, 96))
+    assert [region.info.name for region in regions_by_value(table.grad * 0.5, known)] == ["table"]
+    other = table.grad.clone()
+    other[77] += 1
+    assert regions_by_value(other, known) == []

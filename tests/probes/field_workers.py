@@ -1,0 +1,70 @@
+"""Two ranks of trainers with bugs that were reported in public threads, for test_field.py."""
+
+import contextlib
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from probe_workers import batch
+from torch import Tensor, nn
+
+STEPS, ACCUMULATION = 2, 2
+
+
+def train(variant: str, run_dir: str | None) -> int:
+    """Train two steps; returns a checksum of the parameters."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    modules = nn.ModuleList([nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 20)])
+    params = list(modules.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    with attach(run_dir) if run_dir else contextlib.nullcontext():
+        for _ in range(STEPS):
+            kept: dict[Tensor, Tensor] = {}
+            for k in range(ACCUMULATION):
+                loss = token_mean(modules, rank, k, towers=variant == "towers")
+                loss.backward()
+                if variant == "overwritten":
+                    overwrite(params, kept)
+            if variant != "overwritten":
+                for param in params:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
+                    dist.all_reduce(param.grad)
+            for param, grad in kept.items():
+                param.grad = grad
+            if variant == "cut":
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in params))
+
+
+def token_mean(modules: nn.ModuleList, rank: int, k: int, *, towers: bool) -> Tensor:
+    """A microbatch's part of the mean over all tokens. `towers`: rank 1 needs neither of the two inner layers in its
+    first microbatch, and the second one never, so it calls modules in another order."""
+    embedding, first, second, head = modules
+    tokens, labels = batch(rank, k)
+    features = embedding(tokens)
+    if not towers or rank == 0 or k == 1:
+        features = features + first(features)
+    if not towers or rank == 0:
+        features = features + second(features)
+    num_tokens = sum(int((batch(other, j)[1] >= 0).sum()) for other in range(2) for j in range(ACCUMULATION))
+    return F.cross_entropy(head(features).flatten(0, 1), labels.flatten(), reduction="sum") / num_tokens
+
+
+def overwrite(params: list[nn.Parameter], kept: dict[Tensor, Tensor]) -> None:
+    """Every pass is taken for the step's last one: what was reduced before is lost (open-instruct #1498)."""
+    for param in params:
+        assert param.grad is not None
+        grad = param.grad.clone()
+        dist.all_reduce(grad)
+        kept[param] = grad
+        param.grad = None

@@ -1,0 +1,55 @@
+"""Trainers with bugs that were reported in public threads, and their mended twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Backward, RunEnd
+from gradcheck_dist.ledger.names import distinct_names
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+def judged(variant: str, folder: Path) -> Report:
+    launch("field_workers:train", (variant, str(folder / "run")), 2, timeout_s=60)
+    return diagnose(read_run(folder / "run"))
+
+
+def test_modules_that_ranks_call_in_another_order_are_the_same(tmp_path: Path) -> None:
+    report = judged("towers", tmp_path)
+    assert (report.verdict, report.findings) == ("clean", [])
+    run = read_run(tmp_path / "run")
+    names, shapes = distinct_names(run), {rank: trace.params for rank, trace in run.ranks.items()}
+    assert len({key for (rank, _), key in names.items() if rank == 1}) == 7
+    for (rank, id), key in names.items():
+        (other,) = [at for at in names if at[0] == 1 - rank and names[at] == key]
+        assert shapes[rank][id].shape == shapes[other[0]][other[1]].shape
+        assert shapes[rank][id].fingerprint == shapes[other[0]][other[1]].fingerprint
+
+
+def test_what_every_pass_overwrites_is_one_finding(tmp_path: Path) -> None:
+    (finding,) = judged("overwritten", tmp_path).findings
+    assert finding.pattern == "accumulation step(s) 0 x 0, the rest x 1"
+    assert finding.num_parameters == 7  # the embedding too, whose gradient is mostly zeros
+
+
+def test_a_rank_that_was_killed_in_the_step_accuses_nobody(tmp_path: Path) -> None:
+    assert not judged("cut", tmp_path).findings
+    run = read_run(tmp_path / "run")
+    events = run.ranks[1].events
+    second = [event.seq for event in events if isinstance(event, Backward)][1]
+    run.ranks[1].events = [event for event in events if event.seq < second and not isinstance(event, RunEnd)]
+    report = diagnose(run)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "rank 1's trace lacks the last records" in " ".join(report.reasons)
+    assert diagnose_run(tmp_path / "run").verdict == "undetermined"
