@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
 from gradcheck_dist.diagnosis.verified import left_out, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.contributions import ContributionKey, collect
@@ -105,6 +106,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     weigh(verdicts)
+    tell_windows(verdicts)
     report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]

@@ -6,8 +6,9 @@ import zlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from probe_workers import batch
+from probe_workers import Net, batch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 STEPS, ACCUMULATION = 2, 2
 
@@ -44,6 +45,30 @@ def train(variant: str, run_dir: str | None) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in params))
+
+
+def train_epochs(unfinished: str, run_dir: str) -> None:
+    """Three epochs of three batches each below DDP, two to a step. `unfinished`: the last one is "stepped" apart, or
+    "left in" for the next epoch's first step (AnimaLoraStudio #305)."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with attach(run_dir):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            for index in range(3):
+                short = index == 2 and unfinished == "stepped"
+                model.require_backward_grad_sync = index == 1 or short
+                tokens, labels = batch(rank, 0)[0], batch(rank, index)[0]
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+                (loss / (1 if short else ACCUMULATION)).backward()
+                if index == 1 or short:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def token_mean(modules: nn.ModuleList, rank: int, k: int, *, towers: bool) -> Tensor:

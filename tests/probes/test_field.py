@@ -53,3 +53,15 @@ def test_a_rank_that_was_killed_in_the_step_accuses_nobody(tmp_path: Path) -> No
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "rank 1's trace lacks the last records" in " ".join(report.reasons)
     assert diagnose_run(tmp_path / "run").verdict == "undetermined"
+
+
+def test_a_window_that_was_left_in_is_one_cause(tmp_path: Path) -> None:
+    reports = {}
+    for unfinished in ("stepped", "left in"):
+        folder = tmp_path / unfinished
+        launch("field_workers:train_epochs", (unfinished, str(folder)), 2, timeout_s=60)
+        reports[unfinished] = diagnose(read_run(folder))
+    assert (reports["stepped"].verdict, reports["stepped"].findings) == ("clean", [])
+    (finding,) = reports["left in"].findings
+    assert (finding.code, finding.factor.exact, finding.steps, finding.num_parameters) == ("GS303", "3/2", [1, 2], 5)
+    assert "3 backward passes add up in this step, and the loss divides by 2" in finding.explanation
