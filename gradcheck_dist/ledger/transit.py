@@ -25,6 +25,11 @@ RESIDUAL = 4 * EPSILON["bfloat16"]
 UNTOUCHED = 1e-5
 """A factor nearer to 1 than this is 1."""
 SIGMAS = 6.0
+MAX_PARTS = 8
+"""Earlier microbatches that are looked for in one gradient, its own among them."""
+STALE_RESIDUAL = 1e-4
+LEAST_PART = 0.05
+"""A smaller part of an earlier gradient may be noise; what is added up is all of it."""
 
 Place = tuple[int, int, Slot]
 """(rank, stage, -1 without one; accumulation step and microbatch)"""
@@ -42,12 +47,24 @@ class Hop:
     entered: Event | None
 
 
+@dataclass(frozen=True)
+class Stale:
+    """A gradient that was handed to `place` together with those of earlier microbatches: `parts` are the slots and by
+    how much each was in it, the own one last. `left` is the backward pass of `rank` that made the own part."""
+
+    place: Place
+    parts: tuple[tuple[Slot, float], ...]
+    rank: int
+    left: Event | None
+
+
 @dataclass
 class Transits:
     """By place, the hops between it and the loss that changed its gradient. `unmatched` are ranks of whose gradients
     it was not seen from where they came, `matched` those of which it was."""
 
     hops: dict[Place, tuple[Hop, ...]] = field(default_factory=dict)
+    stale: list[Stale] = field(default_factory=list)
     matched: set[int] = field(default_factory=set)
     unmatched: set[int] = field(default_factory=set)
 
@@ -93,6 +110,9 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
         found = _source(data, contributions, place, ends, left[place[2]])
         if found is not None:
             sources[place] = found
+        elif (stale := _stale(data, contributions, place, ends, left)) is not None:
+            result.stale.append(stale)
+            continue
         (result.unmatched if found is None else result.matched).add(place[0])
     for place in sources:
         chain, at = [], place
@@ -122,11 +142,9 @@ def _source(
     left: list[tuple[Place, StageGradient]],
 ) -> tuple[Place, Hop] | None:
     """The stage that sent all that entered here, and the one factor on the way; None where that is not clear."""
-    rank, stage, _ = place
-    own = contributions.coordinate.get(rank)
     options: dict[Place, list[tuple[float, float]]] = {}
     for other, sent in left:
-        if contributions.coordinate.get(other[0]) != own or (other[1] != stage + 1 if stage >= 0 else other[0] == rank):
+        if not _may_hand_over(contributions, other, place):
             continue
         for end in ends:
             found = multiple(end, sent)
@@ -143,6 +161,50 @@ def _source(
         return None
     hop = Hop(factor, noise, other[0], _backward(data, other), _backward(data, place))
     return other, hop
+
+
+def _may_hand_over(contributions: Contributions, other: Place, place: Place) -> bool:
+    """Whether one stage may be behind the other, of the same tokens."""
+    (rank, stage, _), coordinate = place, contributions.coordinate
+    if coordinate.get(other[0]) != coordinate.get(rank):
+        return False
+    return other[1] == stage + 1 if stage >= 0 else other[0] != rank
+
+
+def _stale(
+    data: StepData,
+    contributions: Contributions,
+    place: Place,
+    ends: list[StageGradient],
+    left: dict[Slot, list[tuple[Place, StageGradient]]],
+) -> Stale | None:
+    """What entered as the sum of what left another stage in this microbatch and in earlier ones."""
+    own = [other for other, _ in left[place[2]] if _may_hand_over(contributions, other, place)]
+    if len(ends) != 1 or len(set(own)) != 1:
+        return None
+    (end,), (rank, stage, slot) = ends, own[0]
+    mine = next(sent for other, sent in left[slot] if other == own[0])
+    sent = [
+        (at, one)
+        for at, of_slot in left.items()
+        for other, one in of_slot
+        if other[:2] == (rank, stage) and one.shape == end.shape and one.seq <= mine.seq
+    ]
+    sent.sort(key=lambda pair: pair[1].seq)
+    sent = sent[-MAX_PARTS:]
+    values = [np.frombuffer(one.values, dtype="<f4").astype(float) for one in (end, *(one for _, one in sent))]
+    if len(sent) < 2 or sent[-1][0] != slot or len({len(one) for one in values}) > 1:
+        return None
+    arrived, parts = values[0], np.stack(values[1:], axis=1)
+    told = (parts != 0).any(axis=1)
+    if told.sum() < MIN_ELEMENTS + 2 * len(sent) or not np.isfinite(parts).all() or not np.isfinite(arrived).all():
+        return None
+    weights, _, rank_of, _ = np.linalg.lstsq(parts, arrived, rcond=None)
+    residual = float(np.linalg.norm(arrived - parts @ weights)) / max(float(np.linalg.norm(arrived)), 1e-300)
+    if rank_of < len(sent) or residual > STALE_RESIDUAL or abs(weights[-1]) < LEAST_PART:
+        return None
+    found = [(at, float(weight)) for (at, _), weight in zip(sent, weights, strict=True) if abs(weight) >= LEAST_PART]
+    return Stale(place, tuple(found), rank, _backward(data, own[0])) if len(found) > 1 else None
 
 
 def multiple(entered: StageGradient, left: StageGradient) -> tuple[float, float] | None:

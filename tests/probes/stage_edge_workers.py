@@ -11,7 +11,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
 TOKENS = MICROBATCHES * ROWS * LENGTH
-VARIANTS = ("by hand", "by hand, halved before it is sent", "by hand, rounded on the way", "schedule", "schedule, hook")
+VARIANTS = (
+    "by hand",
+    "by hand, halved before it is sent",
+    "by hand, rounded on the way",
+    "by hand, one buffer",
+    "by hand, one buffer never emptied",
+    "schedule",
+    "schedule, hook",
+)
 
 
 class Stage(nn.Module):
@@ -36,6 +44,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
     rank = dist.get_rank()
     edge = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16 if "rounded" in variant else torch.float32)
+    buffer = torch.empty(ROWS, LENGTH, WIDTH, requires_grad=True)
     for tokens, meant in zip(ids.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
         if rank == 0:
             output = stage(tokens)
@@ -43,12 +52,14 @@ def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
             dist.recv(edge, 1)
             output.backward(edge.float())
         else:
-            given = torch.empty(ROWS, LENGTH, WIDTH)
-            dist.recv(given, 0)
+            given = buffer if "buffer" in variant else torch.empty(ROWS, LENGTH, WIDTH)
+            dist.recv(given.data, 0)
             given.requires_grad_()
             loss_of(stage(given), meant).backward()
             assert given.grad is not None
             dist.send((given.grad / 2 if "halved" in variant else given.grad).to(edge.dtype), 0)
+            if "never emptied" not in variant:
+                given.grad = None
 
 
 def train(variant: str) -> int:

@@ -19,11 +19,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return judged_beside(tmp_path_factory, "stage_edge_workers:train_all", VARIANTS)
 
 
-@pytest.mark.parametrize("variant", ["by hand", "by hand, rounded on the way", "schedule"])
+@pytest.mark.parametrize("variant", ["by hand", "by hand, rounded on the way", "by hand, one buffer", "schedule"])
 def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean"
-    assert "GS202" in report.rules.passed
+    assert {"GS202", "GS203"} <= set(report.rules.passed)
     assert not [problem for problem in report.coverage.problems if "on the way" in problem]
 
 
@@ -43,6 +43,16 @@ def test_a_factor_on_the_way_is_told_with_both_its_ends(
     assert event.before is not None and event.before["kind"] == "backward"
     source = Path(str(event.file)).read_text().splitlines()
     assert line in source[(event.line or 0) - 1]
+
+
+def test_gradients_of_earlier_microbatches_that_are_handed_over_again_are_told(reports: dict[str, Report]) -> None:
+    (finding,) = reports["by hand, one buffer never emptied"].findings
+    assert (finding.code, finding.ranks, finding.num_parameters) == ("GS203", [0], 3)
+    assert finding.pattern == "2 microbatches with the gradients of earlier ones"
+    assert "1 x that of accumulation step 0 + 1 x that of accumulation step 1" in finding.explanation
+    event = finding.first_event
+    assert event is not None and event.rank == 1
+    assert "loss_of(" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
 
 
 def edge(values: np.ndarray) -> StageGradient:
