@@ -200,9 +200,11 @@ class LoadedRun:
         parts = [
             f'<div style="border-left:5px solid {colour};padding:2px 12px;overflow-wrap:anywhere">'
             f'<p style="color:{colour};font-weight:600;margin:4px 0">{prose_html(document.headline)}</p>'
-            f'<p style="margin:4px 0"><b>Why</b> {prose_html(document.why)}</p>'
-            f'<p style="margin:4px 0"><b>Next</b> {prose_html(document.next)}</p>'
-            f'<p style="margin:4px 0;opacity:.7">{html.escape(document.title)}</p></div>'
+            + "".join(
+                f'<p style="margin:4px 0"><b>{label.capitalize()}</b> {prose_html(text)}</p>'
+                for label, text in document.answer
+            )
+            + f'<p style="margin:4px 0;opacity:.7">{html.escape(document.title)}</p></div>'
         ]
         if document.findings and document.findings[0].culprit:
             parts.append(culprit_html(document.findings[0].culprit))

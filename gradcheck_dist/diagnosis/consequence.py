@@ -14,6 +14,8 @@ SIGNED = ("lion", "signsgd", "muon", "signum")
 """They keep a direction and no size at all."""
 SMALL = 0.01
 """A relative change of the update that nobody would notice."""
+NEGLIGIBLE = 1e-4
+"""One of which the number itself says nothing any more."""
 
 
 def consequence(effects: Sequence[Effect]) -> str:
@@ -128,10 +130,11 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
         yield f"{step.optimizer} ({settings}) divides away a factor that is the same in every step."
     if first.left_by_epsilon is not None and first.keeps_directions:
         largest, middle = first.left_by_epsilon
-        yield (
-            f"Epsilon lets an update differ by {_percent(largest)} at most, median {_percent(middle)} (by this step's "
-            "gradients: the optimizer's state is not recorded)."
-        )
+        by = "(by this step's gradients: the optimizer's state is not recorded)"
+        if largest < NEGLIGIBLE:
+            yield f"Epsilon lets no update differ by more than {_percent(NEGLIGIBLE)} {by}."
+        else:
+            yield f"Epsilon lets an update differ by {_percent(largest)} at most, median {_percent(middle)} {by}."
     yield from _decay(first, step)
 
 

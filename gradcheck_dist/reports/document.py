@@ -1,38 +1,19 @@
-"""What every format says, said once: verdict, why, next, the culprit, the weight tables, the coverage."""
+"""What every format says, said once: verdict, where, why, next, the culprit, the weight tables, the coverage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradcheck_dist.diagnosis.finding import (
-    Candidate,
-    Finding,
-    FirstEvent,
-    Report,
-    ScenarioReport,
-    Unverified,
-    VariantReport,
-)
+from gradcheck_dist.diagnosis.finding import Candidate, Finding, Report, ScenarioReport, VariantReport
 from gradcheck_dist.diagnosis.rules import find_rule
-from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
-from gradcheck_dist.reports.text import data_ranks, number, plural, printable, prose, some, spans
+from gradcheck_dist.reports.coverage import coverage_lines
+from gradcheck_dist.reports.culprit import Culprit, culprit, whereabouts
+from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
 MAX_CONSEQUENCES = 8
 WRONG_BACKWARD = "GS801"
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """Where it happened: one line to find it, what is known about the event, and the source around it."""
-
-    line: str
-    facts: tuple[str, ...]
-    excerpt: Excerpt | None
-    path: str | None = None
-    line_number: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,6 +49,7 @@ class Document:
     title: str
     verdict: str
     headline: str
+    where: str
     why: str
     next: str
     findings: tuple[FindingText, ...]
@@ -75,6 +57,12 @@ class Document:
     tables_left_out: int
     coverage: tuple[str, ...]
     rules: tuple[RuleText, ...]
+
+    @property
+    def answer(self) -> list[tuple[str, str]]:
+        """What stands below the headline, label by label: at which line, why, and what to do now."""
+        told = (("where", self.where), ("why", self.why), ("next", self.next))
+        return [(label, text) for label, text in told if text]
 
 
 def build(report: Report) -> Document:
@@ -85,12 +73,13 @@ def build(report: Report) -> Document:
         title=_title(report),
         verdict=report.verdict,
         headline=_headline(report, findings),
+        where=whereabouts(report),
         why=_why(report),
         next=_next(report),
         findings=findings,
         tables=tuple(tables),
         tables_left_out=left_out,
-        coverage=tuple(_coverage(report)),
+        coverage=tuple(coverage_lines(report)),
         rules=_rules(report),
     )
 
@@ -178,7 +167,7 @@ def _finding(finding: Finding) -> FindingText:
     if others:
         facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))
     if finding.suggested_experiment:
-        facts.append("to tell apart: " + prose(finding.suggested_experiment))
+        facts.append(("to tell apart: " if others else "to learn more: ") + prose(finding.suggested_experiment))
     steps = finding.steps or [finding.step]
     # An auxiliary loss term concerns whatever lies before it, which no trace tells.
     concerned = (
@@ -186,7 +175,8 @@ def _finding(finding: Finding) -> FindingText:
     )
     if finding.units and not finding.num_parameters:  # by what was recorded of a step, not parameter by parameter
         concerned = some(finding.units)
-    where = f"{concerned} on ranks {spans(finding.ranks)}, step {spans(steps)}"
+    steps_word = "step" if len(steps) == 1 else "steps"
+    where = f"{concerned} on ranks {spans(finding.ranks)}, {steps_word} {spans(steps)}"
     return FindingText(
         code=printable(finding.code, 80),
         name=printable(finding.name, 80),
@@ -225,7 +215,8 @@ def _factor(finding: Finding) -> str:
     if expression and any(symbol in expression for symbol in _VARYING):
         # It differs between contributions: no one number stands for it, the pattern gives them.
         return f"observed / expected = {expression}{pattern}"
-    name = f" = {expression}" if expression else ""
+    names = [expression, *(printable(other.expression) for other in _rivals(finding)[:1])] if expression else []
+    name = f" = {' or '.join(names)}" if expression else ""
     if finding.code == WRONG_BACKWARD:  # no weight of a contribution, and the pattern says it
         return prose(finding.pattern, 300)
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
@@ -235,34 +226,6 @@ def _sentence(finding: Finding) -> str:
     factor = finding.factor
     name = factor.expression or number(factor.observed)
     return f"{printable(finding.code)} {printable(finding.name)}, factor {printable(name)}"
-
-
-def culprit(event: FirstEvent) -> Culprit:
-    """The culprit event in words, with its source where it may be shown."""
-    place = f"{short_path(event.file)}:{event.line}" if event.file else "no source line was recorded"
-    group = f" over group [{spans(event.group)}]" if event.group else ""
-    operation = f" {printable(event.op)}" if event.op else ""
-    where = [f"rank {event.rank}"]
-    where += [f"accumulation step {event.accumulation_step}"] if event.accumulation_step is not None else []
-    where += [f"microbatch {event.microbatch}"] if event.microbatch is not None else []
-    where += [f"stage {event.stage}"] if event.stage is not None else []
-    facts = ["first on " + ", ".join(where)]
-    factors = {"documented": event.nominal_factor, "measured": event.observed_factor}
-    told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
-    if told:
-        facts.append(f"multiplies by {', '.join(told)}")
-    if event.called_from:
-        file, colon, line = event.called_from.rpartition(":")
-        facts.append(f"called from {short_path(file)}{colon}{printable(line)}")
-    if event.configured_at:
-        file, colon, line = event.configured_at.rpartition(":")
-        facts.append(f"configured at {short_path(file)}{colon}{printable(line)}")
-    if event.unrecorded:
-        behind = printable(str((event.before or {}).get("kind", "the next recorded event")))
-        facts.append(f"nothing that was recorded did it: it happened after this event and before {behind}")
-    line = f"{place}  {printable(event.kind)}{operation}{group}"
-    path = short_path(event.file) if event.file else None
-    return Culprit(line, tuple(facts), excerpt(event.file, event.line), path, max(1, event.line or 1))
 
 
 def _rules(report: Report) -> tuple[RuleText, ...]:
@@ -278,52 +241,3 @@ def _rule(code: str, found: str | None, outcome: str) -> RuleText:
     name = found if found is not None else known.NAME if known else code
     summary = (known.__doc__ or "").partition("\n")[0] if known else ""
     return RuleText(printable(code, 80), printable(name, 80), summary, outcome)
-
-
-def _unverified(left_out: Sequence[Unverified]) -> list[str]:
-    """What `--verify` did not check, by reason; the JSON report has every one."""
-    by_reason: dict[str, list[str]] = {}
-    for one in left_out:
-        name = {
-            "module": one.module,
-            "meant": one.module,
-            "calls": f"{one.name} of {one.module}",
-            "forward": f"{one.name} more of {one.module}",
-        }.get(one.what, f"{one.module}.{one.name}")
-        by_reason.setdefault(one.reason, []).append(name)
-    return [f"not verified: {some(names, 8)}: {prose(reason, 200)}" for reason, names in by_reason.items()]
-
-
-def _coverage(report: Report) -> list[str]:
-    coverage, lines = report.coverage, []
-    lines.append(f"{coverage.parameters_observed} of {plural(coverage.parameters_total, 'parameter')} observed")
-    if coverage.unidentifiable:
-        names = [f"{entry.parameter} ({entry.reason})" for entry in coverage.unidentifiable]
-        lines.append(f"unidentifiable: {some(names, 3, 160)}")
-    if coverage.probes_active:
-        lines.append(f"probes: {some(coverage.probes_active, 20)}")
-    if coverage.probes_missing:
-        missing = [f"{entry.probe} ({entry.reason})" for entry in coverage.probes_missing]
-        lines.append(f"probes that could not hook: {some(missing, 5, 160)}")
-    lines += [f"problem: {prose(problem, 300)}" for problem in coverage.problems[:10]]
-    if len(coverage.problems) > 10:
-        lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")
-    lines += [prose(note, 300) for note in coverage.notes[:10]]
-    lines += _unverified(coverage.unverified)
-    rules = report.rules
-    outcomes = {"failed": rules.failed, "passed": rules.passed, "not triggered": rules.not_triggered}
-    told = [f"{word} {some(codes, 12)}" for word, codes in outcomes.items() if codes]
-    if told:
-        lines.append("rules: " + "; ".join(told))
-    overhead = report.overhead
-    if overhead.share_of_step is not None:
-        size = f", {overhead.trace_bytes_per_step / 1000:.0f} kB of trace" if overhead.trace_bytes_per_step else ""
-        lines.append(f"probes took {overhead.share_of_step:.1%} of a step{size}")
-    for what, value, source in (
-        ("axes", " ".join(f"{axis}={degree}" for axis, degree in report.run.axes.items()), report.run.axes_from),
-        ("data ranks", data_ranks(report.run.data_ranks), report.run.data_ranks_from),
-        ("objective", report.run.objective, report.run.objective_from),
-    ):
-        if source != "declared" and value:
-            lines.append(f"{what} {printable(value)}: {prose(source, 200)}")
-    return lines

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
-from gradcheck_dist.reports.document import Culprit, Document, FindingText, build, scenario_summary
+from gradcheck_dist.reports.culprit import Culprit
+from gradcheck_dist.reports.document import Document, FindingText, build, scenario_summary
 from gradcheck_dist.reports.figure import Figure
 from gradcheck_dist.reports.figures import norms_figure, ratio_figure, weights_figure
 from gradcheck_dist.reports.page import PlotlyJs, escape, figure_html, page, prose_html
@@ -60,10 +61,10 @@ def _figures(figures: Iterable[Figure], prefix: str = "") -> Iterator[str]:
 
 
 def head(document: Document, level: str = "h1") -> Iterator[str]:
-    """Verdict, why, next, and the first culprit."""
+    """Verdict, where, why, next, and the first culprit."""
+    answer = "".join(f"<p><b>{label.capitalize()}</b> {prose_html(text)}</p>" for label, text in document.answer)
     yield (
-        f'<section class="verdict {document.verdict}"><{level}>{prose_html(document.headline)}</{level}>'
-        f"<p><b>Why</b> {prose_html(document.why)}</p><p><b>Next</b> {prose_html(document.next)}</p>"
+        f'<section class="verdict {document.verdict}"><{level}>{prose_html(document.headline)}</{level}>{answer}'
         f'<p class="soft">{escape(document.title)}</p></section>'
     )
     if document.findings and document.findings[0].culprit:

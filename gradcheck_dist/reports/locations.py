@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from urllib.parse import quote
 
-from gradcheck_dist.reports.document import Culprit
+from gradcheck_dist.reports.culprit import Culprit
 
 
 def repository_path(culprit: Culprit | None) -> str | None:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable
 
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
-from gradcheck_dist.reports.document import Culprit, Document, FindingText, build, scenario_summary
+from gradcheck_dist.reports.culprit import Culprit
+from gradcheck_dist.reports.document import Document, FindingText, build, scenario_summary
 from gradcheck_dist.reports.text import plural, printable
 from gradcheck_dist.reports.weights import WeightTable
 
@@ -66,8 +67,8 @@ def _inert(value: str) -> str:
 def parts(document: Document) -> Iterable[str]:
     """A report's parts, the most important first."""
     yield f"### {_SIGNS[document.verdict]} gradcheck: {text(document.headline)}"
-    yield f"**Why** {text(document.why)}"
-    yield f"**Next** {text(document.next)}"
+    for label, words in document.answer:
+        yield f"**{label.capitalize()}** {text(words)}"
     if document.tables:
         yield from _table(document.tables[0])
     if document.findings and document.findings[0].culprit:

@@ -133,8 +133,10 @@ def _differences(before: Report, after: Report) -> list[str]:
 def _norm_fact(before: Report, after: Report) -> list[str]:
     """Whether the norm of the first step, where both runs have the same parameters, moved as the factor says."""
     old, now = before.metrics.get("grad_norm"), after.metrics.get("grad_norm")
-    uniform = before.findings and before.findings[0].pattern.startswith("every contribution")
-    factor = before.findings[0].factor.observed if before.findings else None
+    if not before.findings or before.findings[0].num_parameters < before.coverage.parameters_total:
+        return []  # the rest of the norm stayed as it was
+    uniform = before.findings[0].pattern.startswith("every contribution")
+    factor = before.findings[0].factor.observed
     if not old or not now or not old[0] or not now[0] or not factor or not uniform or len(before.findings) > 1:
         return []
     measured, promised = now[0] / old[0], 1 / factor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from gradcheck_dist.reports.document import Culprit, Document
+from gradcheck_dist.reports.culprit import Culprit
+from gradcheck_dist.reports.document import Document
 from gradcheck_dist.reports.text import clip, plural
 from gradcheck_dist.reports.weights import WeightTable
 
@@ -20,8 +21,8 @@ def render(document: Document) -> str:
 def _lines(document: Document) -> Iterator[str]:
     yield from paragraph(document.title)
     yield from labelled("verdict", document.headline)
-    yield from labelled("why", document.why)
-    yield from labelled("next", document.next)
+    for label, text in document.answer:
+        yield from labelled(label, text)
     for table in document.tables:
         yield ""
         yield from weight_table(table)

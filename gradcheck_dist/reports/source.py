@@ -13,21 +13,23 @@ from pathlib import Path
 from gradcheck_dist.reports.text import printable
 
 MAX_SOURCE_BYTES = 2_000_000
+MAX_SPAN = 12
+"""An excerpt that is to reach from one line to another shows both only where they are as near as this."""
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Neighbouring lines of a file; `marked` is the line number that matters, line numbers count from 1."""
+    """Neighbouring lines of a file; `marked` are the numbers of the lines that matter, counted from 1."""
 
     first_line: int
     lines: tuple[str, ...]
-    marked: int
+    marked: tuple[int, ...]
 
     def numbered(self) -> list[tuple[bool, int, str]]:
-        """(is the marked line, line number, text) of each line."""
+        """(is a marked line, line number, text) of each line."""
         numbers = range(self.first_line, self.first_line + len(self.lines))
-        return [(number == self.marked, number, text) for number, text in zip(numbers, self.lines, strict=True)]
+        return [(number in self.marked, number, text) for number, text in zip(numbers, self.lines, strict=True)]
 
 
 def _roots() -> list[Path]:
@@ -93,12 +95,15 @@ def line_text(file: str | None, line: int | None) -> str | None:
     return lines[line - 1].strip() if line and 1 <= line <= len(lines) else None
 
 
-def excerpt(file: str | None, line: int | None, context: int = 2) -> Excerpt | None:
-    """The lines around `line`, common indent removed, None where the file cannot be shown."""
+def excerpt(file: str | None, line: int | None, context: int = 2, until: int | None = None) -> Excerpt | None:
+    """The lines around `line`, common indent removed, None where the file cannot be shown. Down to the line `until`
+    where that is at most MAX_SPAN lines below; both are marked then."""
     lines = _lines(file) if file and line else []
     if not line or not 1 <= line <= len(lines):
         return None
     first = max(1, line - context)
-    shown = [text.expandtabs(4) for text in lines[first - 1 : line + context]]
+    near = until is not None and line < until <= min(line + MAX_SPAN, len(lines))
+    marked = (line, until) if near and until is not None else (line,)
+    shown = [text.expandtabs(4) for text in lines[first - 1 : max(line + context, marked[-1])]]
     indent = min((len(text) - len(text.lstrip()) for text in shown if text.strip()), default=0)
-    return Excerpt(first, tuple(printable(text[indent:].rstrip(), 120) for text in shown), line)
+    return Excerpt(first, tuple(printable(text[indent:].rstrip(), 120) for text in shown), marked)

@@ -71,8 +71,8 @@ def render(document: Document, console: Console) -> None:
     grid.add_column(overflow="fold")
     style = _STYLES[document.verdict]
     grid.add_row("verdict", Text(document.headline, style=f"bold {style}"))
-    grid.add_row("why", Text(document.why))
-    grid.add_row("next", Text(document.next))
+    for label, text in document.answer:
+        grid.add_row(label, Text(text, style="bold" if label == "where" else ""))
     console.print(
         Panel(grid, title=Text(document.title), title_align="left", border_style=style, width=_width(console))
     )

@@ -58,6 +58,13 @@ def test_what_else_differs_is_told() -> None:
     assert any("world size 2 before, 4 after" in fact for fact in facts)
 
 
+def test_a_norm_is_held_against_the_factor_only_where_all_parameters_are_off(faulty: Judged, fixed: Judged) -> None:
+    assert any("norm changed" in fact for fact in compare(faulty[0], fixed[0]).facts)
+    before = copy.deepcopy(faulty[0])
+    before.findings[0].num_parameters -= 1
+    assert not any("norm changed" in fact for fact in compare(before, fixed[0]).facts)
+
+
 def test_several_pairs_make_one_comment_that_fits(faulty: Judged, fixed: Judged) -> None:
     huge = compare(hostile_report(MEGABYTE), hostile_report(MEGABYTE))
     text = as_markdown([compare(faulty[0], fixed[0])] * 3 + [huge] * 3)

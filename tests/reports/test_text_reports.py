@@ -75,13 +75,37 @@ def huge_report() -> Report:
     return report(findings, weights, coverage=Coverage(problems=problems))
 
 
-def test_a_pipe_begins_with_verdict_why_next_and_then_shows_the_table() -> None:
+def test_a_pipe_begins_with_what_where_why_and_what_to_do_and_then_shows_the_table() -> None:
     lines = plain.render(build(report())).splitlines()
-    labels = [line.split()[0] for line in lines[1:4]]
-    assert labels == ["verdict", "why", "next"]
+    labels = [line.split()[0] for line in lines[1:5]]
+    assert labels == ["verdict", "where", "why", "next"]
     assert "GS101 double-averaging" in lines[1]
     assert "1/dp_replicate" in lines[1]
-    assert lines[5].startswith("Weight of one token's loss")
+    assert "gradcheck_dist/errors.py:9" in lines[2]
+    assert lines[6].startswith("Weight of one token's loss")
+
+
+def test_a_change_that_nobody_recorded_is_looked_for_between_two_lines_which_are_shown_where_near() -> None:
+    before = {"kind": "clip", "file": "gradcheck_dist/errors.py", "line": 14}
+    unrecorded = first_event(unrecorded=True, before=before)
+    found = build(report([finding(first_event=unrecorded, num_parameters=3)], coverage=Coverage(parameters_total=9)))
+    between = "between gradcheck_dist/errors.py:9 (reduce avg over group [0, 1]) and gradcheck_dist/errors.py:14 (clip)"
+    assert found.where.startswith(between)
+    assert "; 3 of 9 parameters (" in found.where
+    culprit = found.findings[0].culprit
+    assert culprit is not None and culprit.excerpt is not None
+    shown = culprit.excerpt.numbered()
+    assert [number for marked, number, _ in shown if marked] == [9, 14]
+    assert [number for _, number, _ in shown] == list(range(7, 15))
+    far = build(report([finding(first_event=first_event(unrecorded=True, before=before | {"line": 25}))]))
+    culprit = far.findings[0].culprit
+    assert culprit is not None and culprit.excerpt is not None and culprit.excerpt.marked == (9,)
+
+
+def test_a_headline_names_the_explanation_that_fits_as_well() -> None:
+    rivals = [Candidate(expression="1/dp_replicate", value=0.5), Candidate(expression="1/K", value=0.5)]
+    found = finding(factor=Factor(observed=0.5, expression="1/dp_replicate", candidates=rivals))
+    assert "= 0.5 = 1/dp_replicate or 1/K" in build(report([found])).headline
 
 
 def test_the_table_is_data_rank_by_accumulation_step_with_expected_observed_and_ratio() -> None:

@@ -87,9 +87,14 @@ def judge(case: Case) -> Answer:
             where += f" Other gradients went through the {kind} event{line}; these did not."
     else:
         measured = f"{culprit.factor:.6g}" if culprit.factor is not None else "an unknown factor"
-        documented = f"{culprit.nominal:.6g}" if culprit.nominal is not None else "unknown"
-        where = f"The {culprit.kind} event multiplied the weights by {measured} (documented: {documented})."
-        fix = "Compare the factor with what this line is meant to do; the candidates name what it equals."
+        documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""
+        where = f"The {culprit.kind} event multiplied the weights by {measured}{documented}."
+        fix = "Compare the factor with what this line is meant to do."
+        if culprit.kind == "backward":
+            fix = (
+                "Look for what multiplies this gradient during the backward pass: a hook (register_hook, "
+                "register_post_accumulate_grad_hook), or an autograd function of your own."
+            )
     return Answer(
         explanation=f"The weights are off: {case.pattern.text}. {where}",
         fix=fix,

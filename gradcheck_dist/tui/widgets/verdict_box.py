@@ -1,4 +1,4 @@
-"""Verdict, why, next: the box that stands before any table."""
+"""Verdict, where, why, next: the box that stands before any table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcheck_dist.tui.snapshot import Snapshot
 
 
 class VerdictBox(Static):
-    """The report's first words, and the culprit's line."""
+    """The report's first words."""
 
     DEFAULT_CSS = """
     VerdictBox { height: auto; border: round $primary; padding: 0 1; }
@@ -45,12 +45,10 @@ class VerdictBox(Static):
         self._told = document
         self.border_title = Content(document.title)
         self.set_classes([document.verdict])
-        rows = [("verdict", Text(document.headline, "bold")), ("why", Text(document.why))]
-        culprit = document.findings[0].culprit if document.findings else None
-        if not brief:
-            rows.append(("next", Text(document.next)))
-        if culprit is not None:
-            rows.append(("where", Text(culprit.line, "bold")))
+        rows = [("verdict", Text(document.headline, "bold"))]
+        for label, text in document.answer:
+            if not (brief and label == "next"):
+                rows.append((label, Text(text, "bold" if label == "where" else "")))
         self.update(_grid(rows))
 
 

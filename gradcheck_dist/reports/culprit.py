@@ -1,0 +1,84 @@
+"""The culprit event in words: its line, what is known about it, and the source around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradcheck_dist.diagnosis.finding import FirstEvent, Report
+from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
+from gradcheck_dist.reports.text import number, plural, printable, some, spans
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where it happened: one line to find it, what is known about the event, and the source around it."""
+
+    line: str
+    facts: tuple[str, ...]
+    excerpt: Excerpt | None
+    path: str | None = None
+    line_number: int = 1
+
+
+def whereabouts(report: Report) -> str:
+    """Where the first finding happened: the culprit's line, or the two that enclose it, and in which parameters where
+    not in all. Empty where there is none."""
+    if report.verdict != "findings" or not report.findings or report.findings[0].first_event is None:
+        return ""
+    finding, event = report.findings[0], report.findings[0].first_event
+    place = f"between {_at(event.file, event.line, _operation(event))} and {_end(event)}"
+    if not event.unrecorded:
+        place = _line(event)
+    total = report.coverage.parameters_total
+    if 0 < finding.num_parameters < total:
+        place += f"; {finding.num_parameters} of {plural(total, 'parameter')} ({some(finding.units)})"
+    return place
+
+
+def culprit(event: FirstEvent) -> Culprit:
+    """The culprit event in words, with its source where it may be shown."""
+    place = [f"rank {event.rank}"]
+    place += [f"accumulation step {event.accumulation_step}"] if event.accumulation_step is not None else []
+    place += [f"microbatch {event.microbatch}"] if event.microbatch is not None else []
+    place += [f"stage {event.stage}"] if event.stage is not None else []
+    facts = ["first on " + ", ".join(place)]
+    factors = {"documented": event.nominal_factor, "measured": event.observed_factor}
+    told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
+    if told:
+        facts.append(f"multiplies by {', '.join(told)}")
+    for how, site in (("called from", event.called_from), ("configured at", event.configured_at)):
+        if site:
+            file, colon, line = site.rpartition(":")
+            facts.append(f"{how} {short_path(file)}{colon}{printable(line)}")
+    if event.unrecorded:
+        facts.append(f"nothing that was recorded did it: it happened after this event and before {_end(event)}")
+    path = short_path(event.file) if event.file else None
+    return Culprit(_line(event), tuple(facts), _excerpt(event), path, max(1, event.line or 1))
+
+
+def _line(event: FirstEvent) -> str:
+    place = f"{short_path(event.file)}:{event.line}" if event.file else "no source line was recorded"
+    return f"{place}  {_operation(event)}"
+
+
+def _operation(event: FirstEvent) -> str:
+    group = f" over group [{spans(event.group)}]" if event.group else ""
+    operation = f" {printable(event.op)}" if event.op else ""
+    return f"{printable(event.kind)}{operation}{group}"
+
+
+def _at(file: object, line: object, name: str) -> str:
+    return f"{short_path(str(file))}:{line} ({name})" if file and isinstance(line, int) else name
+
+
+def _end(event: FirstEvent) -> str:
+    """The event that already found a change which nobody recorded."""
+    before = event.before or {}
+    return _at(before.get("file"), before.get("line"), printable(str(before.get("kind", "the next recorded event"))))
+
+
+def _excerpt(event: FirstEvent) -> Excerpt | None:
+    """The source around the culprit; of an unrecorded change, down to where it was found, if that is near."""
+    end = (event.before or {}) if event.unrecorded else {}
+    until = end.get("line") if end.get("file") == event.file else None
+    return excerpt(event.file, event.line, until=until if isinstance(until, int) else None)
