@@ -57,4 +57,4 @@ def backward(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, num_t
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/mine")

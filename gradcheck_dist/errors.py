@@ -24,14 +24,21 @@ def nearest(value: str, legal: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(value, list(legal), n=count, cutoff=0.4)
 
 
+MAX_LISTED = 20
+
+
 def unknown_value(what: str, value: object, legal: Iterable[str], *, code: str, hint: str = "") -> GradcheckError:
-    """An error for a value outside a closed set: names the value, the nearest and all legal values, and what to do."""
+    """An error for a value outside a closed set: names the value, the nearest and all legal values, and what to do.
+
+    `hint` tells where all are listed: of many they are then left out beside the nearest ones.
+    """
     names = sorted(legal)
     close = nearest(str(value), names)
     lines = [f"unknown {what} {value!r}."]
     if close:
         lines.append(f"Did you mean: {', '.join(close)}?")
-    lines.append(f"Legal values: {', '.join(names) or '(none)'}.")
+    if not (close and hint and len(names) > MAX_LISTED):
+        lines.append(f"Legal values: {', '.join(names) or '(none)'}.")
     if hint:
         lines.append(hint)
     return GradcheckError(" ".join(lines), code=code)

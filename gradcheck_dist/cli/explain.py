@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.errors import GradcheckError, unknown_value
+from gradcheck_dist.errors import unknown_value
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,25 @@ def explain(
 ) -> None:
     """Show the page of a rule.
 
-    It tells what the rule finds, why it matters, an example, the fix, and references.
+    It tells what the rule finds, why it matters, an example, the fix, and references. Without a rule: the list of all.
     """
     known = {page.code: page for page in pages()}
     if all_:
         typer.echo("\n\n".join(_render(page) for page in known.values()))
         return
     if rule is None:
-        raise GradcheckError(f"no rule was named. {_overview(known)} Or use --all.", code="E713")
+        typer.echo("\n".join(_line(page) for page in known.values()))
+        return
     names = {page.name: page for page in known.values()}
     page = known.get(rule.upper()) or names.get(rule.lower())
     if page is None:
-        raise unknown_value("rule", rule, [*known, *names], code="E713")
+        hint = "`gradcheck explain` lists them all."
+        raise unknown_value("rule", rule, [*known, *names], code="E713", hint=hint)
     typer.echo(_render(page))
 
 
-def _overview(pages: dict[str, Page]) -> str:
-    return "Legal values: " + ", ".join(f"{page.code} ({page.name})" for page in pages.values()) + "."
+def _line(page: Page) -> str:
+    return f"{page.code} {page.name:<22} {page.text.partition(chr(10))[0]}"
 
 
 def _render(page: Page) -> str:

@@ -31,7 +31,11 @@ def predict(
     reduction: Annotated[str | None, typer.Option(help="What DDP does: average or sum.")] = None,
     sync: Annotated[str | None, typer.Option(help="When it reduces: last or every-backward.")] = None,
     scale_grads: Annotated[
-        bool | None, typer.Option("--scale-grads/--no-scale-grads", help="The schedule divides by its microbatches.")
+        bool | None,
+        typer.Option(
+            "--scale-grads/--no-scale-grads",
+            help="The schedule divides by its microbatches. torch's default; here off.",
+        ),
     ] = None,
     divide_factor: Annotated[float | None, typer.Option(help="FSDP2's set_gradient_divide_factor.")] = None,
     force_sum: Annotated[

@@ -126,7 +126,7 @@ def run(
 
         code = child.run(command, environment)
     sys.stdout.flush()
-    judged = _judge(folder, command)
+    judged = _judge(folder, command, code)
     if judged is None:
         raise typer.Exit(code or (2 if strict else 0))
     write_report(report, judged)
@@ -158,7 +158,7 @@ def _unwritable(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _judge(folder: Path, command: list[str]) -> "Report | None":
+def _judge(folder: Path, command: list[str], code: int) -> "Report | None":
     """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
     from gradcheck_dist.cli.progress import Progress
     from gradcheck_dist.stream.diagnose import diagnose_run
@@ -167,6 +167,9 @@ def _judge(folder: Path, command: list[str]) -> "Report | None":
     if not trace_files(folder):
         if (reason := _unwritable(folder)) is not None:
             _say(f"nothing was recorded: {folder} cannot be written ({reason}). --out names another run folder.")
+            return None
+        if code:
+            _say(f"nothing was recorded: the command ended with exit code {code} before any loss. Its output says why.")
             return None
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "

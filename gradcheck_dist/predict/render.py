@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -46,7 +47,12 @@ def advice(prediction: Prediction) -> list[str]:
                 "        module.set_force_sum_reduction_for_comms(True)   # needed on gloo",
             ]
         else:
-            lines.append("    ddp.register_comm_hook(None, sum_hook)")
+            lines += [
+                "    def sum_hook(_, bucket):",
+                "        work = dist.all_reduce(bucket.buffer(), async_op=True)",
+                "        return work.get_future().then(lambda done: done.value()[0])",
+                "    ddp.register_comm_hook(None, sum_hook)",
+            ]
     return lines
 
 
@@ -90,6 +96,26 @@ def shown(ratios: list[Fraction]) -> str:
     return "  ".join(texts)
 
 
+def _legend(prediction: Prediction) -> str:
+    """What the ratio's letters stand for, with their numbers."""
+    setup = prediction.setup
+    known = {
+        "R": f"R = {setup.data_parallel} data-parallel ranks",
+        "S": f"S = {setup.fsdp * setup.cp} shards",
+        "G": f"G = {setup.hsdp} replicas",
+        "M": f"M = {setup.microbatches} microbatches",
+        "K": f"K = {setup.accum} accumulation steps",
+        "k": "k the accumulation step",
+        "N": "N tokens of the step on all ranks",
+        "N_r": "N_r those of one rank",
+        "n_c": "n_c those of one microbatch",
+    }
+    used = {symbol for symbol, _ in prediction.ratio.powers}
+    if any(slope for _, (_, slope) in prediction.ratio.powers):
+        used |= {"K", "k"}
+    return ", ".join(words for symbol, words in known.items() if symbol in used)
+
+
 def text(prediction: Prediction, title: str = "") -> str:
     """The prediction for a terminal, at most 100 columns where names allow."""
     setup = prediction.setup
@@ -98,13 +124,16 @@ def text(prediction: Prediction, title: str = "") -> str:
     lines.append(f"  verdict  {state}: nominal / expected = {prediction.ratio} under {setup.objective}")
     if prediction.right and str(prediction.ratio) != "1":
         lines.append("           at these sizes only: the factors cancel because their numbers happen to be equal")
+    margin = " " * 11
+    lines += textwrap.wrap(_legend(prediction), 100, initial_indent=margin, subsequent_indent=margin)
     if prediction.ratios is not None:
         lines.append(f"  k = 0 .. {setup.accum - 1}  {shown(prediction.ratios)}")
     else:
         lines.append("  differs between contributions: it depends on their tokens (n_c, N_r)")
-    lines += ["", f"  {'hand':<16} {'factor':<12} {'weight / expected':<18} what it does"]
+    wide = max(18, *(len(str(hand.after)) for hand in prediction.hands))
+    lines += ["", f"  {'hand':<16} {'factor':<12} {'weight / expected':<{wide}} what it does"]
     for hand in prediction.hands:
-        lines.append(f"  {hand.who:<16} {hand.factor!s:<12} {hand.after!s:<18} {hand.does}")
+        lines.append(f"  {hand.who:<16} {hand.factor!s:<12} {hand.after!s:<{wide}} {hand.does}")
     mend = advice(prediction)
     if mend:
         lines += ["", "  to mend it", *(f"    {line}" for line in mend)]

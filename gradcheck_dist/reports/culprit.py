@@ -26,7 +26,7 @@ def whereabouts(report: Report) -> str:
     if report.verdict != "findings" or not report.findings or report.findings[0].first_event is None:
         return ""
     finding, event = report.findings[0], report.findings[0].first_event
-    place = f"between {_at(event.file, event.line, _operation(event))} and {_end(event)}"
+    place = f"between {_at(event.file, event.line, _operation(event))} and {end_of(event)}"
     if not event.unrecorded:
         place = _line(event)
     total = report.coverage.parameters_total
@@ -51,9 +51,15 @@ def culprit(event: FirstEvent) -> Culprit:
             file, colon, line = site.rpartition(":")
             facts.append(f"{how} {short_path(file)}{colon}{printable(line)}")
     if event.unrecorded:
-        facts.append(f"nothing that was recorded did it: it happened after this event and before {_end(event)}")
+        facts.append(f"nothing that was recorded did it: it happened after this event and before {end_of(event)}")
     path = short_path(event.file) if event.file else None
-    return Culprit(_line(event), tuple(facts), _excerpt(event), path, max(1, event.line or 1))
+    return Culprit(
+        _line(event),
+        tuple(facts),
+        excerpt(event.file, event.line, until=last_line_of(event)),
+        path,
+        max(1, event.line or 1),
+    )
 
 
 def _line(event: FirstEvent) -> str:
@@ -71,14 +77,14 @@ def _at(file: object, line: object, name: str) -> str:
     return f"{short_path(str(file))}:{line} ({name})" if file and isinstance(line, int) else name
 
 
-def _end(event: FirstEvent) -> str:
+def end_of(event: FirstEvent) -> str:
     """The event that already found a change which nobody recorded."""
     before = event.before or {}
     return _at(before.get("file"), before.get("line"), printable(str(before.get("kind", "the next recorded event"))))
 
 
-def _excerpt(event: FirstEvent) -> Excerpt | None:
-    """The source around the culprit; of an unrecorded change, down to where it was found, if that is near."""
+def last_line_of(event: FirstEvent) -> int | None:
+    """The line by which an unrecorded change had happened, where it is in the culprit's file."""
     end = (event.before or {}) if event.unrecorded else {}
-    until = end.get("line") if end.get("file") == event.file else None
-    return excerpt(event.file, event.line, until=until if isinstance(until, int) else None)
+    line = end.get("line") if end.get("file") == event.file else None
+    return line if isinstance(line, int) else None

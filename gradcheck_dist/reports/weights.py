@@ -153,9 +153,10 @@ def _cell(weights: list[Weight], column: int | None, report: Report) -> Cell:
 
 def _caption(group: _Group, step: int, sizes: dict[str, int], alone: bool) -> str:
     units = list(dict.fromkeys(unit for unit, _ in group.members))
-    parameters = plural(sum(sizes.get(unit, 1) for unit in units), "parameter")
+    num_parameters = sum(sizes.get(unit, 1) for unit in units)
+    parameters = plural(num_parameters, "parameter")
     ranks = spans(rank for _, rank in group.members)
-    which = f"{parameters} of {some(units)}"
+    which = some(units) if num_parameters == 1 else f"{some(units)} ({parameters})"
     if alone:
         which = f"all {parameters}" if parameters != "1 parameter" else "its parameter"
     holders = "rank" if ranks.isdigit() else "ranks"

@@ -273,9 +273,11 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
             run.problems += [f"{trace.path.name}: {damage}" for damage in trace.damage]
     if not run.ranks:
         variants = sorted(entry.name for entry in run.path.iterdir() if entry.is_dir() and trace_files(entry))
-        hint = f"It holds the runs {', '.join(variants)}: name one of them. " if variants else ""
+        hint = "Name a folder written by `gradcheck run --out` or `gradcheck scenario --keep`."
+        if variants:
+            hint = f"It holds the runs {', '.join(variants)}: name one of them."
         found = " ".join(run.problems) or "No rank-*.trace file lies there."
-        raise GradcheckError(f"{run.path} holds no readable trace. {found} {hint}".rstrip(), code="E505")
+        raise GradcheckError(f"{run.path} holds no readable trace. {found} {hint}", code="E505")
     for rank in run.missing_ranks:
         if not any(f"rank-{rank:05d}" in problem for problem in run.problems):
             run.problems.append(f"rank {rank}: its trace file is missing")

@@ -61,8 +61,7 @@ def documented_view(
     context = step_context(shown, step, data.events, contributions, meant.objective, meant.objective_from)
     verdict = StepVerdict(context, data, contributions)
     verdict.findings = [_placed(finding, data.events) for finding in findings]
-    places = [(one.first_event.rank, one.first_event.seq) for one in verdict.findings if one.first_event is not None]
-    return StepView(verdict, frozenset(places), tolerance), _grid(run, step, meant.objective, tolerance)
+    return StepView(verdict, tolerance), _grid(run, step, meant.objective, tolerance)
 
 
 def _placed(finding: Finding, events: dict[int, list[Event]]) -> Finding:

@@ -219,9 +219,8 @@ class Judge:
         return replace(judged, step=view, grid=grid, problem="")
 
     def _keep(self, verdict: StepVerdict, accuracy: float) -> None:
-        culprits = frozenset((f.first_event.rank, f.first_event.seq) for f in verdict.findings if f.first_event)
         grid = build_grid(verdict.weights, verdict.context.step, accuracy)
-        self._views[verdict.context.step] = StepView(verdict, culprits, accuracy), grid
+        self._views[verdict.context.step] = StepView(verdict, accuracy), grid
 
 
 def _measure(run: Run, steps: Sequence[int]) -> tuple[Report, list[StepVerdict]]:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.events import (
     AmpUnscale,
-    Backward,
-    Clip,
-    ClipValue,
     Event,
-    Loss,
-    LossGradient,
-    OptimizerStep,
-    PipelineStep,
     Reduce,
     ScaleGrads,
     ZeroGrad,
@@ -30,61 +22,11 @@ from gradcheck_dist.events import (
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey
-from gradcheck_dist.reports.timeline import NAMES, duration_ns
+from gradcheck_dist.reports.timeline import duration_ns
 from gradcheck_dist.tui.grid import WeightGrid, param_grid
+from gradcheck_dist.tui.lanes import LETTERS, Lane, Mark, lanes_of
 from gradcheck_dist.tui.scale import distance
 from gradcheck_dist.tui.way import State, way
-
-LETTERS: dict[type[Event], str] = {
-    Loss: "F",
-    LossGradient: "L",
-    Backward: "B",
-    Reduce: "R",
-    ScaleGrads: "S",
-    AmpUnscale: "U",
-    Clip: "C",
-    ClipValue: "V",
-    OptimizerStep: "O",
-    ZeroGrad: "Z",
-    PipelineStep: "P",
-}
-"""Event kinds that have a place on the timeline, with their letters."""
-
-
-def name_of(event: Event) -> str:
-    """The kind of an event in words. A loss ends a forward, which is not recorded itself."""
-    return "forward" if isinstance(event, Loss) else NAMES[type(event)].replace("_", " ")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """An event on a lane. Times are ns since the step's first event; `reads` are the ids of its parameters."""
-
-    rank: int
-    seq: int
-    letter: str
-    name: str
-    start_ns: int
-    end_ns: int
-    stage: int | None
-    accumulation_step: int | None
-    microbatch: int | None
-    sync: bool | None
-    event: Event
-    params: frozenset[int] | None
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What one rank did for one pipeline stage (None without), in time order."""
-
-    rank: int
-    stage: int | None
-    marks: tuple[Mark, ...]
-
-    @property
-    def label(self) -> str:
-        return f"rank {self.rank}" + (f" stage {self.stage}" if self.stage is not None else "")
 
 
 @dataclass(frozen=True)
@@ -126,7 +68,6 @@ class StepView:
     """Everything about one step."""
 
     verdict: StepVerdict
-    culprits: frozenset[tuple[int, int]] = frozenset()
     tolerance: float = 1e-4
     _paths: dict[tuple[int, ContributionKey], list[Stop]] = field(default_factory=dict, compare=False)
 
@@ -144,44 +85,19 @@ class StepView:
             yield from (event for event in events if type(event) in LETTERS)
 
     @cached_property
+    def culprits(self) -> dict[tuple[int, int], FirstEvent]:
+        """The findings' first events by rank and seq."""
+        events = [finding.first_event for finding in self.verdict.findings if finding.first_event is not None]
+        return {(event.rank, event.seq): event for event in events}
+
+    @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        lanes: list[Lane] = []
-        for rank, events in sorted(self.verdict.data.events.items()):
-            marks = _with_forward([self._mark(rank, event) for event in events if type(event) in LETTERS])
-            stages = sorted({mark.stage for mark in marks if mark.stage is not None})
-            if len(stages) < 2:
-                stage = stages[0] if stages else None
-                lanes.append(Lane(rank, stage, tuple(sorted(marks, key=lambda m: (m.start_ns, m.seq)))))
-                continue
-            for stage in stages:
-                of_stage = [
-                    mark for mark in marks if mark.stage == stage or (mark.stage is None and stage == stages[0])
-                ]
-                lanes.append(Lane(rank, stage, tuple(sorted(of_stage, key=lambda m: (m.start_ns, m.seq)))))
-        return tuple(lanes)
+        return lanes_of(self.verdict.data, self.start_ns)
 
     @cached_property
     def timed(self) -> bool:
         """Whether single events have times of their own, which in columns they have not."""
         return any(len({event.t_ns for event in of_rank}) > 1 for of_rank in self.verdict.data.events.values())
-
-    def _mark(self, rank: int, event: Event) -> Mark:
-        end = event.t_ns - self.start_ns
-        which = getattr(event, "params", None)
-        return Mark(
-            rank=rank,
-            seq=event.seq,
-            letter=LETTERS[type(event)],
-            name=name_of(event),
-            start_ns=end - duration_ns(event),
-            end_ns=end,
-            stage=getattr(event, "stage", None),
-            accumulation_step=getattr(event, "accumulation_step", None),
-            microbatch=getattr(event, "microbatch", None),
-            sync=getattr(event, "sync", None),
-            event=event,
-            params=None if which is None else frozenset(self.verdict.data.params_of(rank, which)),
-        )
 
     @cached_property
     def marks(self) -> dict[tuple[int, int], Mark]:
@@ -328,18 +244,6 @@ class StepView:
                         return found
                 fallback = fallback or found
         return fallback
-
-
-def _with_forward(marks: list[Mark]) -> list[Mark]:
-    """Forward has no event of its own: it is taken to last from whatever ended before it to its loss."""
-    ends = sorted(mark.end_ns for mark in marks)
-    result = []
-    for mark in marks:
-        if mark.letter == "F":
-            before = bisect_left(ends, mark.end_ns)
-            mark = replace(mark, start_ns=ends[before - 1] if before else mark.end_ns)
-        result.append(mark)
-    return result
 
 
 def documented(event: Event | None) -> float | None:

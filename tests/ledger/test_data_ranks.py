@@ -27,7 +27,7 @@ def declared(run: Run, text: str) -> Run:
 def test_what_was_inferred_is_printed_with_what_it_rests_on() -> None:
     report = diagnose(World(PLAIN, 1).run())
     assert (report.run.data_ranks, report.verdict) == ([[0], [1]], "clean")
-    assert "data ranks 0 | 1: inferred: no two ranks have" in plain.render(build(report))
+    assert "data ranks 0 | 1 (inferred: no two ranks have" in plain.render(build(report))
 
 
 def test_without_labels_every_rank_has_its_own_and_that_is_said() -> None:

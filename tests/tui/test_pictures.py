@@ -66,7 +66,7 @@ def test_a_screen_looks_as_it_did(
     monkeypatch.setattr("gradcheck_dist.tui.widgets.event_card.modified_s", lambda file: None)
     monkeypatch.setattr(
         "gradcheck_dist.tui.widgets.event_card.excerpt",
-        lambda file, line: source.Excerpt(line - 1, ("for batch in batches:", "    loss.backward()"), line),
+        lambda file, line, until: source.Excerpt(line - 1, ("for batch in batches:", "    loss.backward()"), (line,)),
     )
     monkeypatch.setattr("gradcheck_dist.tui.widgets.mark_box.line_text", lambda file, line: "loss.backward()")
     if mode == "explain":

@@ -22,7 +22,7 @@ Look at the source lines of the two events that enclose the change: whatever run
 If the scaling is meant, declare the objective that it serves (`--objective`), or move it into the loss.
 
 ## References
-- How the ledgers are made: ARCHITECTURE.md, "The three ledgers".
+- How the ledgers are made: ARCHITECTURE.md, "The idea".
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ steps R times too short, and a run on another number of ranks is another experim
 ## Fix
 Either let the reduction sum,
 
+    def sum_hook(_, bucket):
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
     ddp.register_comm_hook(None, sum_hook)                            # DDP
     fsdp_module.set_gradient_divide_factor(1.0)                       # FSDP2; on gloo also
     fsdp_module.set_force_sum_reduction_for_comms(True)

@@ -70,14 +70,14 @@ class EventScreen(RunScreen):
         step = snapshot.step
         assert step is not None
         stop = self._stops[at] if at is not None else None
-        where = (selection.rank, selection.seq) if selection.rank is not None else (-1, -1)
-        mark = step.marks.get(where)  # type: ignore[arg-type]
+        where = (-1, -1) if selection.rank is None or selection.seq is None else (selection.rank, selection.seq)
+        mark = step.marks.get(where)
         cell, ledger = None, []
         if selection.param is not None and selection.holder is not None and selection.key is not None:
             cell = step.cell(selection.param, selection.holder, selection.key)
             ledger = step.ledger_at(selection.param, selection.holder, stop) if stop is not None else []
         self.query_one(EventCard).show(
-            mark, stop, cell, ledger, culprit=where in step.culprits, consequence=_consequence(snapshot, selection)
+            mark, stop, cell, ledger, culprit=step.culprits.get(where), consequence=_consequence(snapshot, selection)
         )
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one("#path", Static).update(_path_title(selection))

@@ -6,11 +6,14 @@ from rich.text import Text
 from textual.widgets import Static
 
 from gradcheck_dist.diagnosis.cells import Cell
+from gradcheck_dist.diagnosis.finding import FirstEvent
 from gradcheck_dist.events import AmpUnscale, Clip, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import excerpt, modified_s, short_path
 from gradcheck_dist.reports.text import clip, number, printable, prose, spans
 from gradcheck_dist.tui import scale
-from gradcheck_dist.tui.step_view import Mark, Stop
+from gradcheck_dist.tui.lanes import Mark
+from gradcheck_dist.tui.step_view import Stop
 from gradcheck_dist.tui.widgets.mark_box import describe
 
 MAX_LEDGER = 64
@@ -28,7 +31,7 @@ class EventCard(Static):
         cell: Cell | None,
         ledger: list[tuple[Cell, float | None]],
         *,
-        culprit: bool,
+        culprit: FirstEvent | None,
         consequence: str = "",
     ) -> None:
         text = Text()
@@ -37,9 +40,11 @@ class EventCard(Static):
             return
         text.append(describe(mark), "bold")
         text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
-        if culprit:
-            text.append("FIRST DIVERGENCE: after this the weight could not come right\n", "bold reverse")
-        _source(text, mark, max(40, self.app.size.width - 38))
+        if culprit is not None:
+            between = f"between this and {end_of(culprit)}, by nothing that was recorded"
+            words = between if culprit.unrecorded else "after this the weight could not come right"
+            text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
+        _source(text, mark, max(40, self.app.size.width - 38), last_line_of(culprit) if culprit is not None else None)
         for fact in _facts(mark):
             text.append(f"{fact}\n")
         if stop is not None:
@@ -47,18 +52,18 @@ class EventCard(Static):
         if ledger:
             text.append("\nledger after this event: observed/expected of every contribution\n", "bold")
             _ledger(text, ledger)
-        if consequence and culprit:
+        if consequence and culprit is not None:
             text.append("\nwhat it means for this run\n", "bold").append(f"{prose(consequence)}\n")
         self.update(text)
 
 
-def _source(text: Text, mark: Mark, width: int) -> None:
+def _source(text: Text, mark: Mark, width: int, until: int | None) -> None:
     site = mark.event.site
     if site is None:
         text.append("no source line was recorded\n", "dim")
         return
     text.append(f"{short_path(site.file)}:{site.line}", "bold").append(f" in {printable(site.function, 60)}\n")
-    shown = excerpt(site.file, site.line)
+    shown = excerpt(site.file, site.line, until=until)
     if shown is None:
         text.append("  (the file is not below the working directory: its lines are not shown)\n", "dim")
         return

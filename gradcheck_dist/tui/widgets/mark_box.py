@@ -8,7 +8,8 @@ from textual.widgets import Static
 from gradcheck_dist.reports import timeline
 from gradcheck_dist.reports.source import line_text, short_path
 from gradcheck_dist.reports.text import printable
-from gradcheck_dist.tui.step_view import Mark, StepView
+from gradcheck_dist.tui.lanes import Mark
+from gradcheck_dist.tui.step_view import StepView
 
 
 class MarkBox(Static):

@@ -29,7 +29,8 @@ class StatusBar(Static):
         if follow:
             text.append("following ", "bold")
         if snapshot.step is not None:
-            text.append(f"step {snapshot.step.step} of {'?' if snapshot.last_step is None else snapshot.last_step}  ")
+            last = "" if snapshot.last_step is None else f" (last: {snapshot.last_step})"
+            text.append(f"step {snapshot.step.step}{last}  ")
             if len(snapshot.judged) < len(snapshot.recorded):
                 text.append(f"judged {len(snapshot.judged)} of {len(snapshot.recorded)} steps  ")
         if snapshot.loading:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gradcheck_dist.tui import scale
-from gradcheck_dist.tui.step_view import LETTERS, Stop, name_of
+from gradcheck_dist.tui.lanes import LETTERS, name_of
+from gradcheck_dist.tui.step_view import Stop
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
 SAME = 1e-3
@@ -16,9 +17,9 @@ class StopsList(Rows):
 
     header_rows = 1
     stops: list[Stop] = []
-    culprits: frozenset[tuple[int, int]] = frozenset()
+    culprits: Collection[tuple[int, int]] = ()  # rank and seq
 
-    def show(self, stops: list[Stop], culprits: frozenset[tuple[int, int]]) -> None:
+    def show(self, stops: list[Stop], culprits: Collection[tuple[int, int]]) -> None:
         self.stops, self.culprits = stops, culprits
         self.count = len(stops)
         self.refresh()

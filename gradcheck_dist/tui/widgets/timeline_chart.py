@@ -13,7 +13,8 @@ from textual.color import Color
 from textual.message import Message
 from textual.reactive import reactive
 
-from gradcheck_dist.tui.step_view import Lane, Mark, StepView
+from gradcheck_dist.tui.lanes import Lane, Mark
+from gradcheck_dist.tui.step_view import StepView
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
 LABEL_WIDTH = 16

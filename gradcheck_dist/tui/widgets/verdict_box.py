@@ -1,4 +1,4 @@
-"""Verdict, where, why, next: the box that stands before any table."""
+"""Verdict, where, next, why: the box that stands before any table."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class VerdictBox(Static):
         self.border_title = Content(document.title)
         self.set_classes([document.verdict])
         rows = [("verdict", Text(document.headline, "bold"))]
-        for label, text in document.answer:
+        # Why comes last: on a small terminal the box is cut at its foot.
+        for label, text in sorted(document.answer, key=lambda row: row[0] == "why"):
             if not (brief and label == "next"):
                 rows.append((label, Text(text, "bold" if label == "where" else "")))
         self.update(_grid(rows))
