@@ -152,7 +152,7 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
     if pattern.kind in ("power", "partial"):
         ratios = sorted(cell.ratio for _, cell in case.cells if pattern.kind == "power" or not cell.right)
         lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{factor_in_words(case)} * "
-        count = "num_tokens/N_g" if pattern.kind == "partial" else pattern.count
+        count = (pattern.count or "").replace("N / ", "num_tokens/") or None
         return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{count}", tolerance=tolerance)
     wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest

@@ -147,6 +147,14 @@ def divided_too(hand: Hand, rows: Sequence[Row], quantities: Mapping[str, float]
     yield from (Edit(hand, "clipped", 1 / number) for number in sorted(numbers) if 1 < number < most)
 
 
+def needed(hand: Hand, rows: Sequence[Row]) -> float | None:
+    """The one number that a hand should have multiplied all weights by, where it took another one on each rank."""
+    met = [row for row in rows if hand in row.factors and row.documented]
+    values = [prod(row.factors[hand]) / row.documented for row in met]
+    alike = all(abs(value / values[0] - 1) <= 2 * row.allowed for value, row in zip(values, met, strict=True))
+    return values[0] if values and alike and values[0] > 0 else None
+
+
 def nameless(tolerance: float) -> float:
     """The cost of a number without a name: what is known roughly takes few digits to write down."""
     return min(NAMELESS, max(log2(SPAN / (2 * tolerance)) / BITS, 1.0))

@@ -32,7 +32,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, replayed, tokens_known, why_not
-from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_objective
+from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_division, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.quiet import losses_show
@@ -237,8 +237,13 @@ def _all_cases(
         return []
     if own is None:
         return _cases(verdict, matrix)
-    judged = judge(measured, verdict.contributions, own)
-    rest = _cases(verdict, judged if held_alone else pool(judged))
+    divided_again = own_division(matrix, verdict.contributions, expected)
+    rest: list[Case] = []
+    if divided_again is not None:
+        own = divided_again
+    else:
+        judged = judge(measured, verdict.contributions, own)
+        rest = _cases(verdict, judged if held_alone else pool(judged))
     if len(rest) == 1 and (is_common_factor(rest[0]) or (not anchored and rest[0].pattern.kind == "uniform")):
         # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
         # what all weights share is a part of it.

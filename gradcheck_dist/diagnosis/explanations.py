@@ -47,6 +47,7 @@ from gradcheck_dist.diagnosis.causes import (
     effect,
     ends_step,
     nameless,
+    needed,
     same,
 )
 from gradcheck_dist.diagnosis.factors import Name, name_number
@@ -102,7 +103,11 @@ class Search:
             value = prod(row.factors[hand])
             if value and all(abs(value / known - 1) > 2 * row.allowed for known in values):
                 values.append(value)
-        return values[:MOST_REFERENCES] if len(values) > 1 else []
+        return [*values[:MOST_REFERENCES], *self._needed(hand)] if len(values) > 1 else []
+
+    def _needed(self, hand: Hand) -> list[float]:
+        value = needed(hand, self.rows)
+        return [value] if value is not None and self.could_divide(1 / value) else []
 
     def effect(self, row: Row, edit: Edit) -> float:
         return effect(row.factors, edit)
@@ -137,6 +142,8 @@ class Search:
         return best
 
     def _cost_of(self, edit: Edit) -> float:
+        if edit.mode == "elsewhere" and edit.reference in self._needed(edit.hand):
+            return MISSING + self.divisor_cost(edit.hand, 1 / edit.reference)
         if edit.mode in ("missing", "elsewhere"):
             return MISSING
         if edit.mode == "clipped":

@@ -60,15 +60,18 @@ def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
     """Scalings of several steps that are one and the same clip, or one and the same constant, taken for what they are.
 
-    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round.
+    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round. What no name
+    says anything of, and is not there at all in steps that came out right, is no constant either.
     """
+    if any(_came_right(verdict) for verdict in verdicts):
+        verdicts = [_as_clip_at_times(verdict) for verdict in verdicts]
     known = [verdict.scaling for verdict in verdicts if verdict.scaling is not None]
     if len(known) < 2:
         return list(verdicts)
     tolerance = max(scaling.tolerance for scaling in known)
     factors, norms = [scaling.factor for scaling in known], [scaling.norm for scaling in known]
     if max(norms) <= min(norms) * (1 + 2 * tolerance) and max(factors) > min(factors) * (1 + 5 * tolerance):
-        return [_as_clip(verdict) if verdict.scaling is not None else verdict for verdict in verdicts]
+        return [verdict if (scaling := verdict.scaling) is None else _to_norm(verdict, scaling) for verdict in verdicts]
     if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
         for verdict in verdicts:
             _as_constant(verdict, len(known))
@@ -91,21 +94,34 @@ def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
             verdict.effects[cause(finding)] = effect
 
 
-def _as_clip(verdict: StepVerdict) -> StepVerdict:
-    scaling = verdict.scaling
-    assert scaling is not None
+def _to_norm(verdict: StepVerdict, scaling: Scaling) -> StepVerdict:
+    text = f"clipped by hand to norm {scaling.norm:.4g} (x {scaling.factor:.4g}), the same in several steps"
+    return _as_clip(verdict, scaling.factor, text)
+
+
+def _came_right(verdict: StepVerdict) -> bool:
+    cells = [cell for held in verdict.held for cell in held.cells]
+    return bool(cells) and not (verdict.findings or verdict.changes) and all(cell.right for cell in cells)
+
+
+def _as_clip_at_times(verdict: StepVerdict) -> StepVerdict:
+    factor = next((finding.factor.observed for finding in verdict.findings if finding.code == CODE), None)
+    if factor is None or not 0 < factor < 1:
+        return verdict
+    text = f"clipped by hand (x {factor:.4g}, by lines that change nothing in other steps)"
+    return _as_clip(verdict, factor, text)
+
+
+def _as_clip(verdict: StepVerdict, factor: float, what: str) -> StepVerdict:
     weights = [
         msgspec.structs.replace(
             weight,
-            observed=None if weight.observed is None else weight.observed / scaling.factor,
-            ratio=None if weight.ratio is None else weight.ratio / scaling.factor,
+            observed=None if weight.observed is None else weight.observed / factor,
+            ratio=None if weight.ratio is None else weight.ratio / factor,
         )
         for weight in verdict.weights
     ]
-    text = (
-        f"step {verdict.context.step}: gradients were clipped by hand to norm {scaling.norm:.4g} (x "
-        f"{scaling.factor:.4g}), the same in several steps; weights are freed of it"
-    )
+    text = f"step {verdict.context.step}: gradients were {what}; weights are freed of it"
     findings = [finding for finding in verdict.findings if finding.code != CODE]
     return replace(verdict, findings=findings, weights=weights, remarks=[*verdict.remarks, text])
 

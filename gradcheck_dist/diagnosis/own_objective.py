@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.partial_counts import partitions
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
@@ -49,6 +50,20 @@ def own_objective(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
     return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}, anchored
+
+
+def own_division(
+    held: Iterable[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]
+) -> dict[ContributionKey, Fraction] | None:
+    """The weights where what follows the losses divides by all tokens, as it should behind sums, and the losses divide
+    too: each weight is off by just what its loss enters backward with. None elsewhere."""
+    roots = {key: contributions.by_key[key].weight or 0.0 for key in expected}
+    cells = [cell for one in held for cell in one.cells]
+    if not cells or any(abs(cell.ratio - roots[cell.key]) > 2 * cell.margin for cell in cells):
+        return None
+    if any(2 * cell.margin >= abs(roots[cell.key]) for cell in cells):
+        return None  # noise would hide any other division
+    return {key: weight * Fraction(roots[key]).limit_denominator(10**12) for key, weight in expected.items()}
 
 
 def loss_rounding(contributions: Contributions) -> float:

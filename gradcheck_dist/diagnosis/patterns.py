@@ -75,9 +75,13 @@ Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
 def explain(samples: list[Sample], context: StepContext) -> list[Pattern]:
     """All shapes that fit, simplest first; at least one (`other` when nothing does)."""
     fits = [pattern for hypothesis in HYPOTHESES if (pattern := hypothesis(samples, context)) is not None]
-    # With a factor of its own before the power, a power law has one number more than any of the others.
-    fits.sort(key=lambda pattern: pattern.base is not None and abs(pattern.factor - 1) > 2 * pattern.tolerance)
+    # With a factor of its own, what follows a power or another objective has one number more than any of the others.
+    fits.sort(key=lambda pattern: _follows(pattern) and abs(pattern.factor - 1) > 2 * pattern.tolerance)
     return fits or [_other(samples)]
+
+
+def _follows(pattern: Pattern) -> bool:
+    return pattern.base is not None or pattern.kind in ("objective", "partial", "power")
 
 
 def tolerance_of(samples: Iterable[Sample]) -> float:
@@ -264,8 +268,10 @@ def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | No
     if found is None:
         return None
     factor, name, power = found
-    text = f"x {ratios.min():.4g} to x {ratios.max():.4g}: {factor:.6g} * {name}^{power:g}"
-    return Pattern("power", text, factor, tolerance=tolerance_of(samples), count=f"{name}^{power:g}")
+    tolerance = tolerance_of(samples)
+    lead = "" if abs(factor - 1) <= 2 * tolerance else f"{factor:.6g} * "
+    text = f"x {ratios.min():.4g} to x {ratios.max():.4g}: {lead}{name}^{power:g}"
+    return Pattern("power", text, factor, tolerance=tolerance, count=f"{name}^{power:g}")
 
 
 def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | None:
@@ -287,7 +293,7 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             if factor is None or factor <= 0:
                 continue
             tolerance = tolerance_of(chosen)
-            values = _num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
+            values = shapes.num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
             if values == 1:  # one number, so it must be known well, and its factor have a name
                 named = tolerance <= VAGUE and (
                     abs(factor - 1) <= tolerance or name_number(factor, degrees, max(tolerance, 1e-6), max_factors=1)
@@ -304,14 +310,22 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
     return best
 
 
-def _num_constants(values: np.ndarray, tolerance: float) -> int:
-    """How many constants it takes at least to describe values with a relative tolerance: a constant is within twice the
-    tolerance of each of its values."""
-    found, reach = 0, -np.inf
-    for value in np.sort(np.log(values)):
-        if value > reach:
-            found, reach = found + 1, value + 4 * tolerance
-    return found
+def _holders_count(samples: list[Sample], context: StepContext) -> Pattern | None:
+    """ratio = factor * N / N_r, N_r being the tokens of the rank that holds the weight, of whichever contribution."""
+    of_rank: dict[int, int] = {}
+    for key, contribution in context.contributions.by_key.items():
+        of_rank[key[0]] = of_rank.get(key[0], 0) + (contribution.num_tokens or 0)
+    if any(sample.gone or not of_rank.get(sample.holder_data_rank) for sample in samples):
+        return None
+    counts = np.array([of_rank[sample.holder_data_rank] for sample in samples])
+    ratios, tolerances = _arrays(samples)
+    if len({sample.key[0] for sample in samples}) < 2 or shapes.num_constants(1.0 / counts, tolerance_of(samples)) < 2:
+        return None
+    factor = _constant(ratios * counts / sum(of_rank.values()), tolerances)
+    if factor is None or factor <= 0:
+        return None
+    text = f"the tokens of the rank that holds a gradient instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}"
+    return Pattern("partial", text, factor, tolerance=tolerance_of(samples), count="N / N_r", num_parts=len(of_rank))
 
 
 def _place(wrong: list[Sample], samples: list[Sample]) -> str:
@@ -328,6 +342,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     _own_rank_only,
     _zeroed,
     _partial_count,
+    _holders_count,
     _part,
     _power_of_count,
 )

@@ -105,3 +105,13 @@ def power_law(
             if np.all(np.abs(rest - middle) <= 2 * tolerances):
                 return float(np.exp(middle)), name, power
     return None
+
+
+def num_constants(values: np.ndarray, tolerance: float) -> int:
+    """How many constants it takes at least to describe values with a relative tolerance: a constant is within twice the
+    tolerance of each of its values."""
+    found, reach = 0, -np.inf
+    for value in np.sort(np.log(values)):
+        if value > reach:
+            found, reach = found + 1, value + 4 * tolerance
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 
 from gradcheck_dist.events import BEFORE
 from gradcheck_dist.probes import captured
@@ -35,6 +36,7 @@ CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
     patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
+    patches.replace(Variable, "_execution_engine", lambda engine: _watched_engine(recorder, type(engine)))
     captured.install(recorder, patches)
     discovery = Discovery(recorder)
     recorder.discovery = discovery
@@ -66,6 +68,22 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
     backward.__wrapped__ = original  # type: ignore[attr-defined]
     backward.__doc__ = original.__doc__
     return backward
+
+
+def _watched_engine(recorder: Recorder, kind: Any) -> Any:
+    """An engine (the C++ one has no state in Python) that sees who starts it without torch.autograd.backward, as
+    Megatron's pipelines do for outputs that hold no memory any more."""
+
+    class Engine(kind):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            accumulates = kwargs.get("accumulate_grad", args[6] if len(args) > 6 else False)
+            started = recorder.current is not None or recorder.suspended or not accumulates
+            return super().run_backward(*args, **kwargs) if started else watched(self, args, kwargs)
+
+    def watched(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _watch(recorder, functools.partial(kind.run_backward, engine), 1)(*args, **kwargs)
+
+    return Engine()
 
 
 def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,10 +17,9 @@ from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.flat_copies import regions_by_value
-from gradcheck_dist.probes.fused import buffer_of
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.probes.regions import Region, in_memory, whole
+from gradcheck_dist.probes.regions import Region, gradient_of, in_memory, whole
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.probes.sites import caller_site
 
@@ -132,13 +131,9 @@ def note_hook(recorder: Recorder, op: Any) -> None:
 def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
     """Where gradients lie now: (what the tensor is made of, the tensor)."""
     for info in recorder.registry.infos():
-        grad = info.param.grad
-        if grad is not None:
-            yield [whole(info)], getattr(grad, "_local_tensor", grad)
-        else:
-            kept = buffer_of(info)
-            if kept is not None:
-                yield [whole(info)], kept
+        kept = gradient_of(info)
+        if kept is not None:
+            yield [whole(info)], kept
     for copy in recorder.registry.copies():
         if copy.param.grad is not None:
             yield copy.regions, copy.param.grad

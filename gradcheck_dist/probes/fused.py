@@ -14,6 +14,7 @@ from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.regions import buffer_of
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
 
 
@@ -47,14 +48,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
     for listeners, listener in ((autograd.OPEN_LISTENERS, begin), (autograd.CLOSE_LISTENERS, end)):
         listeners.append(listener)  # type: ignore[arg-type]
         patches.on_restore(lambda owner=listeners, mine=listener: owner.remove(mine))  # type: ignore[misc]
-
-
-def buffer_of(info: ParamInfo) -> Tensor | None:
-    """The tensor of the parameter's size that hangs on it in place of `.grad`."""
-    for name, kept in vars(info.param).items():
-        if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
-            return kept
-    return None
 
 
 @guarded("fused")

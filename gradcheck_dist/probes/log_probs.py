@@ -1,4 +1,4 @@
-"""Losses written by hand as log-probabilities of the labels: log_softmax and gather, and TRL's chunked kernel.
+"""Losses written by hand as log-probabilities of the labels: log_softmax and gather.
 
 The gradient that arrives at a picked log-probability is minus the weight of that token's loss. Labels that are masked
 away later get a zero gradient, so the valid tokens are counted in backward.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,18 +28,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
     for owner in (torch, Tensor):
         patches.replace(owner, "gather", lambda original: _watch_gather(recorder, original))
 
-    def on_trl(module: ModuleType) -> None:
-        patches.replace(module.ChunkedLogProbFunction, "apply", lambda original: _watch_trl(recorder, original))
-
-    patches.when_imported("trl.kernels.chunked_logprob", functools.partial(_try, recorder, on_trl))
-
-
-def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        apply(module)
-    except Exception as error:  # the user's import must not fail on it
-        recorder.status("log_probs", False, f"{module.__name__} differs: {error}")
-
 
 def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
@@ -54,17 +41,6 @@ def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callab
         return picked
 
     return gather
-
-
-def _watch_trl(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *args: Any) -> Any:
-        outputs = original(hidden, weight, bias, targets, *args)
-        if recorder.recording and not recorder.suspended and isinstance(outputs, tuple) and outputs[0].requires_grad:
-            evaluated(recorder, outputs[0], targets, "trl chunked_logprob")
-        return outputs
-
-    return apply
 
 
 def is_log_softmax(tensor: Tensor) -> bool:

@@ -42,6 +42,20 @@ class Region(NamedTuple):
         return Region(self.info, self.start + first - self.offset, first - low, last - first)
 
 
+def buffer_of(info: ParamInfo) -> Tensor | None:
+    """The tensor of the parameter's size that hangs on it in place of `.grad`."""
+    for name, kept in vars(info.param).items():
+        if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
+            return kept
+    return None
+
+
+def gradient_of(info: ParamInfo) -> Tensor | None:
+    """Where a parameter's gradient lies now, on this rank."""
+    grad = info.param.grad
+    return buffer_of(info) if grad is None else getattr(grad, "_local_tensor", grad)
+
+
 def in_memory(tensor: Tensor, held: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
     """What of `tensor` is known: overlaps with tensors whose regions are known, by address.
 
@@ -76,11 +90,17 @@ class Finder:
         self._scanned = 0
         self._copied: set[int] = set()
 
-    def find(self, copies: Sequence[Tensor], infos: Sequence[ParamInfo]) -> dict[int, list[Region]]:
+    def find(
+        self,
+        copies: Sequence[Tensor],
+        infos: Sequence[ParamInfo],
+        gradients: Iterable[tuple[Sequence[Region], Tensor]] = (),
+    ) -> dict[int, list[Region]]:
         """The regions of each of an optimizer's tensors, by its place; those that are no copies are left out.
 
         Reads values on the host, once for each copy, when an optimizer is first seen. Values that are all alike (a
-        norm's ones) prove nothing: they count beside a copy that was found by others.
+        norm's ones) prove nothing: they count beside a copy that was found by others, and where their gradient is part
+        of one of the parameters' `gradients`, that tells whose copies they are.
         """
         # One that is whole only while it is used (ZeRO-3 by hand) may hold nothing now.
         plain = [
@@ -94,11 +114,12 @@ class Finder:
             if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
         }
         found: dict[int, list[Region]] = {}
+        known = list(gradients)
         for varied in (True, False):
             for index, values in flat.items():
                 if index in found or _varied(values) != varied or not (varied or found):
                     continue
-                regions = self._of(values, plain)
+                regions = (not varied and _by_gradient(copies[index], values, known)) or self._of(values, plain)
                 if regions:
                     found[index] = regions
         return found
@@ -152,6 +173,21 @@ class Finder:
         before = torch.nonzero(values[1:] == first_flat).reshape(-1)[:MAX_CANDIDATES].tolist()
         shifts = [*inside, *(-1 - index for index in before)]
         return [shift for shift in shifts if _same(info.param, flat, shift)]
+
+
+def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
+    """Of what a tensor is a copy, told by where its gradient lies, and by nothing of its values that says otherwise."""
+    grad = copy.grad
+    if grad is None or grad.is_meta:
+        return []
+    found = in_memory(grad.detach(), gradients)
+    if sum(region.length for region in found) != values.numel():
+        return []
+    for info, start, offset, length in found:
+        mine = info.param.detach().reshape(-1)[start : start + length].to(values.dtype)
+        if not torch.equal(mine[:NUM_COMPARED], values[offset : offset + length][:NUM_COMPARED]):
+            return []
+    return found
 
 
 def whole(info: ParamInfo) -> Region:

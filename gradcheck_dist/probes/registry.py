@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
 from gradcheck_dist.probes.identity import embeddings_of, fingerprint, start
-from gradcheck_dist.probes.regions import Finder, Region
+from gradcheck_dist.probes.regions import Finder, Region, gradient_of, whole
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -133,7 +133,7 @@ class Registry:
         return list(self._by_param.values())
 
     def copies(self) -> list[ParamInfo]:
-        """Tensors that optimizers own in place of the model's parameters."""
+        """Tensors that optimizers own instead of the model's parameters."""
         return list(self._copies.values())
 
     def asked_before(self, params: list[Tensor], *, owner: bool) -> list[ParamInfo] | None:
@@ -157,7 +157,8 @@ class Registry:
         if not foreign:
             return
         candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
-        for index, regions in self._finder.find(foreign, candidates).items():
+        gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
+        for index, regions in self._finder.find(foreign, candidates, gradients).items():
             self.add_copy(foreign[index], regions)
 
     def add_copy(self, param: Tensor, regions: Iterable[Region]) -> None:

@@ -30,6 +30,7 @@ PROBES = (
     "autograd",
     "loss",
     "log_probs",
+    "label_functions",
     "unseen",
     "fused",
     "optimizer",

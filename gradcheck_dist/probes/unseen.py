@@ -1,10 +1,10 @@
 """Losses that no wrapper saw: found in the autograd graph when backward begins.
 
 A cross-entropy that was imported before the probes came, log-probabilities picked by an index, logsumexp minus the
-picked logit, soft targets against log_softmax: all leave nodes in the graph behind the backward root (torch.autograd.
-graph.Node), and a hook on such a node sees the gradient that arrives there. What is left is a loss of another kind
-(mean squared error, a custom function): it is recorded without a number of tokens, so that its gradients can still be
-compared with one another.
+picked logit, soft targets against log_softmax, a function that was given labels: all leave nodes in the graph behind
+the backward root (torch.autograd.graph.Node), and a hook on such a node sees the gradient that arrives there. What is
+left is a loss of another kind (mean squared error, a custom function): it is recorded without a number of tokens, so
+that its gradients can still be compared with one another.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes import autograd, log_probs
+from gradcheck_dist.probes.label_functions import LABELLED, Labelled, is_labelled
 from gradcheck_dist.probes.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.loss_terms import MAX_NODES, uncounted_terms
 from gradcheck_dist.probes.patching import Patches
@@ -61,6 +63,7 @@ class _Found:
         self.cross_entropies: list[Any] = []
         self.picks: list[tuple[Any, Any]] = []
         self.log_softmaxes: list[Any] = []
+        self.labelled: list[Any] = []
         self.logsumexp_inputs: set[Any] = set()
         self.others: list[str] = []
         self.losses: list[Any] = []
@@ -88,7 +91,9 @@ def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has
     found = _search(roots)
     for node in found.cross_entropies:
         _watch_cross_entropy(recorder, node)
-    picks = 0
+    for node in found.labelled:
+        _watch_labelled(recorder, node)
+    picks = len(found.labelled)
     for node, source in found.picks:
         if _name(source) == "LogSoftmaxBackward":
             _watch_picks(recorder, node, "log_softmax index")
@@ -127,6 +132,10 @@ def _search(roots: Sequence[Tensor]) -> _Found:
             found.known += 1
             found.losses.append(node)
             continue
+        if is_labelled(node):
+            found.labelled.append(node)
+            found.losses.append(node)
+            continue
         name = _name(node)
         if name in ("NllLossBackward", "NllLoss2DBackward"):
             found.cross_entropies.append(node)
@@ -157,7 +166,12 @@ _COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "Logsu
 def _ends(found: _Found, node: Any) -> bool | None:
     """Whether a node belongs to a loss that is counted, or told as another one; None: that is to be seen behind it."""
     name = _name(node)
-    if autograd.is_recorded(node) or name in _COUNTED or (name in _PICKS and _source(node) in found.logsumexp_inputs):
+    if (
+        autograd.is_recorded(node)
+        or LABELLED in node.metadata
+        or name in _COUNTED
+        or (name in _PICKS and _source(node) in found.logsumexp_inputs)
+    ):
         return True
     return False if name in _MODEL else None
 
@@ -200,6 +214,17 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> None:
     _hook(node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
 
 
+def _watch_labelled(recorder: Recorder, node: Any) -> None:
+    given: Labelled = node.metadata[LABELLED]
+    loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site)
+
+    def arrived(grad: Tensor) -> None:
+        weights = torch.where(given.left_out, 0, -given.sign * grad.detach())
+        log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
+
+    _hook(node, arrived, given.output)
+
+
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
     loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
@@ -207,23 +232,29 @@ def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     _hook(node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
 
-def _hook(node: Any, arrived: Callable[[Tensor], None]) -> None:
+def _hook(node: Any, arrived: Callable[[Tensor], None], index: int = 0) -> None:
     def before(grads: tuple[Tensor | None, ...]) -> None:
         handle.remove()  # a graph that is kept and run again is found again
-        if grads[0] is not None:
-            arrived(grads[0])
+        gradient = grads[index]
+        if gradient is not None:
+            arrived(gradient)
 
     handle = node.register_prehook(before)
 
 
 def _evaluated(
-    recorder: Recorder, op: str, reduction: str, labels: Tensor | None, num_tokens: int | Tensor | None
+    recorder: Recorder,
+    op: str,
+    reduction: str,
+    labels: Tensor | None,
+    num_tokens: int | Tensor | None,
+    site: Site | None = None,
 ) -> int:
     loss_id = recorder.next_seq()
     recorder.emit(
         Loss,
         seq=loss_id,
-        site=recorder.current.site if recorder.current is not None else None,
+        site=site or (recorder.current.site if recorder.current is not None else None),
         loss_id=loss_id,
         op=op,
         reduction=reduction,

@@ -74,3 +74,25 @@ def test_a_clip_behind_another_unrecorded_change_is_freed_of_as_well(tmp_path: P
     trained(tmp_path / "faulty", NUM_BATCHES**2, divides=False, max_norm=0.5, hooked=1 / NUM_BATCHES)
     (finding,) = diagnose(read_run(tmp_path / "faulty"), steps=[1]).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+def test_a_clip_whose_norm_counts_what_no_rank_sees_is_told_by_the_steps_in_which_it_does_not_act(
+    tmp_path: Path,
+) -> None:
+    """Of tensor-parallel shards nobody but the trainer knows the norm."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for step in range(2):
+            features_and_labels = batch(0, step)
+            count = int((features_and_labels[1] >= 0).sum())
+            (token_sum(model, features_and_labels) / count).backward()
+            for param in model.parameters() if step == 0 else ():
+                assert param.grad is not None
+                param.grad.mul_(0.936232)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
+    assert any("change nothing in other steps" in problem for problem in report.coverage.problems)

@@ -3,7 +3,8 @@
 ## What it does
 Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
 missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp). Also losses that are divided by the number
-of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does.
+of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does, and losses that are means
+over their own n_c tokens before something that divides by all tokens, as behind sums.
 
 ## Why it matters
 A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,
@@ -29,6 +30,7 @@ from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS303"
 NAME = "wrong-normalizer"
+EXACT = 1e-4
 
 
 def triggered(context: StepContext) -> bool:
@@ -43,6 +45,12 @@ def judge(case: Case) -> Answer | None:
             explanation="Each microbatch is divided by all of its labels, those that are ignored or masked too: "
             "padding takes weight from the tokens beside it.",
             fix="Divide by the tokens that count, of the whole step and of all ranks: (labels != ignore_index).sum().",
+        )
+    if case.pattern.kind == "power" and case.pattern.count == "n_c^-1" and abs(case.pattern.factor - 1) <= EXACT:
+        return Answer(
+            explanation="Each microbatch is divided by its own tokens where its loss is computed, and what follows "
+            "divides by the tokens of the whole step as well, as is right for sums.",
+            fix="Let the loss be the sum over its tokens: what follows divides by all of them. Or divide nowhere else.",
         )
     if case.pattern.kind != "uniform":
         return None

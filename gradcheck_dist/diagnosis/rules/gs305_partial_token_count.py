@@ -40,12 +40,24 @@ def triggered(context: StepContext) -> bool:
     return len(context.contributions.by_key) > 1 and not context.relative
 
 
+def at_loss(case: Case) -> bool:
+    return case.culprit.kind == "loss" and not case.culprit.unrecorded
+
+
 def judge(case: Case) -> Answer | None:
     pattern = case.pattern
-    if case.culprit.kind != "loss" or case.culprit.unrecorded or pattern.kind != "partial":
+    if pattern.kind != "partial" or not (at_loss(case) or case.culprit.unrecorded):
         return None
     times = "" if abs(pattern.factor - 1) <= max(2 * pattern.tolerance, 1e-6) else f", times {factor_in_words(case)}"
     part, num_tokens = pattern.text.partition(" instead")[0], case.context.contributions.num_tokens
+    if not at_loss(case):
+        line = f"behind the {case.culprit.kind} event"
+        return Answer(
+            explanation=f"What your code does {line} divides by N_r, {part}, where all N = {num_tokens} tokens of the "
+            f"step should count: the weights are N / N_r{times}, and what different ranks hold is scaled apart. "
+            f"{spread(case)}",
+            fix="Sum the number of tokens over all ranks that hold other tokens of the step before you divide by it.",
+        )
     return Answer(
         explanation=f"The loss divides by N_g, {part}, where all N = {num_tokens} tokens of the step should count: the "
         f"weights are N / N_g{times}. {spread(case)}",

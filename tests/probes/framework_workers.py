@@ -1,0 +1,99 @@
+"""Ranks of a hand-made trainer in the style of large frameworks, for test_framework_style.py."""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from probe_workers import with_and_without
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+STEPS, ACCUMULATION, CLASSES = 3, 3, 11
+
+
+class TokenLosses(torch.autograd.Function):
+    """Cross-entropy as one number a label, as a vocabulary-parallel one gives it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        log_probs = logits - logits.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(log_probs, labels)
+        return -log_probs.gather(-1, labels[..., None]).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        log_probs, labels = ctx.saved_tensors
+        wanted = torch.nn.functional.one_hot(labels, log_probs.shape[-1])
+        return (log_probs.exp() - wanted) * grad[..., None], None
+
+
+def backward_by_hand(loss: Tensor) -> None:
+    """As Megatron starts backward from an output whose memory it has given back."""
+    Variable._execution_engine.run_backward(
+        tensors=(loss,),
+        grad_tensors=(torch.ones_like(loss),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def model_with_buffers(dtype: torch.dtype) -> nn.Module:
+    """Parameters of which two are all ones and two all zeros, with float32 gradients beside them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, CLASSES)]
+    model = nn.Sequential(*layers).to(dtype)
+    for param in model.parameters():
+        param.main_grad = torch.zeros(param.shape)  # type: ignore[attr-defined]
+    return model
+
+
+def own_part(param: Tensor) -> slice:
+    """What of a flat parameter this rank steps: its ends lie within the parameter."""
+    size = -(-param.numel() // dist.get_world_size())
+    return slice(dist.get_rank() * size, min((dist.get_rank() + 1) * size, param.numel()))
+
+
+def train(variant: str) -> int:
+    """Variants: "right", "mean" (each microbatch is divided by its own tokens too), "own tokens" (each rank divides
+    by the tokens of its own)."""
+    dtype = torch.float32 if variant == "own tokens" else torch.bfloat16  # that is lost in bfloat16's noise
+    model = model_with_buffers(dtype)
+    params: list[Any] = list(model.parameters())[::-1]  # not in the order in which the model shows them
+    shards = [param.detach().flatten()[own_part(param)].float().clone() for param in params]
+    optimizer = torch.optim.SGD(shards, lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        for param in params:
+            param.main_grad.zero_()
+        num_tokens = torch.zeros(())
+        for _ in range(ACCUMULATION):
+            features, labels = torch.randn(9, 8, generator=generator), torch.randint(CLASSES, (9,), generator=generator)
+            length = int(torch.randint(2, 6, (), generator=generator)) + 3 * dist.get_rank()
+            mask = (torch.arange(9) < length).float()
+            losses = TokenLosses.apply(model(features.to(dtype)).float(), labels)
+            loss = (losses * mask).sum()
+            backward_by_hand(loss / mask.sum() if variant == "mean" else loss)
+            num_tokens += mask.sum()
+            for param in params:
+                param.main_grad.add_(param.grad.float())
+                param.grad = None
+        if variant != "own tokens":
+            dist.all_reduce(num_tokens)
+        for param, shard in zip(params, shards, strict=True):
+            dist.all_reduce(param.main_grad)
+            param.main_grad.mul_(1 / num_tokens)
+            shard.grad = param.main_grad.flatten()[own_part(param)]
+        optimizer.step()
+        for param, shard in zip(params, shards, strict=True):
+            parts = [torch.empty_like(param).flatten()[:0] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(parts, shard.detach())
+            param.data.copy_(torch.cat(parts).view_as(param))
+    return zlib.crc32(torch.cat([param.detach().float().flatten() for param in params]).numpy().tobytes())
+
+
+def run(variants: list[str], folder: str) -> list[tuple[int, int]]:
+    return with_and_without(train, variants, folder)
