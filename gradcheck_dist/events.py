@@ -198,6 +198,13 @@ class ClipValue(Event, tag="clip_value"):
     clip_value: float
 
 
+class GradientNorm(Event, tag="gradient_norm"):
+    """The trainer took the norm of gradients by itself; BEFORE samples hang on it. Norms that one line takes of one
+    gradient after the other have one `seq`."""
+
+    params: int
+
+
 class OptimizerStep(Event, tag="optimizer_step"):
     """The optimizer read its gradients; BEFORE samples hang on it. Ends the recorded step.
 
@@ -350,6 +357,7 @@ AnyEvent = (
     | AmpUnscale
     | Clip
     | ClipValue
+    | GradientNorm
     | OptimizerStep
     | PipelineStep
     | GradientCheck

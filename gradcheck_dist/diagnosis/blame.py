@@ -26,7 +26,7 @@ from gradcheck_dist.diagnosis.hands import (
     still_wrong,
 )
 from gradcheck_dist.diagnosis.spared import give_spared
-from gradcheck_dist.events import Clip, Event, OptimizerStep
+from gradcheck_dist.events import Clip, Event, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
@@ -106,6 +106,8 @@ def _join_undone(every: list[Judged]) -> None:
     best = min(every, key=lambda one: one.tolerance)
     if best.cell.ratio >= 1 or not all(_agree(one, best) for one in every):
         return
+    if all(isinstance(gaps[-1][0].event, GradientNorm) for gaps in unseen):
+        return  # what was before the norm was taken is no part of the clip
     for one, gaps in zip(every, unseen, strict=True):
         whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
         one.shares = [(whole, one.cell.ratio)]
@@ -203,7 +205,7 @@ def _loud_gaps(one: Judged) -> list[Gap]:
 
 
 def _loud(one: Judged) -> list[tuple[Culprit, float]]:
-    return [(_culprit_of_gap(gap, one.account), gap.factor) for gap in _loud_gaps(one)]
+    return [(culprit_of_gap(gap, one.account), gap.factor) for gap in _loud_gaps(one)]
 
 
 def _give_loud(one: Judged) -> bool:
@@ -211,7 +213,7 @@ def _give_loud(one: Judged) -> bool:
     loud = _loud_gaps(one)
     factor = one.cell.ratio / one.documented
     for gap in loud:
-        one.shares.append((_culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))
+        one.shares.append((culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))
     return bool(loud)
 
 
@@ -249,7 +251,7 @@ def _give_unseen(changed: list[Judged]) -> None:
 
 def _give_like(one: Judged, like: Judged) -> None:
     own = {culprit.identity: culprit for gap in one.account.gaps
-           for culprit in (_culprit_of_gap(gap, one.account),)}  # fmt: skip
+           for culprit in (culprit_of_gap(gap, one.account),)}  # fmt: skip
     one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in like.shares]
 
 
@@ -259,7 +261,7 @@ def _agree(one: Judged, other: Judged) -> bool:
 
 def _give_likely(one: Judged, known: set[tuple[object, ...]]) -> None:
     """A change that no single measurement shows beyond doubt: where others saw theirs, else where it is loudest."""
-    gaps = [(gap, _culprit_of_gap(gap, one.account)) for gap in one.account.gaps]
+    gaps = [(gap, culprit_of_gap(gap, one.account)) for gap in one.account.gaps]
     gaps = [item for item in gaps if item[1].identity in known] or gaps
     _, culprit = max(gaps, key=lambda item: _loudness(item[0]))
     one.shares.append((culprit, one.cell.ratio / one.documented))
@@ -269,7 +271,7 @@ def _loudness(gap: Gap) -> float:
     return abs(log(gap.factor)) / (gap.noise + 1e-9) if gap.factor > 0 else float("inf")
 
 
-def _culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
+def culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
     if gap.inside:
         event = gap.end if gap.start is gap.end else gap.start
         assert event is not None

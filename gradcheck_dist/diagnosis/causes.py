@@ -139,6 +139,11 @@ def ends_step(hand: Hand) -> bool:
     return isinstance(identity, tuple) and bool({"OptimizerStep", "Clip"} & set(map(str, identity)))
 
 
+def follows_norm(hand: Hand) -> bool:
+    """Whether an unrecorded hand begins where the norm of gradients was taken: by a clip's own lines."""
+    return hand[0] == GAP and hand[1] == "gradient_norm"
+
+
 def divided_too(hand: Hand, rows: Sequence[Row], quantities: Mapping[str, float]) -> Iterator[Edit]:
     """A clip that divides besides, as ranks' sums are averaged: its own number is not known, so it may hold another."""
     numbers = {value for value in quantities.values() if value > 1}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis import summary
-from gradcheck_dist.diagnosis.aims import aim, coefficient_unknown, may_be_meant
+from gradcheck_dist.diagnosis.aims import Aim, aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.alternatives import (
     LOST,
     UNREDUCED,
@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.alternatives import (
     until_apart,
     without_warm_up,
 )
+from gradcheck_dist.diagnosis.assumed import confirm, divisions
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
@@ -27,7 +28,7 @@ from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report
-from gradcheck_dist.diagnosis.hand_clip import clip_by_hand, freed, scaling_of, settle, tell_hidden
+from gradcheck_dist.diagnosis.hand_clip import HandClip, clip_by_hand, freed, scaling_of, settle, tell_hidden, undone
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
@@ -107,6 +108,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     notes += [*behind, *more]
     weigh(verdicts)
     tell_windows(verdicts)
+    confirm(verdicts)
     report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
@@ -171,12 +173,17 @@ def judge_step(
     norms = step_norms(run, data, contributions.coordinate)
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
+        of_step = measured
+        measured, cases = _without(verdict, of_step, by_hand, target)
+        more = undone(cases, by_hand)
+        if more is not None:
+            by_hand = more
+            measured, cases = _without(verdict, of_step, by_hand, target)
         verdict.remarks.append(by_hand.text)
         verdict.reasons += [by_hand.reason] if by_hand.reason else []
-        measured = freed(measured, by_hand)
-        verdict.held = judge(measured, target.contributions, expected)
-        verdict.units = summary.unit_of(verdict.held)
-        cases = _all_cases(verdict, measured, expected, target.tokens)
+        verdict.assumed = by_hand.assumed
+    if not cases and verdict.assumed is None:
+        verdict.divided = divisions(data, verdict.held, context.quantities)
     verdict.reasons += [coefficient_unknown(case) for case in cases if may_be_meant(case)]
     cases = [case for case in cases if not may_be_meant(case)]
     verdict.reasons += [not_known(case) for case in cases if may_be_experts(case, data)]
@@ -212,6 +219,14 @@ def judge_step(
     if own is None and UNREDUCED in found:
         verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
     return verdict
+
+
+def _without(verdict: StepVerdict, measured: list[Held], clip: HandClip, target: Aim) -> tuple[list[Held], list[Case]]:
+    """What was measured, freed of a clip by hand, and what is wrong then."""
+    measured = freed(measured, clip)
+    verdict.held = judge(measured, target.contributions, target.expected)
+    verdict.units = summary.unit_of(verdict.held)
+    return measured, _all_cases(verdict, measured, target.expected, target.tokens)
 
 
 def _all_cases(

@@ -46,6 +46,7 @@ from gradcheck_dist.diagnosis.causes import (
     divides,
     effect,
     ends_step,
+    follows_norm,
     nameless,
     needed,
     same,
@@ -76,7 +77,9 @@ class Search:
         }  # fmt: skip
         self.formulas = Formulas(self.wrong, self.factor_of, self.quantities, self._exact)
         self.edits = [edit for mode in ("never", "once", "missing", "elsewhere") for edit in self._edits(mode)]
-        self.edits += [edit for hand in self.clips for edit in divided_too(hand, self.rows, self.quantities)]
+        self.only_clips = {hand for hand in self.clips if follows_norm(hand)}
+        divides = self.clips - self.only_clips
+        self.edits += [edit for hand in divides for edit in divided_too(hand, self.rows, self.quantities)]
 
     def _edits(self, mode: str) -> Iterator[Edit]:
         """Edits that change something that is wrong."""
@@ -223,7 +226,7 @@ class Search:
         if self._fit(rest, False, ()) == []:
             yield Explanation(edits, cost=base)
             return
-        edited = {edit.hand for edit in edits}
+        edited = {edit.hand for edit in edits} | self.only_clips
         free = [hand for hand in self.hands if hand not in edited and _is_scaling(hand) and self.factor_of[hand]]
         sets: list[tuple[bool, tuple[Hand, ...]]] = [(True, ())]
         sets += [(with_loss, (hand,)) for with_loss in (False, True) for hand in free]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log2
 
 import msgspec
 
+from gradcheck_dist.diagnosis.assumed import Assumed, Place, place_of
 from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.causes import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.clips import is_round
 from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
@@ -19,11 +22,12 @@ from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.step_verdict import HIDDEN, Scaling, StepVerdict, cause
-from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
 CODE = "GS501"
 """The finding that one step leaves open."""
+SURE = 1e-2
 TOO_VAGUE = 0.02
 """With a tolerance above this, every number is near to one that people write."""
 
@@ -31,13 +35,18 @@ TOO_VAGUE = 0.02
 @dataclass(frozen=True)
 class HandClip:
     """All gradients were multiplied by `factor`, after which their norm was `norm`. `hidden`: Culprit.hidden. `reason`
-    is why the verdict stays open all the same."""
+    is why the verdict stays open all the same. `measured`: the norm was seen being taken, and what the gradients were
+    then. `assumed`: what its lines must do besides; `place` and `line` are where they begin."""
 
     factor: float
     norm: float
     text: str
     hidden: tuple[float, ...] = ()
     reason: str = ""
+    measured: bool = False
+    assumed: Assumed | None = None
+    place: Place = ()
+    line: str = ""
 
 
 def could_be_clip(case: Case) -> bool:
@@ -170,17 +179,39 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
         text = (
             f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
-            f"{factor:.4g}){line}; weights are freed of it{_assumed(factor / own)}"
+            f"{factor:.4g}){line}; weights are freed of it"
         )
-        return HandClip(factor, norm, text, case.culprit.hidden, reason)
+        divisor, assumed = factor / own, None
+        if divisor > 1 + TOO_VAGUE:
+            number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
+            text += _besides(number)
+            assumed = Assumed(divisor, place_of(case.culprit), line, number)
+        measured = isinstance(case.culprit.event, GradientNorm)
+        return HandClip(
+            factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
+        )
     return None
 
 
-def _assumed(divisor: float) -> str:
-    """What else the clip's lines must do for the weights to be what they are taken for."""
-    if divisor <= 1 + TOO_VAGUE:
-        return ""
-    return f". The same lines are taken to divide by {exact_fraction(divisor, 1e-3) or f'{divisor:.5g}'} besides"
+def undone(cases: Sequence[Case], clip: HandClip) -> HandClip | None:
+    """The clip that takes away besides what the weights were too large by where the norm was taken: a loss scale, or
+    tokens that its own lines divide by. None where these are not what is wrong."""
+    for case in cases:
+        factor = case.pattern.factor
+        if not (clip.measured and case.everywhere and case.pattern.kind == "uniform" and factor > 1):
+            continue
+        exponent = log2(factor)
+        scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
+        if scale or any(TOKENS in dict(name.powers) for name in case.names[:1]):
+            number = exact_fraction(factor, 1e-3) or f"{factor:.5g}"
+            return replace(clip, factor=clip.factor * factor, text=clip.text + _besides(number),
+                           assumed=Assumed(factor, clip.place, clip.line, number, measured=True))  # fmt: skip
+    return None
+
+
+def _besides(number: str) -> str:
+    """What else a clip's lines must do for the weights to be what they are taken for."""
+    return f". The same lines are taken to divide by {number} besides"
 
 
 def _normalised(norm: float, before: float) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gradcheck_dist.diagnosis.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.consequence import consequence
 from gradcheck_dist.diagnosis.context import StepContext
@@ -65,7 +66,8 @@ class Change:
 
 @dataclass
 class StepVerdict:
-    """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged."""
+    """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
+    `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong."""
 
     context: StepContext
     data: StepData
@@ -83,6 +85,8 @@ class StepVerdict:
     without_lost: StepVerdict | None = None
     alone: StepVerdict | None = None
     scaling: Scaling | None = None
+    assumed: Assumed | None = None
+    divided: dict[Place, frozenset[str]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)
 

@@ -95,6 +95,10 @@ class ReadGradients:
             self._read, self._step = [], step
         self._read.append(infos)
 
+    def in_step(self, step: int) -> set[int]:
+        """The ids of the parameters whose gradients were read in this step."""
+        return {info.id for infos in self._read for info in infos} if self._step == step else set()
+
     def emptied(self, infos: list[ParamInfo]) -> None:
         """The gradients of these parameters are emptied."""
         for info in infos:

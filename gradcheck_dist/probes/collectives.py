@@ -173,19 +173,20 @@ def before_manual(
             if begun is None or begun.step != recorder.step or begun.how != how:
                 begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
                 own = [part for part in regions if part.info is info]
-                _sample(recorder, begun.seq, BEFORE, info, own, buffer)
+                sample(recorder, begun.seq, BEFORE, info, own, buffer)
             opened.append(region)
             if current is not None:
                 current.by_hand.add(info.id)
     if not opened and current is None and local.dim():
         for region in regions_by_value(local, recorder.registry.infos()):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
-            _sample(recorder, begun.seq, BEFORE, region.info, [region], local)
+            sample(recorder, begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)
     return opened or None
 
 
-def _sample(recorder: Recorder, seq: int, role: int, info: ParamInfo, regions: list[Region], buffer: Tensor) -> None:
+def sample(recorder: Recorder, seq: int, role: int, info: ParamInfo, regions: list[Region], buffer: Tensor) -> None:
+    """Sample a parameter's gradient, of which `regions` lie in `buffer`."""
     if hasattr(info.param.grad, "_local_tensor"):
         recorder.sample_grads(seq, role, [info])  # the DTensor knows which part of the parameter lies here
     else:
@@ -217,7 +218,7 @@ def after_manual(
         if async_op:
             continue
         for part, tensor in done.outputs:
-            _sample(recorder, done.seq, AFTER, info, [part], tensor)
+            sample(recorder, done.seq, AFTER, info, [part], tensor)
 
 
 def _local_size(info: ParamInfo) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.events import AFTER, BEFORE, LEAF
 from gradcheck_dist.probes import autograd
-from gradcheck_dist.probes.optimizer import after_clip, before_clip
+from gradcheck_dist.probes.optimizer import after_clip, before_clip, inside_clip
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.regions import Region
@@ -247,7 +247,8 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
         if not recorder.recording or not any(handle.uses_sharded_strategy for handle in handles):
             return original(self, max_norm, norm_type)  # which calls torch.nn.utils, where there are no shards
         opened = before_clip(recorder, list(self.parameters()))
-        total_norm = original(self, max_norm, norm_type)
+        with inside_clip(recorder):
+            total_norm = original(self, max_norm, norm_type)
         if opened is not None:
             after_clip(recorder, *opened, max_norm, norm_type, total_norm)
         return total_norm

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -203,6 +204,16 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
         recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)
 
 
+@contextlib.contextmanager
+def inside_clip(recorder: Recorder) -> Iterator[None]:
+    """torch's clip takes norms by functions that are watched themselves."""
+    recorder.in_norm = True
+    try:
+        yield
+    finally:
+        recorder.in_norm = False
+
+
 def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
@@ -210,7 +221,8 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
             return original(parameters, max_norm, norm_type, *args, **kwargs)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
-        total_norm = original(given, max_norm, norm_type, *args, **kwargs)
+        with inside_clip(recorder):
+            total_norm = original(given, max_norm, norm_type, *args, **kwargs)
         if opened is not None:
             after_clip(recorder, *opened, max_norm, norm_type, total_norm)
         return total_norm

@@ -67,6 +67,7 @@ class Recorder(Sampler):
         self.suspended = 0
         self.in_pipeline = False
         self.in_loss = False
+        self.in_norm = False
         self.closure_passes: int | None = None  # backward passes inside a running optimizer.step(closure)
         self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
         self.pipeline_site: Site | None = None
@@ -109,6 +110,11 @@ class Recorder(Sampler):
 
     def next_seq(self) -> int:
         self._seq += 1
+        return self._seq
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the latest event."""
         return self._seq
 
     def ensure_step(self) -> None:

@@ -34,6 +34,7 @@ PROBES = (
     "unseen",
     "fused",
     "optimizer",
+    "gradient_norms",
     "amp",
     "collectives",
     "ddp",

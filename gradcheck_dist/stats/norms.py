@@ -18,6 +18,7 @@ from gradcheck_dist.stats import cpu, gradients, memory
 from gradcheck_dist.stats.inputs import local_tensors
 from gradcheck_dist.stats.pending import Pending
 
+_foreach_norm = torch._foreach_norm  # as it was before a probe came to watch it
 SHORT = 64 * cpu.ROW
 """Up to so many elements torch's norm in float64 is the faster one, where memory cannot be read as it lies."""
 LEAST_MEAN_SQUARE = 1e-30
@@ -76,7 +77,7 @@ def on_host(tensors: list[Tensor], sizes: list[int]) -> tuple[np.ndarray, np.nda
         short = [index for index in layout.used if sizes[index] <= SHORT]
         if short:
             with torch.no_grad():
-                norms_of_short = torch._foreach_norm([tensors[index] for index in short], 2.0, torch.float64)
+                norms_of_short = _foreach_norm([tensors[index] for index in short], 2.0, torch.float64)
             squares[short] = torch.stack(norms_of_short).numpy() ** 2
         for index in set(layout.used).difference(short):
             squares[index] = cpu.squares(tensors[index])

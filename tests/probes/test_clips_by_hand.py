@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from probe_workers import Net, batch, token_sum
 
@@ -15,9 +17,35 @@ from gradcheck_dist.trace.run import read_run
 NUM_BATCHES = 3
 
 
-def trained(run_dir: Path, loss_factor: float, divides: bool, max_norm: float, hooked: float = 1.0) -> Report:
+def squares(grads: list[torch.Tensor]) -> float:
+    """A norm that no probe watches."""
+    return float(sum((grad * grad).sum() for grad in grads)) ** 0.5
+
+
+def flat(grads: list[torch.Tensor]) -> float:
+    return float(torch.cat([grad.flatten() for grad in grads]).norm())
+
+
+def one_by_one(grads: list[torch.Tensor]) -> float:
+    return float(torch.stack([torch.linalg.vector_norm(grad.data) for grad in grads]).norm())
+
+
+def all_at_once(grads: list[torch.Tensor]) -> float:
+    return float(torch.linalg.norm(torch.stack(torch._foreach_norm(grads))))
+
+
+def trained(
+    run_dir: Path,
+    loss_factor: float,
+    divides: bool,
+    max_norm: float | tuple[float, float],
+    hooked: float = 1.0,
+    norm_of: Callable[[list[torch.Tensor]], float] = squares,
+    behind: bool = False,
+) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
-    clipped to a norm. Where `hooked` is not 1, a hook multiplies each gradient by it as it arrives."""
+    clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
+    it as it arrives. `behind`: their norm is taken before the division, and divided as well."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -29,21 +57,49 @@ def trained(run_dir: Path, loss_factor: float, divides: bool, max_norm: float, h
             for part in data:
                 (token_sum(model, part) * (loss_factor if divides else loss_factor / total)).backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]
+            norm = norm_of(grads) / (total if divides else 1) if behind else 0.0
             for grad in grads:
                 grad.div_(total if divides else 1)
-            norm = float(torch.cat([grad.flatten() for grad in grads]).norm())
+            norm = norm if behind else norm_of(grads)
             for grad in grads:
-                grad.mul_(min(1.0, max_norm / norm))
+                grad.mul_(min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm))
             optimizer.step()
             optimizer.zero_grad()
     return diagnose(read_run(run_dir))
 
 
-def test_a_clip_that_divides_besides_is_right(tmp_path: Path) -> None:
+def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     report = trained(tmp_path, 1.0, divides=True, max_norm=0.25)
-    assert (report.verdict, report.findings) == ("clean", [])
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert all("are taken to divide by" in problem for problem in report.coverage.problems)
+
+
+def test_a_step_without_a_clip_shows_what_its_lines_divide_by(tmp_path: Path) -> None:
+    report = trained(tmp_path, 1.0, divides=True, max_norm=(0.25, 1e9))
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+@pytest.mark.parametrize("norm_of", [flat, one_by_one, all_at_once])
+def test_what_stands_before_a_clip_shows_where_the_norm_is_taken(
+    tmp_path: Path, norm_of: Callable[[list[torch.Tensor]], float]
+) -> None:
+    right = trained(tmp_path / "right", 1.0, divides=True, max_norm=0.25, norm_of=norm_of)
+    assert (right.verdict, right.findings) == ("clean", [])
+    assert not any("are taken to divide by" in problem for problem in right.coverage.problems)
+    (finding,) = trained(tmp_path / "wrong", NUM_BATCHES, divides=True, max_norm=0.1, norm_of=norm_of).findings
+    assert finding.factor.expression == "accumulation_steps"
+    assert finding.first_event is not None
+    assert finding.first_event.before is None or finding.first_event.before["kind"] == "gradient_norm"
+
+
+def test_tokens_that_a_clip_divides_by_behind_its_norm_are_open_until_a_step_shows_them(tmp_path: Path) -> None:
+    report = trained(tmp_path / "open", 1.0, divides=True, max_norm=0.25, norm_of=all_at_once, behind=True)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert all("where their norm is taken" in reason for reason in report.reasons)
+    known = trained(tmp_path / "known", 1.0, divides=True, max_norm=(0.25, 1e9), norm_of=all_at_once, behind=True)
+    assert (known.verdict, known.findings) == ("clean", [])
 
 
 def test_a_loss_before_a_clip_that_divides_besides_is_told_with_what_the_clip_may_hide(tmp_path: Path) -> None:

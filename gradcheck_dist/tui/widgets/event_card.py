@@ -7,7 +7,7 @@ from textual.widgets import Static
 
 from gradcheck_dist.diagnosis.cells import Cell
 from gradcheck_dist.diagnosis.finding import FirstEvent
-from gradcheck_dist.events import AmpUnscale, Clip, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.events import AmpUnscale, Clip, GradientNorm, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import excerpt, modified_s, short_path
 from gradcheck_dist.reports.text import clip, number, printable, prose, spans
@@ -97,6 +97,8 @@ def _facts(mark: Mark) -> list[str]:
         facts.append(f"value {number(event.value)}, term {printable(event.term, 40)}")
     elif isinstance(event, LossGradient):
         facts.append(f"one token weighs {number(event.weight)} in the loss, {event.num_tokens} tokens")
+    elif isinstance(event, GradientNorm):
+        facts.append("the trainer takes the norm of gradients")
     elif isinstance(event, OptimizerStep):
         rate = f", lr {event.lr:g}" if event.lr is not None else ""
         facts.append(f"{printable(event.optimizer, 60)} reads the gradients{rate}")

@@ -1,0 +1,115 @@
+"""The norm that a trainer takes of its gradients, before it clips them by lines of its own.
+
+What a clip divides by is the trainer's: behind an acting clip the gradient has the clip's norm, whatever stood before
+it. So gradients are sampled where their norm is taken: what was wrong until then shows, and what follows is the clip
+alone. `torch.nn.utils.clip_grad_norm_` and clip_grads_with_norm_ have a probe of their own (optimizer.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import BEFORE, GradientNorm, Site
+from gradcheck_dist.probes.collectives import buffers, sample
+from gradcheck_dist.probes.flat_copies import regions_by_value
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.regions import Region, in_memory
+from gradcheck_dist.probes.sites import caller_site
+
+MAX_LOOKED_UP = 1024
+"""Norms of a step that are compared with where gradients lie: a trainer may take norms of whatever it likes."""
+
+
+class _Taken:
+    """Norms that are taken at one line, of one gradient after the other, are one event: `seq` of `step`, as long as
+    nothing else is recorded. `sampled` are the parameters, by id and first element, whose gradients it shows."""
+
+    def __init__(self) -> None:
+        self.step = self.seq = -1
+        self.site: Site | None = None
+        self.sampled: set[tuple[int, int]] = set()
+        self.num_looked_up = 0
+
+    def open(self, recorder: Recorder, found: Sequence[Region], site: Site | None) -> int:
+        mine = {(region.info.id, region.start) for region in found}
+        goes_on = self.seq == recorder.last_seq and self.site == site
+        if not goes_on or mine & self.sampled:
+            self.seq, self.sampled, self.site = recorder.next_seq(), set(), site
+        self.sampled |= mine
+        return self.seq
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    taken = _Taken()
+    watch = functools.partial(_watch, recorder, taken)
+    for owner, name in (
+        (torch.Tensor, "norm"),
+        (torch, "norm"),
+        (torch.linalg, "vector_norm"),
+        (torch.linalg, "norm"),
+        (torch, "_foreach_norm"),
+    ):
+        patches.replace(owner, name, watch)
+
+
+def _watch(recorder: Recorder, taken: _Taken, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def norm(input: Any, *args: Any, **kwargs: Any) -> Any:
+        # Behind the first backward pass of a recorded step, outside of passes and of torch's own clips.
+        if (
+            recorder.accumulation_step
+            and recorder.sampling
+            and recorder.current is None
+            and not (recorder.suspended or recorder.in_norm)
+            and not torch.compiler.is_compiling()
+        ):
+            took(recorder, taken, input if isinstance(input, tuple | list) else (input,))
+            recorder.in_norm = True  # one of these functions calls another
+            try:
+                return original(input, *args, **kwargs)
+            finally:
+                recorder.in_norm = False
+        return original(input, *args, **kwargs)
+
+    return norm
+
+
+@guarded("gradient_norms")
+def took(recorder: Recorder, taken: _Taken, tensors: Sequence[Any]) -> None:
+    if taken.step != recorder.step:
+        taken.step, taken.seq, taken.num_looked_up = recorder.step, -1, 0
+    found: list[tuple[Region, Tensor]] = []
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.requires_grad:
+            continue
+        local = getattr(tensor, "_local_tensor", tensor).detach()
+        taken.num_looked_up += 1
+        if local.dim() and local.layout is torch.strided and taken.num_looked_up <= MAX_LOOKED_UP:
+            found += [(region, local) for region in _gradients(recorder, local)]
+    if not found:
+        return
+    infos = list({region.info.id: region.info for region, _ in found}.values())
+    site = caller_site()
+    seq = taken.open(recorder, [region for region, _ in found], site)
+    for region, local in found:
+        sample(recorder, seq, BEFORE, region.info, [region], local)
+    recorder.emit(GradientNorm, seq=seq, site=site, params=recorder.registry.param_set(infos))
+
+
+def _gradients(recorder: Recorder, tensor: Tensor) -> list[Region]:
+    """The gradients that lie in a tensor from end to end, and no optimizer of this step has read."""
+    found: list[Region] = []
+    for regions, buffer in buffers(recorder):
+        inside = in_memory(tensor, [(regions, buffer)])
+        if sum(region.length for region in inside) == sum(region.length for region in regions):
+            found += inside
+    if not found and tensor.dim() == 1:
+        found = regions_by_value(tensor, recorder.registry.infos())
+    read = recorder.read.in_step(recorder.step)
+    return [region for region in found if region.info.id not in read]
