@@ -117,6 +117,7 @@ def settle(
     if not fits or not all(row is not None and search.explains(row, fits[0]) for row in rows.values()):
         return False
     rivals, doubts = search.formulas.rivals(fits), search.in_doubt(fits[0])
+    carriers = {row.carried_by for row in rows.values() if row is not None} & fits[0].gaps
     for one in mine:
         gaps: dict[Hand, tuple[Culprit, float]] = {}
         for culprit, share in one.shares:
@@ -126,13 +127,18 @@ def settle(
         assert row is not None
         blamed = {edit.hand: search.effect(row, edit) for edit in fits[0].edits if edit.hand in gaps}
         blamed |= {hand: value for hand, value in fits[0].others if hand in gaps}
+        chosen = fits[0]
+        if chosen.loss is not None and (carrier := next(iter(carriers & gaps.keys()), None)) is not None:
+            # What combined ranks unseen and is to blame multiplies by no known number: the losses' constant is its own.
+            blamed[carrier] = blamed.get(carrier, 1.0) * chosen.loss
+            chosen = replace(chosen, loss=None)
         one.meant = prod(share / blamed.get(hand, 1.0) for hand, (_, share) in gaps.items() if blamed.get(hand) != 0)
         one.shares = [
-            (replace(gaps[hand][0], hidden=hidden(search, fits[0], hand)), value)
+            (replace(gaps[hand][0], hidden=hidden(search, chosen, hand)), value)
             for hand, value in blamed.items()
             if value != 1
         ]
-        _share(contributions, one, fits[0], rivals, search, around)
+        _share(contributions, one, chosen, rivals, search, around)
         unseen = {hand: culprit for hand, (culprit, _) in gaps.items()}
         for cause, instead in doubts.items():
             widen(contributions, one, unseen, cause, instead)
@@ -171,6 +177,7 @@ def _few(rows: list[Row]) -> list[Row]:
     for members in found.values():
         ordered = sorted(members, key=lambda row: row.documented)
         best = min(members, key=lambda row: row.allowed)
+        best = replace(best, carried_by=next((row.carried_by for row in members if row.carried_by is not None), None))
         apart = [row for row in (ordered[0], ordered[-1]) if abs(row.documented - best.documented)
                  > (row.allowed + best.allowed) * max(abs(row.documented), abs(best.documented))]  # fmt: skip
         few += [best, *apart]

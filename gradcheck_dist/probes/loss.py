@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.autograd import mark_recorded
+from gradcheck_dist.probes.functions import is_transformed
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
@@ -74,6 +75,8 @@ def evaluated(
     reduction: str,
     class_weight: Tensor | None = None,
 ) -> None:
+    if is_transformed(output):
+        return
     if output.requires_grad:
         recorder.ensure_step()
     if not recorder.recording:

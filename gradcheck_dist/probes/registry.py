@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
+from gradcheck_dist.probes.functions import is_transformed
 from gradcheck_dist.probes.identity import embeddings_of, fingerprint, start
 from gradcheck_dist.probes.regions import Finder, Region, gradient_of, whole
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
@@ -89,6 +90,11 @@ def summed_over(tensor: Any) -> tuple[int, ...]:
     place = tensor.device_mesh.get_coordinate()
     index = tuple(slice(None) if dim in dims else one for dim, one in enumerate(place))
     return tuple(tensor.device_mesh.mesh[index].flatten().tolist())
+
+
+def _stands_in(param: Tensor) -> bool:
+    """Whether a real parameter will take its place."""
+    return param.is_meta or is_lazy(param) or is_transformed(param)
 
 
 def clean_name(name: str) -> str:
@@ -172,18 +178,18 @@ class Registry:
         """Name all parameters below a root module; yields those that are new.
 
         Parameters on the meta device and lazy ones are left for later: real ones will take their place (to_empty, the
-        first forward).
+        first forward). So are the stand-ins of torch.func's transforms, which hold no values.
         """
         for module in root.modules():
-            if not any(param.is_meta or is_lazy(param) for param in module.parameters()):
+            if not any(_stands_in(param) for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback, looked_up = type(root).__name__, embeddings_of(root)
-        trained = {id(param) for param in root.parameters() if param.requires_grad and not param.is_meta}
+        trained = {id(param) for param in root.parameters() if param.requires_grad and not _stands_in(param)}
         trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
         self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
-            if self.find(param) is None and not (param.is_meta or is_lazy(param)):
+            if self.find(param) is None and not _stands_in(param):
                 yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:

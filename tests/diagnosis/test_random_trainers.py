@@ -88,6 +88,13 @@ def test_a_reduction_that_was_not_recorded_leaves_a_bracket_and_not_the_name_of_
     assert findings[0].factor.observed == pytest.approx(1 / case.trainer.data_ranks, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", [130000, 130028, 130033])
+def test_a_factor_by_parameter_beside_an_unrecorded_average_accuses_no_loss(seed: int) -> None:
+    case = make_case("by-the-size-of-a-parameter", seed)
+    (finding,) = diagnose(hold_back(World(case.trainer, seed).run(), Reduce)).findings
+    assert (finding.code, culprit_of(finding)) == ("GS000", Culprit("backward", True, "optimizer_step"))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schedule_whose_scaling_was_not_recorded_leaves_a_bracket(seed: int) -> None:
     case = make_case("rescaled-accumulation", seed)

@@ -192,3 +192,27 @@ def test_a_parameter_that_is_one_number_is_reduced_like_others(tmp_path: Path) -
         dist.destroy_process_group()
     events = read_run(tmp_path / "run").ranks[0].events
     assert [event.step for event in events if isinstance(event, Reduce)] == [1]  # known from its optimizer on
+
+
+def test_a_gradient_that_torch_func_computed_for_a_second_model_leaves_the_verdict_open(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second = Net(), Net()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    named = dict(second.named_parameters())
+    with attach(tmp_path):
+        for step in range(2):
+            inputs, labels = batch(0, step)
+            F.cross_entropy(first(inputs).flatten(0, 1), labels.flatten()).backward()
+
+            def loss(params: dict[str, Tensor], inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
+                logits = torch.func.functional_call(second, params, (inputs,))
+                return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+            computed = torch.func.grad(loss)({name: param.detach() for name, param in named.items()})
+            for name, param in named.items():
+                param.grad = computed[name]
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings, report.coverage.problems) == ("undetermined", [], [])
+    assert any("no recorded backward pass of the step made" in reason for reason in report.reasons)
