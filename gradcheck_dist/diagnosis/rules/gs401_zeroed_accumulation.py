@@ -18,7 +18,7 @@ learning rate no longer fits it.
 Empty the gradients once a step, after optimizer.step() or before the first microbatch.
 
 ## References
-- pytorch/torchtitan#3575; pytorch/pytorch#73784 (unverified).
+- pytorch/torchtitan#3575; bytetriper/RAE#67.
 """
 
 from __future__ import annotations
