@@ -21,7 +21,7 @@ from one rank before training.
 
 ## References
 - Expert data parallelism: DeepSpeed-MoE, arXiv 2201.05596; Megatron-LM core, expert_data_parallel_group.
-- Expert groups in the field: NVIDIA/Megatron-LM#5956; deepspeedai/DeepSpeed#5259.
+- Expert groups in the field: NVIDIA/Megatron-LM#5956, #6080; deepspeedai/DeepSpeed#5259.
 """
 
 from __future__ import annotations
