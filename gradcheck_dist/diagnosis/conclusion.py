@@ -33,7 +33,8 @@ def report_of(
     contexts = [verdict.context for verdict in verdicts]
     series = summary.metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts])
     failed = sorted({finding.code for finding in findings})
-    triggered = {rule.CODE for rule in all_rules() for context in contexts if judged and rule.triggered(context)}
+    by_weights = [rule for rule in all_rules() if judged and hasattr(rule, "triggered")]
+    triggered = {rule.CODE for rule in by_weights for context in contexts if rule.triggered(context)}
     triggered |= {code for verdict in verdicts for code in verdict.audited}
     report = Report(
         tool=Tool(version=__version__),

@@ -15,14 +15,6 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes along which ranks hold other tokens."""
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A number that may stand in an explanation: its name, its value, what it counts."""
-
-    name: str
-    value: float
-
-
 @dataclass
 class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the

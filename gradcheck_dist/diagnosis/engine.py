@@ -316,7 +316,7 @@ def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
 def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
     """Let the rules name a case; GS000 names what no other does."""
     for rule in all_rules():
-        answer = rule.judge(case)
+        answer = rule.judge(case) if hasattr(rule, "judge") else None
         if answer is None:
             continue
         if answer.culprit is not None:

@@ -16,12 +16,10 @@ from gradcheck_dist.ledger.contributions import ContributionKey
 
 @dataclass(frozen=True)
 class Partition:
-    """Which part of the step each contribution is counted in. `words` name the parts, `group_size` is the number of
-    data ranks in one (None: all of them), `num_parts` how many there are."""
+    """Which part of the step each contribution is counted in. `words` name the parts, `num_parts` counts them."""
 
     words: str
     part: Mapping[ContributionKey, tuple[int, int, int]]
-    group_size: int | None
     num_parts: int
 
     def tokens_of(self, tokens: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:
@@ -49,7 +47,7 @@ def partitions(keys: Sequence[ContributionKey]) -> list[Partition]:
                     continue
                 times = [name for name, own in (("accumulation step", own_step), ("microbatch", own_microbatch)) if own]
                 words = f"{group.words}{f' and the same {_and(times)}' if times else ''}"
-                one = Partition(words, part, group.size if group.size < len(ranks) else None, num_parts)
+                one = Partition(words, part, num_parts)
                 found.setdefault(tuple(part.values()), one)
     return list(found.values())
 

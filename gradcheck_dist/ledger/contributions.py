@@ -66,9 +66,6 @@ class Contributions:
             for one in sorted(set(self.coordinate.values()))
         ]
 
-    def tokens_of_coordinate(self, data_rank: int) -> int:
-        return sum(c.num_tokens or 0 for key, c in self.by_key.items() if key[0] == data_rank)
-
 
 Signature = tuple[tuple[tuple[int, int], tuple[int | None, ...]], ...]
 """The label hashes of a rank's losses, by (accumulation step, microbatch)."""

@@ -1,8 +1,9 @@
 """The rules: one file each, found by lying in this folder.
 
-A rule module has CODE, NAME, a docstring that is its page, `triggered(context)`: could it judge this step at all, and
-`judge(case)`: what it says of a case, or None. The first rule that answers names the case, in the order of codes;
-GS000 answers always.
+A rule module has CODE, NAME and a docstring that is its page. It finds something in one of two ways, or in both:
+`judge(case)` names a case of wrong weights, or returns None (the first rule that answers names it, in the order of
+codes; GS000 answers always), and `audit(facts)` yields what leaves no pattern in the weights. `triggered(context)` and
+`could_audit(facts)` say when finding nothing means that the rule passed; without them it never does.
 """
 
 from __future__ import annotations

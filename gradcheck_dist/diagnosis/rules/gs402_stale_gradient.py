@@ -25,22 +25,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import OptimizerStep
 
 CODE = "GS402"
 NAME = "stale-gradient"
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.causes import RANKS
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.factors import SURE, Name, chance
 from gradcheck_dist.diagnosis.hand_clip import could_be_clip
 from gradcheck_dist.diagnosis.rules.gs000_unexplained_scale import shown
@@ -39,10 +38,6 @@ CODE = "GS501"
 NAME = "clip-by-hand"
 SIMPLE = 3.5
 SURE_OF_RANKS = 0.1
-
-
-def triggered(context: StepContext) -> bool:
-    return False  # nothing can be said to be right by not finding it
 
 
 def _surely(name: Name, case: Case) -> bool:

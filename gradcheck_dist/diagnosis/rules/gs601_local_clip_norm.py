@@ -44,7 +44,6 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
 from gradcheck_dist.diagnosis.clips import SHARDS, SOME, STAGE, JudgedClip, judge_clips
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.norms import local_norm, own_error
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import Clip, OptimizerStep
@@ -55,10 +54,6 @@ FIX = (
     "Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor norm, "
     "and an all-reduce of its square over the pipeline."
 )
-
-
-def triggered(context: StepContext) -> bool:
-    return False
 
 
 def judge(case: Case) -> Answer | None:

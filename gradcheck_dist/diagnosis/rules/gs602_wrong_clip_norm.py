@@ -34,10 +34,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
 from gradcheck_dist.diagnosis.clips import COPIES, UNNAMED, JudgedClip, judge_clips
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -45,14 +43,6 @@ from gradcheck_dist.diagnosis.rules.verdict import Answer
 CODE = "GS602"
 NAME = "wrong-clip-norm"
 ORDER: list[Severity] = ["info", "warning", "error"]
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

@@ -28,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
@@ -39,14 +37,6 @@ from gradcheck_dist.events import OptimizerStep
 CODE = "GS603"
 NAME = "clip-without-effect"
 ACTS = 0.999
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

@@ -30,9 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clips import ACTS, is_round
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
@@ -41,14 +39,6 @@ from gradcheck_dist.events import AmpUnscale
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

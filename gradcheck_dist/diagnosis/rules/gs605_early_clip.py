@@ -33,7 +33,6 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clips import ACTS
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.culprit import Culprit
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
@@ -45,10 +44,6 @@ CODE = "GS605"
 NAME = "early-clip"
 SAME = 1e-3
 FIX = "Clip once a step, after the last backward and the last reduction."
-
-
-def triggered(context: StepContext) -> bool:
-    return False
 
 
 def judge(case: Case) -> Answer | None:

@@ -31,17 +31,12 @@ from __future__ import annotations
 from math import log2
 
 from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import Clip, OptimizerStep
 
 CODE = "GS606"
 NAME = "unscale-without-scale"
 LEAST_POWER = 5
-
-
-def triggered(context: StepContext) -> bool:
-    return False  # nothing can be said to be right by not finding it
 
 
 def judge(case: Case) -> Answer | None:

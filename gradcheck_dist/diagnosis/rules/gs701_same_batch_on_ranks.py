@@ -34,8 +34,6 @@ import numpy as np
 
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.ledger.contributions import Contribution
 
@@ -45,14 +43,6 @@ SAME_GRADIENT = 0.1
 """Relative difference of one batch's gradients on two copies; kernels and low precision leave less."""
 SAME_LOSS = 1e-4
 """Relative difference of the losses of one batch on two copies of a model; without dropout they are equal bits."""
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

@@ -27,22 +27,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import Recompute
 from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS704"
 NAME = "recomputed-otherwise"
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:

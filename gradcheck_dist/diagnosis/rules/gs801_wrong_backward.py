@@ -47,8 +47,6 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.backward_words import RECEIVED, explain, fix, is_group_size, pattern
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, parameters_of, was_verified, wrong_modules
@@ -58,14 +56,6 @@ CODE = "GS801"
 NAME = "wrong-backward"
 REVERSED = 1e-3
 _UNKNOWN_STAGE = -2
-
-
-def triggered(context: StepContext) -> bool:
-    return False
-
-
-def judge(case: Case) -> Answer | None:
-    return None
 
 
 def could_audit(facts: StepFacts) -> bool:
