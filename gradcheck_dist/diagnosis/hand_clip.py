@@ -69,22 +69,30 @@ def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
     """Scalings of several steps that are one and the same clip, or one and the same constant, taken for what they are.
 
-    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round. What no name
-    says anything of, and is not there at all in steps that came out right, is no constant either.
+    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round. What is
+    neither, has no name, and is not there at all in steps that came out right, is taken for a clip.
     """
-    if any(_came_right(verdict) for verdict in verdicts):
-        verdicts = [_as_clip_at_times(verdict) for verdict in verdicts]
     known = [verdict.scaling for verdict in verdicts if verdict.scaling is not None]
-    if len(known) < 2:
-        return list(verdicts)
-    tolerance = max(scaling.tolerance for scaling in known)
-    factors, norms = [scaling.factor for scaling in known], [scaling.norm for scaling in known]
-    if max(norms) <= min(norms) * (1 + 2 * tolerance) and max(factors) > min(factors) * (1 + 5 * tolerance):
-        return [verdict if (scaling := verdict.scaling) is None else _to_norm(verdict, scaling) for verdict in verdicts]
-    if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
-        for verdict in verdicts:
-            _as_constant(verdict, len(known))
+    if len(known) > 1:
+        tolerance = max(scaling.tolerance for scaling in known)
+        factors, norms = [scaling.factor for scaling in known], [scaling.norm for scaling in known]
+        if max(norms) <= min(norms) * (1 + 2 * tolerance) and max(factors) > min(factors) * (1 + 5 * tolerance):
+            return [one if one.scaling is None else _to_norm(one, one.scaling) for one in verdicts]
+        if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
+            for verdict in verdicts:
+                _as_constant(verdict, len(known))
+            return list(verdicts)
+    if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
+        return [_as_clip_at_times(verdict) for verdict in verdicts]
     return list(verdicts)
+
+
+def _one_factor(verdicts: Sequence[StepVerdict]) -> bool:
+    """Whether several steps were scaled alike, which a clip that follows the norm would not do."""
+    found = [one.factor for verdict in verdicts for one in verdict.findings if one.code == CODE]
+    known = [factor.observed for factor in found if factor.observed is not None]
+    tolerance = max((factor.tolerance or 0.0 for factor in found), default=0.0)
+    return len(known) > 1 and max(known) <= min(known) * (1 + 2 * tolerance)
 
 
 def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
