@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradcheck_dist.diagnosis.finding import Report, Weight
@@ -32,32 +32,19 @@ _DIVERGING = [[0.0, "#2a6fb0"], [0.5, "#f4f4f2"], [1.0, "#c4541c"]]
 def weights_figure(report: Report, step: int | None = None) -> Figure | None:
     """Ratio of each holder's weight for each contribution in a step, by default the shown one; None without weights."""
     step = shown_step(report) if step is None else step
-    cells: dict[tuple[Hashable, Hashable], list[Weight]] = defaultdict(list)
-    for weight in report.weights:
-        if weight.step == step:
-            key = weight.contribution
-            column = (key.data_rank, key.accumulation_step, key.microbatch)
-            cells[(weight.unit, weight.holder_rank), column].append(weight)
-    if not cells:
+    weights = [weight for weight in report.weights if weight.step == step]
+    if not weights:
         return None
-    rows: list[Any] = list(dict.fromkeys(row for row, _ in cells))
-    columns: list[Any] = sorted({column for _, column in cells})
+    rows: list[Any] = list(dict.fromkeys(_row(weight) for weight in weights))
+    columns: list[Any] = sorted({_column(weight) for weight in weights})
     row_bins, column_bins = bins(rows, MAX_ROWS), bins(columns, MAX_COLUMNS)
     several = len({column[2] for column in columns}) > 1
-    row_of = {row: index for index, row_bin in enumerate(row_bins) for row in row_bin}
-    column_of: dict[Any, int] = {column: index for index, some in enumerate(column_bins) for column in some}
-    binned: dict[tuple[int, int], list[Weight]] = defaultdict(list)
-    for (row, place), found in cells.items():
-        binned[row_of[row], column_of[place]] += found
-    worst_cells = [
-        [_worst(binned.get((row, column), ())) for column in range(len(column_bins))] for row in range(len(row_bins))
-    ]
+    worst_cells = _worst_cells(weights, row_bins, column_bins)
     z = [[None if weight is None else _log2(weight.ratio) for weight in worst] for worst in worst_cells]
     hover = [[_cell_text(weight) for weight in worst] for worst in worst_cells]
     names = [_bin_label(row_bin, lambda row: f"{row[0]} @ rank {row[1]}") for row_bin in row_bins]
     tops = [_bin_label(cols, lambda c: f"d{c[0]} k{c[1]}" + (f" m{c[2]}" if several else "")) for cols in column_bins]
-    limit = max([abs(value) for line in z for value in line if value is not None], default=0.0)
-    limit = max(limit, 0.5)
+    limit = max([0.5, *(abs(value) for line in z for value in line if value is not None)])
     heat = {
         "type": "heatmap",
         "z": z,
@@ -79,7 +66,7 @@ def weights_figure(report: Report, step: int | None = None) -> Figure | None:
             f"{len(rows)} holders x {plural(len(columns), 'contribution')} reduced to {len(row_bins)} x "
             f"{len(column_bins)}: each cell shows the weight that is farthest off among those that it stands for."
         )
-    ratios = [weight.ratio for group in cells.values() for weight in group if weight.ratio is not None]
+    ratios = [weight.ratio for weight in weights if weight.ratio is not None]
     seen = f"from {number(min(ratios))} to {number(max(ratios))}" if ratios else "unknown"
     return Figure(
         "weights",
@@ -97,6 +84,29 @@ def weights_figure(report: Report, step: int | None = None) -> Figure | None:
         },
         note,
     )
+
+
+def _row(weight: Weight) -> tuple[str, int]:
+    return weight.unit, weight.holder_rank
+
+
+def _column(weight: Weight) -> tuple[int, int, int]:
+    key = weight.contribution
+    return key.data_rank, key.accumulation_step, key.microbatch
+
+
+def _worst_cells(
+    weights: Iterable[Weight], row_bins: Sequence[Sequence[Any]], column_bins: Sequence[Sequence[Any]]
+) -> list[list[Weight | None]]:
+    """For each pair of bins the weight that is farthest off, None where there is none."""
+    row_of = {row: index for index, some in enumerate(row_bins) for row in some}
+    column_of = {column: index for index, some in enumerate(column_bins) for column in some}
+    binned: dict[tuple[int, int], list[Weight]] = defaultdict(list)
+    for weight in weights:
+        binned[row_of[_row(weight)], column_of[_column(weight)]].append(weight)
+    return [
+        [_worst(binned.get((row, column), ())) for column in range(len(column_bins))] for row in range(len(row_bins))
+    ]
 
 
 def ratio_figure(report: Report) -> Figure | None:

@@ -1,66 +1,20 @@
-"""What each probe sees in a loop of one process, and that a probe in trouble never harms training."""
+"""What each probe sees in a loop of one process."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from one_process import accumulate, events_of, healthy, judged, record
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 
-from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import Clip, Event, Loss, LossGradient, OptimizerStep, ProbeError, RunEnd, ZeroGrad
-from gradcheck_dist.probes import attach, availability, mark_loss
+from gradcheck_dist.events import Clip, Loss, LossGradient, ZeroGrad
+from gradcheck_dist.probes import attach, mark_loss
 from gradcheck_dist.probes.loss import label_hash
-from gradcheck_dist.probes.recorder import Recorder
-from gradcheck_dist.trace.run import read_run
-
-Step = Callable[[nn.Module, torch.optim.Optimizer], None]
-
-
-def record(
-    step: Step,
-    run_dir: Path,
-    *,
-    steps: int = 1,
-    make: Callable[..., Any] = torch.optim.SGD,
-    asked: range | None = None,
-) -> nn.Module:
-    """Run a step function on a fresh model with the probes on."""
-    model = Net()
-    optimizer = make(model.parameters(), lr=0.1)
-    with attach(run_dir, objective="global-token-mean", steps=asked):
-        for _ in range(steps):
-            step(model, optimizer)
-    return model
-
-
-def judged(run_dir: Path) -> Report:
-    return diagnose(read_run(run_dir))
-
-
-def events_of(run_dir: Path, kind: type[Event]) -> list[Any]:
-    return [event for event in read_run(run_dir).ranks[0].events if isinstance(event, kind)]
-
-
-def accumulate(model: nn.Module, num: int = 3) -> None:
-    data = [batch(0, k) for k in range(num)]
-    total = sum(int((labels >= 0).sum()) for _, labels in data)
-    for part in data:
-        (token_sum(model, part) / total).backward()
-
-
-def healthy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    accumulate(model)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_a_healthy_accumulation_is_clean_in_every_step(tmp_path: Path) -> None:
@@ -250,116 +204,6 @@ def test_gradients_from_autograd_grad_are_contributions_too(tmp_path: Path) -> N
 
     record(step, tmp_path)
     assert judged(tmp_path).verdict == "clean"
-
-
-def test_only_the_steps_asked_for_are_recorded(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path, steps=range(1, 3)):
-        for _ in range(5):
-            healthy(model, optimizer)
-    assert [event.step for event in events_of(tmp_path, OptimizerStep)] == [1, 2]
-    assert len(events_of(tmp_path, RunEnd)) == 1  # else who looks at the run takes the rank for dead
-    assert judged(tmp_path).verdict == "clean"
-
-
-def test_an_error_inside_a_probe_is_recorded_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = record(healthy, tmp_path / "fine")
-
-    def broken(*args: object) -> None:
-        raise RuntimeError("a probe in trouble")
-
-    monkeypatch.setattr(Recorder, "sample_grads", broken)
-    model = record(healthy, tmp_path / "broken")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    errors = events_of(tmp_path / "broken", ProbeError)
-    assert errors and "a probe in trouble" in errors[0].message
-    report = judged(tmp_path / "broken")
-    assert report.verdict == "undetermined"
-    assert any("a probe in trouble" in problem for problem in report.coverage.problems)
-
-
-def test_a_full_disk_stops_the_trace_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path) as session:
-        healthy(model, optimizer)
-
-        def full(fd: int, data: bytes) -> int:
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "writev", full)
-            healthy(model, optimizer)
-        assert session.recorder.writer.error is not None
-        healthy(model, optimizer)
-    assert judged(tmp_path).run.steps == [0]
-
-
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    with attach(tmp_path) as session:
-        before = sum(file.stat().st_size for file in tmp_path.glob("*.trace"))
-        child = os.fork()
-        if child == 0:
-            session.recorder.emit(ProbeError, probe="child", message="x")
-            session.recorder.writer.flush()
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert sum(file.stat().st_size for file in tmp_path.glob("*.trace")) == before
-
-
-def patched_attributes() -> Iterator[object]:
-    yield torch.autograd.backward
-    yield torch.autograd.grad
-    yield F.cross_entropy
-    yield F.nll_loss
-    yield nn.utils.clip_grad_norm_
-    yield torch.optim.Optimizer.zero_grad
-    yield torch.amp.GradScaler.unscale_
-    yield torch.distributed.all_reduce
-    yield nn.parallel.DistributedDataParallel._post_forward
-
-
-def test_detaching_takes_every_probe_away(tmp_path: Path) -> None:
-    before = list(patched_attributes())
-    model = Net()
-    with attach(tmp_path):
-        assert all(now is not then for now, then in zip(patched_attributes(), before, strict=True))
-        accumulate(model)
-    assert all(now is then for now, then in zip(patched_attributes(), before, strict=True))
-    assert not any(param._backward_hooks for param in model.parameters())
-
-
-def test_a_function_imported_while_it_was_replaced_keeps_nothing_after_detaching(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path) as session:
-        healthy(model, optimizer)
-        cross_entropy = F.cross_entropy
-    assert F.cross_entropy is not cross_entropy
-    inputs, labels = batch(0, 0)
-    cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).backward()
-    assert session.recorder.writer._records == []
-
-
-def test_every_probe_hooks_into_this_torch() -> None:
-    assert set(availability().values()) == {"ok"}
-
-
-def test_attaching_twice_is_one_session_and_elsewhere_is_refused(tmp_path: Path) -> None:
-    with attach(tmp_path / "a") as session:
-        assert attach() is session
-        with pytest.raises(GradcheckError, match="already recording into") as caught:
-            attach(tmp_path / "b")
-        assert caught.value.code == "E301"
-
-
-def test_a_recorded_rank_is_never_overwritten(tmp_path: Path) -> None:
-    record(healthy, tmp_path)
-    with pytest.raises(GradcheckError, match="nothing recorded is ever overwritten"):
-        attach(tmp_path)
 
 
 def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_path: Path) -> None:
