@@ -1,7 +1,8 @@
 """The scale of a trainer, frozen in a file: a later change of weights, factors or norms is told by name.
 
 Held are the ratios observed / expected for each step, unit, data rank, accumulation step and microbatch (median over
-the holders), the names of the findings, and loss, norm and tokens by step.
+the holders), the names of the findings, and loss, norm and tokens by step. Units are what had the same weights in that
+run, so those that differ are compared by their parameters.
 """
 
 from __future__ import annotations
@@ -58,6 +59,18 @@ class Golden(msgspec.Struct, kw_only=True):
     findings: list[GoldenFinding]
     metrics: dict[str, list[float | None]]
     weights: list[GoldenWeight]
+    units: dict[str, list[str]] = {}
+    """The parameters of each unit; a file without them is compared by the names of units."""
+
+    def beside(self, other: Golden) -> dict[Cell, GoldenWeight]:
+        """The weights by cell; a unit that is not the same in `other` stands there parameter by parameter."""
+        known = bool(self.units and other.units)
+        apart = {unit: names for unit, names in self.units.items() if known and other.units.get(unit) != names}
+        return {
+            (weight.step, name, *weight.cell[2:]): weight
+            for weight in self.weights
+            for name in apart.get(weight.unit, (weight.unit,))
+        }
 
 
 def freeze(report: Report) -> Golden:
@@ -107,6 +120,7 @@ def _freeze(report: Report) -> Golden:
             )
             for cell, held in sorted(cells.items())
         ],
+        units={unit.unit: unit.parameters for unit in report.units},
     )
 
 
@@ -167,22 +181,23 @@ def _facts(golden: Golden, now: Golden) -> Iterator[str]:
 
 def _weights(golden: Golden, now: Golden) -> Iterator[str]:
     """Cells that are off, gathered by the factor by which they moved: one line a factor."""
-    old, new = ({weight.cell: weight for weight in one.weights} for one in (golden, now))
+    old, new = golden.beside(now), now.beside(golden)
     tolerance = max(golden.weight_tolerance, now.weight_tolerance)
-    moved: dict[str, list[GoldenWeight]] = defaultdict(list)
+    moved: dict[str, list[Cell]] = defaultdict(list)
     for cell in old.keys() & new.keys():
         before, after = old[cell].ratio, new[cell].ratio
         if before is None or after is None:
             if before is not after:
-                moved["could be identified only once"].append(new[cell])
+                moved["could be identified only once"].append(cell)
         elif abs(after - before) > tolerance * max(abs(before), abs(after)):
-            moved[f"x {number(after / before, 4)}" if before else f"{number(after)} instead of 0"].append(new[cell])
+            moved[f"x {number(after / before, 4)}" if before else f"{number(after)} instead of 0"].append(cell)
     for factor, some in sorted(moved.items(), key=lambda item: -len(item[1])):
-        first = min(some, key=lambda weight: weight.cell)
+        first = min(some)
+        step, name, data_rank, accumulation_step, microbatch = first
         yield (
-            f"weights {factor}: {len(some)} of {len(new)}, first step {first.step}, {printable(first.unit, 80)}, data "
-            f"rank {first.data_rank}, accumulation step {first.accumulation_step}, microbatch {first.microbatch}: "
-            f"ratio {number(old[first.cell].ratio)} frozen, {number(first.ratio)} now"
+            f"weights {factor}: {len(some)} of {len(new)}, first step {step}, {printable(name, 80)}, data rank "
+            f"{data_rank}, accumulation step {accumulation_step}, microbatch {microbatch}: "
+            f"ratio {number(old[first].ratio)} frozen, {number(new[first].ratio)} now"
         )
     for word, count in (("missing", len(old.keys() - new.keys())), ("more", len(new.keys() - old.keys()))):
         if count:

@@ -9,7 +9,7 @@ import pytest
 from hostile import MEGABYTE, hostile_report
 from sample_reports import finding, report, weight
 
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.finding import Report, UnitInfo
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports import golden
 from gradcheck_dist.reports.pair import compare, side_by_side
@@ -102,6 +102,14 @@ def test_a_change_of_scale_is_named_with_its_factor(faulty: Judged, fixed: Judge
     assert told[1].startswith("weights x 0.5: 12 of 12, first step 0, all parameters, data rank 0, accumulation step 0")
     assert told[1].endswith("ratio 1 frozen, 0.5 now")
     assert any(line.startswith("grad_norm, recorded step 0:") and "(x 0.5)" in line for line in told)
+
+
+def test_units_that_fell_apart_are_compared_by_their_parameters() -> None:
+    before = report([], [weight(0, 0, 1.0, unit="all")], units=[UnitInfo(unit="all", parameters=["a", "b", "c"])])
+    apart = [UnitInfo(unit="a, b", parameters=["a", "b"]), UnitInfo(unit="c", parameters=["c"])]
+    after = report([], [weight(0, 0, 1.0, unit="a, b"), weight(0, 0, 0.25, unit="c")], units=apart)
+    (told,) = golden.differences(golden.decode(golden.encode(golden.freeze(before)).encode()), after)
+    assert told.startswith("weights x 0.25: 1 of 3, first step 0, c, data rank 0")
 
 
 def test_a_fault_that_was_frozen_and_is_gone_is_a_change_too(faulty: Judged, fixed: Judged) -> None:
