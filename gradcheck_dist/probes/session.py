@@ -54,10 +54,11 @@ _session: Session | None = None
 
 
 class Session:
-    """An attached recording. A context manager: leaving it detaches."""
+    """An attached recording. A context manager: leaving it detaches. `from_outside`: `gradcheck run` attached it."""
 
-    def __init__(self, run_dir: Path, recorder: Recorder, patches: Patches) -> None:
+    def __init__(self, run_dir: Path, recorder: Recorder, patches: Patches, from_outside: bool = False) -> None:
         self.run_dir = run_dir
+        self.from_outside = from_outside
         self.recorder = recorder
         self._patches = patches
         self._open = True
@@ -137,11 +138,15 @@ def attach(
             bytes a contribution.
 
     Raises:
-        GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301).
+        GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301). Below
+            `gradcheck run`, whose session stays the only one, nothing is raised.
     """
     global _session
     if _session is not None:
         if run_dir is None or Path(run_dir) == _session.run_dir:
+            return _session
+        if _session.from_outside:
+            _tell(f"attach() into {run_dir} is left out: `gradcheck run` records, with its own options")
             return _session
         raise GradcheckError(
             f"already recording into {_session.run_dir}, asked to record into {run_dir}. Call detach() on the first "
@@ -175,7 +180,7 @@ def attach(
             same_data=tuple(map(tuple, same_data)) if same_data is not None else None,
         )
 
-    writer: TraceWriter = DeferredTraceWriter(locate, _tell) if deferred else _open_trace(locate)
+    writer: TraceWriter = DeferredTraceWriter(locate, _not_recording) if deferred else _open_trace(locate)
     recorder = Recorder(writer, steps=steps, sample_size=sample_size, every_step=every_step)
     if exact:
         recorder.impulses = Impulses(int(getattr(steps, "first", 0)))
@@ -188,7 +193,7 @@ def attach(
         recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
     writer.flush()
-    _session = Session(folder, recorder, patches)
+    _session = Session(folder, recorder, patches, from_outside=deferred)
     atexit.register(_session.detach)
     recorder.finished = _session.stop
     return _session
@@ -205,9 +210,13 @@ def _open_trace(locate: Callable[[], tuple[Path, Header]]) -> TraceWriter:
         ) from error
 
 
-def _tell(error: Exception) -> None:
+def _not_recording(error: Exception) -> None:
+    _tell(f"not recording: {error}")
+
+
+def _tell(words: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"gradcheck: not recording: {error}\n")
+        sys.stderr.write(f"gradcheck: {words}\n")
 
 
 def install(name: str, recorder: Recorder, patches: Patches, *, module: str | None = None) -> None:

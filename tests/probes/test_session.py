@@ -123,6 +123,15 @@ def test_attaching_twice_is_one_session_and_elsewhere_is_refused(tmp_path: Path)
         assert caught.value.code == "E301"
 
 
+def test_a_trainer_that_attaches_itself_goes_on_below_gradcheck_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with attach(tmp_path / "run", deferred=True) as session:
+        assert attach(tmp_path / "own", objective="sum") is session
+    assert "attach()" in capsys.readouterr().err
+    assert not (tmp_path / "own").exists()
+
+
 def test_a_recorded_rank_is_never_overwritten(tmp_path: Path) -> None:
     record(healthy, tmp_path)
     with pytest.raises(GradcheckError, match="nothing recorded is ever overwritten"):

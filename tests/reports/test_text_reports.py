@@ -102,10 +102,12 @@ def test_a_change_that_nobody_recorded_is_looked_for_between_two_lines_which_are
     assert culprit is not None and culprit.excerpt is not None and culprit.excerpt.marked == (9,)
 
 
-def test_a_headline_names_the_explanation_that_fits_as_well() -> None:
+def test_a_headline_without_a_rules_name_has_the_explanation_that_fits_as_well_too() -> None:
     rivals = [Candidate(expression="1/dp_replicate", value=0.5), Candidate(expression="1/K", value=0.5)]
-    found = finding(factor=Factor(observed=0.5, expression="1/dp_replicate", candidates=rivals))
-    assert "= 0.5 = 1/dp_replicate or 1/K" in build(report([found])).headline
+    factor = Factor(observed=0.5, expression="1/dp_replicate", candidates=rivals)
+    assert "= 0.5 = 1/dp_replicate or 1/K" in build(report([finding(code="GS000", factor=factor)])).headline
+    named = build(report([finding(code="GS101", factor=factor)])).headline
+    assert "1/dp_replicate" in named and "1/K" not in named
 
 
 def test_the_table_is_data_rank_by_accumulation_step_with_expected_observed_and_ratio() -> None:
