@@ -41,6 +41,7 @@ ELSEWHERE = {
     "GS105": "diagnosis/test_unlike.py",
     "GS106": "diagnosis/test_unlike.py",
     "GS202": "probes/test_stage_edges.py",
+    "GS203": "probes/test_stage_edges.py",
     "GS402": "ledger",
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",
