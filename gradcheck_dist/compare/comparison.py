@@ -236,7 +236,7 @@ def _is_clipped(aligned: Aligned) -> bool:
 
 
 def _notes(control: Source, test: Source, metrics: Mapping[str, Metric]) -> list[str]:
-    notes = []
+    notes = [f"judged by its own weights: {test.verdict}"] if test.verdict else []
     norm, loss, tokens = metrics.get("grad_norm"), metrics.get("loss"), metrics.get("tokens")
     if norm is not None and loss is not None and norm.state in ("factor", "drift") and loss.state == "same":
         notes.append(WHY_THE_LOSS_LOOKS_FINE)

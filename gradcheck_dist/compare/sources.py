@@ -20,12 +20,14 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class Source:
-    """One job's curves by role (loss, grad_norm, tokens). `tags` says under which name each was found."""
+    """One job's curves by role (loss, grad_norm, tokens). `tags` says under which name each was found, `verdict` what
+    gradcheck says of a job that it recorded."""
 
     name: str
     curves: dict[str, Curve]
     tags: dict[str, str]
     axes: dict[str, float] = field(default_factory=dict)
+    verdict: str = ""
 
 
 def read_all(paths: Sequence[Path], wanted: Mapping[str, str | None]) -> list[Source]:
@@ -47,10 +49,11 @@ def read(path: Path, wanted: Mapping[str, str | None]) -> Source:
         GradcheckError: E911 nothing that can be read, E912 no such curve.
     """
     axes: dict[str, float] = {}
+    verdict = ""
     if path.is_dir() and any(path.glob("rank-*.trace")):
         from gradcheck_dist.stream.diagnose import diagnose_run
 
-        every, axes = _of_report(diagnose_run(path))
+        every, axes, verdict = _of_report(diagnose_run(path))
     elif path.is_dir():
         from gradcheck_dist.compare.tensorboard_log import read_folder
 
@@ -62,7 +65,7 @@ def read(path: Path, wanted: Mapping[str, str | None]) -> Source:
         report = decode(path.read_bytes(), str(path))
         if not isinstance(report, Report):
             raise GradcheckError(f"{path} holds several runs. Name the run folder of one of them.", code="E911")
-        every, axes = _of_report(report)
+        every, axes, verdict = _of_report(report)
     elif "tfevents" in path.name:
         from gradcheck_dist.compare.tensorboard_log import read_file
 
@@ -79,7 +82,8 @@ def read(path: Path, wanted: Mapping[str, str | None]) -> Source:
             "--loss NAME and --grad-norm NAME.",
             code="E911",
         )
-    return Source(printable(path.name or str(path), 60), {role: every[tag] for role, tag in found.items()}, found, axes)
+    curves = {role: every[tag] for role, tag in found.items()}
+    return Source(printable(path.name or str(path), 60), curves, found, axes, verdict)
 
 
 def _of_run(every: dict[str, Curve], run: str, file: str) -> dict[str, Curve]:
@@ -96,15 +100,17 @@ def _of_run(every: dict[str, Curve], run: str, file: str) -> dict[str, Curve]:
     return {name: curve for name, curve in every.items() if name.rpartition(" - ")[0] in (run, "")}
 
 
-def _of_report(report: object) -> tuple[dict[str, Curve], dict[str, float]]:
+def _of_report(report: object) -> tuple[dict[str, Curve], dict[str, float], str]:
     from gradcheck_dist.diagnosis.finding import Report
+    from gradcheck_dist.reports.document import build
 
     assert isinstance(report, Report)
     curves = {}
     for name in report.metrics:
         pairs = report.series(name)
         curves[name] = {step: value for step, value in pairs if value is not None and math.isfinite(value)}
-    return curves, {axis: float(degree) for axis, degree in report.run.axes.items() if degree > 1}
+    axes = {axis: float(degree) for axis, degree in report.run.axes.items() if degree > 1}
+    return curves, axes, build(report).headline
 
 
 def read_csv(path: Path) -> dict[str, Curve]:
