@@ -42,7 +42,7 @@ from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
-from gradcheck_dist.diagnosis.verified import left_out, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
@@ -145,6 +145,7 @@ def judge_step(
     verdict = StepVerdict(context, data, contributions)
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
+    verdict.reasons += not_summed(data)
     verdict.remarks += [*not_verified(data.events), *contributions.problems, *losses_beside(contributions)]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]

@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.finding import Unverified
-from gradcheck_dist.events import Event, GradientCheck, NotChecked
-from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.events import Event, GradientCheck, NotChecked, Reduce
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 SHOWN = 3
 ALL_PARAMETERS = "all parameters"
+SUMMAND = "is right only as a summand of ranks"
+"""In the reason why such parameters leave a verdict open."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,49 @@ def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
     asked = any(True for _ in _checks(events))
     modules = any(check.outcome in ("right", "wrong") for _, check in _checks(events) if check.target != "outside")
     return ["verify: no module's backward could be checked"] if asked and not modules else []
+
+
+def not_summed(data: StepData) -> list[str]:
+    """Parameters whose gradient is right as a summand of several ranks only, though these hold equal values and equal
+    gradients of it and nothing adds them up: shards that began alike, or copies that miss a sum (a bias that each
+    tensor-parallel rank adds a part of). Where the ranks' gradients differ, the weights tell."""
+    checks = [check for _, check in _checks(data.events) if check.target == "parameter" and check.outcome == "right"]
+    whole = {check.module for check in checks if not check.shape}
+    found: dict[tuple[int, ...], set[str]] = defaultdict(set)
+    for check in checks:
+        if check.shape != "partial" or check.module not in whole or len(check.group) < 2:
+            continue
+        for name in {name.split(" ")[0] for name in parameters_of(Wrong(((0, check),)), data.tracks)}:
+            # Biases that began as zeros have names of their own where their module's weights are shards.
+            alike = [tracks for key, tracks in data.tracks.items() if key[1].split(" ")[0] == name]
+            of_rank = {rank: track for tracks in alike for rank, track in tracks.items()}
+            if all(rank in of_rank for rank in check.group) and _alike_and_apart(data, of_rank, check.group):
+                found[check.group].add(name)
+    return [
+        f"verify: the gradient of {_some(sorted(names))} {SUMMAND} "
+        f"{', '.join(map(str, group))}, which hold equal values of it, and nothing adds them up: right if these are "
+        f"shards that began alike, x 1/{len(group)} if they are copies of one parameter"
+        for group, names in found.items()
+    ]
+
+
+def _alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
+    """Whether the ranks hold equal values and gradients of a parameter, and no reduction joins them."""
+    first, *others = (of_rank[rank] for rank in group)
+    for rank in group:
+        for event in data.events[rank]:
+            joined = {*event.group, *event.replicate_group} if isinstance(event, Reduce) else set()
+            if len(joined.intersection(group)) > 1 and of_rank[rank].param.id in data.params_of(rank, event.params):
+                return False
+    for other in others:
+        if first.begun is None or other.begun is None or not np.array_equal(first.begun, other.begun):
+            return False
+        if first.leaves.keys() != other.leaves.keys() or any(leaf.partial for _, leaf in first.leaves.values()):
+            return False
+        for slot, (_, mine) in first.leaves.items():
+            if not np.allclose(mine.data, other.leaves[slot][1].data, rtol=1e-4, atol=0):
+                return False
+    return True
 
 
 def _some(names: list[str]) -> str:

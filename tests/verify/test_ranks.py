@@ -85,6 +85,16 @@ def test_tensor_parallelism_by_hand(
     assert one.first_event is not None and one.first_event.function == "Split.forward"
 
 
+def test_a_bias_of_which_each_rank_adds_a_part_is_named(tmp_path: Path) -> None:
+    for fault in ("", "bias divided"):  # pytorch/torchtitan#4332
+        launch("verify_workers:tensor_parallel_by_hand", (fault, True, str(tmp_path / f"run {fault}")), 2, timeout_s=60)
+    assert gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run ")).verdict == "clean"
+    report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run bias divided"))
+    (reason,), (finding,) = report.reasons, report.findings
+    assert "layers.1.bias is right only as a summand of ranks 0, 1" in reason and "x 1/2" in reason
+    assert finding.code == "GS801" and reason.removeprefix("verify: ") in finding.explanation
+
+
 def test_a_factor_between_pipeline_stages_is_told_once(tmp_path: Path) -> None:
     launch("verify_workers:train_pipeline", (PIPELINE, 0.5, str(tmp_path / "run")), 2, timeout_s=60)
     run = gradcheck_dist.read_run(tmp_path / "run")

@@ -82,11 +82,14 @@ class Split(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).chunk(world)[rank].clone() / 4)
         self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).chunk(world, 1)[rank].clone() / 4)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = Enter.apply(self.norm(x), self.fault != "no sum")
         hidden = F.gelu(hidden @ self.up.t())
-        out = Leave.apply(hidden @ self.down.t(), self.fault == "sums again")
+        part = self.bias / dist.get_world_size() if self.fault == "bias divided" else 0.0
+        out = Leave.apply(hidden @ self.down.t() + part, self.fault == "sums again")
+        out = out if self.fault == "bias divided" else out + self.bias
         return x + out if self.residual else out
 
 

@@ -49,7 +49,7 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.backward_words import RECEIVED, explain, fix, is_group_size, pattern
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, parameters_of, was_verified, wrong_modules
+from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, not_summed, parameters_of, was_verified, wrong_modules
 from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
 
 CODE = "GS801"
@@ -64,6 +64,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     seen = [hop.factor for hop in facts.on_the_way.all_hops]
+    summands = [reason.removeprefix("verify: ") for reason in not_summed(facts.data)]
     for wrong in wrong_modules(facts.data.events):
         check = wrong.first
         if check.shape == "redrawn" and _is_recomputed(facts):
@@ -75,8 +76,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         names = parameters_of(wrong, facts.data.tracks)
         meant = _may_be_meant(check)
         severity = _severity(check, meant, _is_lost(facts, names))
+        # Whole gradients and summands of one block are right apart, and neither way together.
+        more = f" Inside, {'; '.join(summands)}." if summands and check.target == "parameters" else ""
         yield Remark(
-            answer=Answer(explanation=explain(wrong), fix=fix(wrong, meant), severity=severity),
+            answer=Answer(explanation=explain(wrong) + more, fix=fix(wrong, meant), severity=severity),
             pattern=pattern(wrong),
             params=frozenset((_UNKNOWN_STAGE, name) for name in names),
             ranks=wrong.ranks,
