@@ -170,7 +170,9 @@ def _alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[
     first, *others = (of_rank[rank] for rank in group)
     for rank in group:
         for event in data.events[rank]:
-            joined = {*event.group, *event.replicate_group} if isinstance(event, Reduce) else set()
+            if not isinstance(event, Reduce):
+                continue
+            joined = {*event.group, *event.replicate_group}
             if len(joined.intersection(group)) > 1 and of_rank[rank].param.id in data.params_of(rank, event.params):
                 return False
     for other in others:

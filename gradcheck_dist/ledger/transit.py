@@ -25,7 +25,7 @@ RESIDUAL = 4 * EPSILON["bfloat16"]
 UNTOUCHED = 1e-5
 """A factor nearer to 1 than this is 1."""
 SIGMAS = 6.0
-MAX_PARTS = 8
+MAX_PARTS = 16
 """Earlier microbatches that are looked for in one gradient, its own among them."""
 STALE_RESIDUAL = 1e-4
 LEAST_PART = 0.05

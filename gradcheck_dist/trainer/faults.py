@@ -1,8 +1,8 @@
 """Known bugs of gradient scale, each put in by replacing ONE named function of the trainer.
 
 The trainer itself has no switch for them. Imports no torch. The faults stand in faults_reduction.py (who adds up
-gradients), faults_loss.py (what a loss is divided by), faults_update.py (between the last backward and the log) and
-faults_torch.py (what torch itself gets wrong).
+gradients), faults_loss.py (what a loss is divided by), faults_update.py (between the last backward and the log),
+faults_torch.py (what torch itself gets wrong) and faults_field.py (in the accumulation loop and on the wire).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import importlib
 from collections.abc import Callable, Iterable
 
 from gradcheck_dist.errors import unknown_value
-from gradcheck_dist.trainer import faults_loss, faults_reduction, faults_torch, faults_update
+from gradcheck_dist.trainer import faults_field, faults_loss, faults_reduction, faults_torch, faults_update
 from gradcheck_dist.trainer.fault import Fault
 
 FAULTS: dict[str, Fault] = {
     fault.name: fault
-    for module in (faults_reduction, faults_loss, faults_update, faults_torch)
+    for module in (faults_reduction, faults_loss, faults_update, faults_torch, faults_field)
     for fault in module.FAULTS
 }
 

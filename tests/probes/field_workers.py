@@ -71,6 +71,25 @@ def train_epochs(unfinished: str, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_clipped(run_dir: str) -> None:
+    """Clipped after every microbatch, also where DDP has not reduced yet (transformers #1563, lingua #59)."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with attach(run_dir):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for index in range(ACCUMULATION):
+            model.require_backward_grad_sync = index + 1 == ACCUMULATION
+            tokens, labels = batch(0, index)[0], batch(rank, index)[0]
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / ACCUMULATION).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def token_mean(modules: nn.ModuleList, rank: int, k: int, *, towers: bool) -> Tensor:
     """A microbatch's part of the mean over all tokens. `towers`: rank 1 needs neither of the two inner layers in its
     first microbatch, and the second one never, so it calls modules in another order."""

@@ -39,7 +39,7 @@ def test_modules_that_ranks_call_in_another_order_are_the_same(tmp_path: Path) -
 
 def test_what_every_pass_overwrites_is_one_finding(tmp_path: Path) -> None:
     (finding,) = judged("overwritten", tmp_path).findings
-    assert finding.pattern == "accumulation step(s) 0 x 0, the rest x 1"
+    assert (finding.code, finding.pattern) == ("GS401", "accumulation step(s) 0 x 0, the rest x 1")
     assert finding.num_parameters == 7  # the embedding too, whose gradient is mostly zeros
 
 
@@ -65,3 +65,8 @@ def test_a_window_that_was_left_in_is_one_cause(tmp_path: Path) -> None:
     (finding,) = reports["left in"].findings
     assert (finding.code, finding.factor.exact, finding.steps, finding.num_parameters) == ("GS303", "3/2", [1, 2], 5)
     assert "3 backward passes add up in this step, and the loss divides by 2" in finding.explanation
+
+
+def test_clips_of_gradients_that_are_not_reduced_yet_are_early_and_not_unequal(tmp_path: Path) -> None:
+    launch("field_workers:train_clipped", (str(tmp_path / "run"),), 2, timeout_s=60)
+    assert {finding.code for finding in diagnose(read_run(tmp_path / "run")).findings} == {"GS605"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from trainer_checks import (
     SIZES,
     TOLERANCE_TP,
@@ -72,6 +73,7 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
     "no-sync-inverted in FSDP2": (FSDP, lambda c, key, rank: float(key[1] < K - 1)),
     "sync-flag-between-forward-and-backward": (DDP, lambda c, key, rank: own(key, rank) if key[1] else 1),
     "zero-grad-inside-accumulation": (DDP, lambda c, key, rank: float(key[1] == K - 1)),
+    "keeps-the-last-pass": (DDP, lambda c, key, rank: float(key[1] == K - 1)),
     "schedule-scales-grads in GPipe": ({**PIPELINE, "schedule": "gpipe"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
     "schedule-scales-grads in ZBV": ({**PIPELINE, "schedule": "zbv"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
     "double-accumulation-division": (PIPELINE, lambda c, key, rank: 1 / (K * M)),
@@ -112,6 +114,7 @@ OTHERS = (
     *("clip-norm-pp-local", "clip-norm-fsdp-local", "clip-skipped", "clip-before-unscale"),
     *("reported-norm-wrong", "validation-scale", "ac-without-rng-state"),
     *("found-inf-not-shared", "overflow-in-first-stage", "scaled-in-flight"),
+    *("unscaled-twice", "input-gradients-add-up"),
 )
 """Faults with a test of their own below."""
 
@@ -119,6 +122,7 @@ OTHERS = (
 JOBS = {case: plan(small(**values, faults=[case.split()[0]])) for case, (values, _) in WEIGHTS.items()}
 
 IN_FLIGHT = plan(small(**PIPELINE, faults=["scaled-in-flight"]))
+ADDED_UP = plan(small(**PIPELINE, faults=["input-gradients-add-up"]))
 
 
 def faulty(name: str, **values: Any) -> tuple[list[Gradients], list[TrainResult]]:
@@ -149,6 +153,24 @@ def test_what_the_last_stage_divides_before_it_sends_it_is_missing_in_the_earlie
     expected = control(small(**PIPELINE))[0]
     assert_same(first, {name: expected[name] / 2 for name in first})
     assert_same(last, {name: expected[name] for name in last})
+
+
+def test_what_the_last_stage_hands_back_again_changes_the_earlier_one_alone() -> None:
+    (first, last), _ = run(ADDED_UP)
+    expected = control(small(**PIPELINE))[0]
+    assert_same(last, {name: expected[name] for name in last})
+    assert all(not np.allclose(first[name], expected[name], rtol=0.1) for name in first)
+
+
+def test_a_scale_that_is_taken_out_twice_is_in_the_gradient_as_its_inverse() -> None:
+    from gradcheck_dist.trainer.faults_field import unscale_the_wrapper
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(parameter.sum()).backward()
+    unscale_the_wrapper(scaler, optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), 1 - 1 / 1024))
 
 
 def test_one_forgotten_unit_is_averaged_alone() -> None:

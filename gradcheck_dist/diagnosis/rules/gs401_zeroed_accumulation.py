@@ -1,8 +1,8 @@
 """Gradients are emptied in the middle of an accumulation.
 
 ## What it does
-Finds a zero_grad() (or .grad = None) between the microbatches of one optimizer step: what was accumulated before weighs
-nothing.
+Finds a zero_grad() between the microbatches of one optimizer step, or lines that nobody recorded (`.grad = None`, a
+buffer that every pass overwrites): what was accumulated before weighs nothing.
 
 ## Why it matters
 The step is computed from the last microbatch only. The effective batch is 1/K of the one that was paid for, and the
@@ -19,6 +19,7 @@ Empty the gradients once a step, after optimizer.step() or before the first micr
 
 ## References
 - pytorch/torchtitan#3575; bytetriper/RAE#67.
+- Overwritten: allenai/open-instruct#1498, deepspeedai/DeepSpeed#7981.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from gradcheck_dist.events import ZeroGrad
 
 CODE = "GS401"
 NAME = "zeroed-accumulation"
+GONE = 1e-3
+"""A weight, relative to the right one, that is as good as none."""
 
 
 def triggered(context: StepContext) -> bool:
@@ -37,9 +40,25 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
+    if case.culprit.unrecorded and _only_the_last(case):
+        return Answer(
+            explanation=f"What was accumulated is emptied or overwritten by nothing recorded: {case.pattern.text}.",
+            fix="Add up what the passes of a step leave, and empty it once a step: no .grad = None between them, no "
+            "buffer that each pass writes anew (a boundary flag that is set in every pass does this).",
+        )
     if not isinstance(case.event, ZeroGrad) or case.culprit.unrecorded:
         return None
     return Answer(
         explanation=f"zero_grad() runs in the middle of the step: {case.pattern.text}.",
         fix="Call zero_grad() once a step, after optimizer.step() or before the first microbatch.",
     )
+
+
+def _only_the_last(case: Case) -> bool:
+    """Whether all passes up to some accumulation step weigh nothing, and all later ones what they should."""
+    gone = {cell.key[1] for _, cell in case.cells if not cell.right}
+    if case.terms or not gone or any(abs(cell.ratio) > GONE for _, cell in case.cells if not cell.right):
+        return False
+    last = max(gone)
+    every = [(cell, cell.key[1]) for held in case.held for cell in held.cells]
+    return last + 1 < case.context.num_accumulation and all(cell.right == (step > last) for cell, step in every)

@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
 from gradcheck_dist.diagnosis.clips import COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.early_clips import completed_by
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
@@ -78,9 +79,12 @@ def _answer(clips: list[JudgedClip]) -> Answer:
 
 
 def _unequal(facts: StepFacts) -> Iterator[Remark]:
-    """Ranks of one model whose coefficients differ at one and the same call."""
+    """Ranks of one model whose coefficients differ at one and the same call. What has not been reduced yet differs
+    anyway: clipping that is told by GS605."""
     places: dict[tuple[object, ...], list[ClipCall]] = defaultdict(list)
     for call in facts.norms.clips:
+        if completed_by(facts, call) is not None:
+            continue
         places[(min(facts.norms.together(call.rank)), *call.place)].append(call)
     for calls in places.values():
         used = [call.event.coefficient for call in calls]

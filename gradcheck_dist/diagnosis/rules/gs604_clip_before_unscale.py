@@ -86,11 +86,12 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 
 
 def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
-    """The scale that is taken out of the clipped gradients after the clip; None where there is none."""
+    """The scale that is taken out of the clipped gradients after the clip; None where there is none, or where it had
+    been taken out before."""
     clipped = set(facts.data.params_of(call.rank, call.event.params))
     for event in facts.data.events[call.rank]:
-        if not isinstance(event, AmpUnscale) or event.seq < call.event.seq or event.scale in (0.0, 1.0):
+        if not isinstance(event, AmpUnscale) or event.scale in (0.0, 1.0):
             continue
         if clipped & set(facts.data.params_of(call.rank, event.params)):
-            return event.scale
+            return event.scale if event.seq > call.event.seq else None
     return None

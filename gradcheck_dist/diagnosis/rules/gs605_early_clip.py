@@ -34,10 +34,10 @@ from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.clips import ACTS
 from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.early_clips import completed_by
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce, ZeroGrad
+from gradcheck_dist.events import Clip, Reduce
 from gradcheck_dist.ledger.buffers import Replay
 
 CODE = "GS605"
@@ -90,7 +90,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     early = [
         (call, later)
         for call in facts.norms.clips
-        if call.event.coefficient < 1 - ACTS and (later := _completed_by(facts, call)) is not None
+        if call.event.coefficient < 1 - ACTS and (later := completed_by(facts, call)) is not None
     ]
     if not early or CODE in facts.found:
         return
@@ -111,17 +111,3 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         event=call.event,
         factor=Factor(observed=used[len(used) // 2]),
     )
-
-
-def _completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
-    """What still changed the clipped gradients before an optimizer read them or they were emptied."""
-    clipped = set(facts.data.params_of(call.rank, call.event.params))
-    for event in facts.data.events[call.rank]:
-        if event.seq <= call.event.seq or not isinstance(event, Backward | Reduce | OptimizerStep | ZeroGrad):
-            continue
-        if event.params is None or not clipped & set(facts.data.params_of(call.rank, event.params)):
-            continue
-        if isinstance(event, Reduce) and len(event.group) * (len(event.replicate_group) or 1) == 1:
-            continue
-        return event if isinstance(event, Backward | Reduce) else None
-    return None

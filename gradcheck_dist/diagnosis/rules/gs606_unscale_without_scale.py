@@ -3,7 +3,7 @@
 ## What it does
 Finds one factor that is a power of two and at most 1/32, the same on every parameter, rank and contribution, that came
 between the last reduction (or backward) and the optimizer or the clip, by nothing recorded, while no loss carries a
-scale: a loss scale taken out of gradients that never had it.
+scale: a loss scale taken out of gradients that never had it. So does an unscaling that follows another one.
 
 ## Why it matters
 All gradients are S times too small. Adam hides it until gradients come near its epsilon; clipping never acts, SGD
@@ -19,10 +19,13 @@ stands still. Losses look the same for a long time.
     use_scaler = dtype is torch.float16                     # bfloat16 has float32's range and needs no scale
     scaler = torch.amp.GradScaler(enabled=use_scaler)
     scaler.scale(loss).backward()
+A scaler remembers whom it has unscaled by the object: give `unscale_` and `step` the same one, not a wrapper and the
+optimizer in it.
+
 DeepSpeed: `"fp16": {"enabled": false}` where `"bf16": {"enabled": true}`; with ZeRO stage 0 see the issue below.
 
 ## References
-- deepspeedai/DeepSpeed#7839.
+- deepspeedai/DeepSpeed#7839; unscaled twice: huggingface/accelerate#115.
 - torch.amp.GradScaler: scale and unscale_ belong together.
 """
 
@@ -32,7 +35,7 @@ from math import log2
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.events import AmpUnscale, Clip, OptimizerStep
 
 CODE = "GS606"
 NAME = "unscale-without-scale"
@@ -40,6 +43,8 @@ LEAST_POWER = 5
 
 
 def judge(case: Case) -> Answer | None:
+    if (again := _unscaled_again(case)) is not None:
+        return again
     power = loss_scale_power(case)
     if power is None:
         return None
@@ -50,6 +55,21 @@ def judge(case: Case) -> Answer | None:
         f"gradient was multiplied by {case.pattern.factor:.6g} = 1/{2**power}, alike on all parameters and ranks. Loss "
         "scales are powers of two; no loss of this step carried one.",
         fix="Unscale only what was scaled: take the division out, or use GradScaler for both. bfloat16 needs neither.",
+    )
+
+
+def _unscaled_again(case: Case) -> Answer | None:
+    """What is to be said where an unscaling found the scale gone already."""
+    event = case.event
+    if not isinstance(event, AmpUnscale) or case.culprit.unrecorded or case.pattern.kind != "uniform":
+        return None
+    if not case.everywhere or abs(case.pattern.factor * event.scale - 1) > max(1e-5, 2 * case.pattern.tolerance):
+        return None
+    return Answer(
+        explanation=f"Gradients were unscaled twice: the loss carried the scale {event.scale:g} once, and the second "
+        f"unscaling leaves 1/{event.scale:g} of every gradient.",
+        fix="Give scaler.unscale_ and scaler.step the same optimizer object: a scaler takes a wrapper and the "
+        "optimizer in it for two.",
     )
 
 
