@@ -161,10 +161,10 @@ def test_another_objective_makes_the_same_run_right() -> None:
     assert diagnose(run, objective="microbatch-mean").verdict == "clean"
 
 
-def test_a_zero_grad_that_nobody_recorded_is_a_gap_and_not_a_rule() -> None:
+def test_what_empties_gradients_unrecorded_is_named_and_its_place_is_a_gap() -> None:
     run = World(CASES["GS401"][1]).run()
     for trace in run.ranks.values():
         trace.events = [event for event in trace.events if not isinstance(event, ZeroGrad)]
     finding = diagnose(run).findings[0]
-    assert finding.code == "GS000"
+    assert finding.code == "GS401" and "nothing recorded" in finding.explanation
     assert culprit_of(finding) == Culprit("backward", True, "backward")
