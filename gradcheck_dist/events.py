@@ -209,7 +209,8 @@ class OptimizerStep(Event, tag="optimizer_step"):
     """The optimizer read its gradients; BEFORE samples hang on it. Ends the recorded step.
 
     `lr` and `hyperparameters` are those of the first parameter group; `groups` are all of them where there are
-    several. `unreached` are parameters without any gradient whose module was called, with gradients enabled.
+    several. `unreached` are parameters without any gradient whose module was called, with gradients enabled. `inside`:
+    another optimizer's step called this one; that optimizer's `seq`.
     """
 
     optimizer: str
@@ -219,6 +220,7 @@ class OptimizerStep(Event, tag="optimizer_step"):
     grads_missing: Count | None = None
     groups: tuple[ParamGroup, ...] = ()
     unreached: int | None = None
+    inside: int | None = None
 
 
 class PipelineStep(Event, tag="pipeline_step"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -120,7 +121,8 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
         if not len(basis):
             continue
         played = replay(data, tracks, basis)
-        of_param = [_transfer(key, track, played) for _, track in sorted(tracks.items()) if _optimized(data, track)]
+        mine = [track for _, track in sorted(tracks.items()) if _optimized(data, track)]
+        of_param = [_transfer(key, track, played) for track in mine if not _left_to_others(data, track, tracks)]
         for one in of_param:
             _leave_to_others(one, tracks[one.rank], contributions)
         _pool_shards(of_param, tracks, played)
@@ -192,6 +194,20 @@ def _optimized(data: StepData, track: Track) -> bool:
     """Whether an optimizer of this rank owns the parameter. Before any optimizer step all are taken to be owned."""
     steps = [event for event in data.events[track.rank] if isinstance(event, OptimizerStep)]
     return not steps or any(track.param.id in data.params_of(track.rank, event.params) for event in steps)
+
+
+def _left_to_others(data: StepData, track: Track, others: Mapping[int, Track]) -> bool:
+    """Whether an optimizer that lists all parameters (fairscale's OSS) has others inside of it step them, each rank
+    some: one of another rank steps this one, and none of this rank's does."""
+    steppers = {rank for rank, each in others.items() if _steps_inside(data, each)}
+    inner = any(isinstance(event, OptimizerStep) and event.inside is not None for event in data.events[track.rank])
+    return inner and bool(steppers) and track.rank not in steppers
+
+
+def _steps_inside(data: StepData, track: Track) -> bool:
+    steps = (event for event in data.events[track.rank] if isinstance(event, OptimizerStep))
+    of_inner = (data.params_of(track.rank, event.params) for event in steps if event.inside is not None)
+    return any(track.param.id in params for params in of_inner)
 
 
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:

@@ -73,7 +73,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.recording or recorder.suspended or recorder.current is not None:
+            if not recorder.recording or recorder.suspended:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
             opened = None

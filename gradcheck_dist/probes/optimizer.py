@@ -36,6 +36,7 @@ CLIP_EPSILON = 1e-6
 
 def install(recorder: Recorder, patches: Patches) -> None:
     made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    under_way: list[tuple[Optimizer, int | None]] = []  # steps that have begun, the outermost first
 
     def watch_making(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -52,12 +53,15 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if _closure(args, kwargs):
             recorder.closure_passes = 0
         else:
-            stepping(recorder, optimizer, made)
+            around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
+            seq = stepping(recorder, optimizer, made, around[-1][1] if around else None)
+            under_way[:] = [*around, (optimizer, seq)]
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.closure_passes = None
         if _closure(args, kwargs):
             stepping(recorder, optimizer, made)
+        under_way[:] = [(other, seq) for other, seq in under_way if other is not optimizer]
         stepped(recorder, optimizer)
 
     patches.replace(Optimizer, "__init__", watch_making)
@@ -106,10 +110,13 @@ def _unnamed(recorder: Recorder, param: Tensor) -> ParamInfo:
 
 
 @guarded("optimizer")
-def stepping(recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer]) -> None:
+def stepping(
+    recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer], inside: int | None = None
+) -> int | None:
+    """An optimizer reads its gradients, maybe `inside` of another's step. The number of that event, or None."""
     # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
     if not (recorder.recording and recorder.trained):
-        return
+        return None
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
@@ -132,6 +139,7 @@ def stepping(recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer]
         grads_missing=len(missing),
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
+        inside=inside,
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
@@ -149,6 +157,7 @@ def stepping(recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer]
         discovery.stop()
     else:
         discovery.start()
+    return seq
 
 
 def _group(recorder: Recorder, group: dict[str, Any]) -> ParamGroup:

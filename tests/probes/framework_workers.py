@@ -95,5 +95,53 @@ def train(variant: str) -> int:
     return zlib.crc32(torch.cat([param.detach().float().flatten() for param in params]).numpy().tobytes())
 
 
+class Shared(torch.optim.Optimizer):
+    """Lists all parameters; each rank steps every second one, and gives it to the others."""
+
+    def __init__(self, params: list[Any]) -> None:
+        super().__init__(params, {})
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.owner = {param: index % world for index, param in enumerate(params)}
+        self.inner = torch.optim.SGD([param for param in params if self.owner[param] == rank], lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        for param, owner in self.owner.items():
+            dist.broadcast(param.data, owner)
+
+
+def train_shared(variant: str) -> int:
+    """Each gradient is reduced to the rank that steps its parameter, in a hook, and dropped on all others. Variants:
+    "shared", "kept" (it is not dropped), "shared, averaged twice"."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    optimizer = Shared(list(model.parameters()))
+    world, last = dist.get_world_size(), False
+
+    def reduce(param: Tensor) -> None:
+        if last and param.grad is not None:
+            param.grad.div_(world)
+            dist.reduce(param.grad, optimizer.owner[param])
+            if variant != "kept" and optimizer.owner[param] != dist.get_rank():
+                param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(reduce)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        for k in range(ACCUMULATION):
+            last = k == ACCUMULATION - 1
+            labels = torch.randint(CLASSES, (9,), generator=generator)
+            losses = TokenLosses.apply(model(torch.randn(9, 8, generator=generator)), labels)
+            (losses.sum() / (9 * ACCUMULATION * (world if variant == "shared, averaged twice" else 1))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(torch.cat([param.detach().flatten() for param in model.parameters()]).numpy().tobytes())
+
+
+def run_shared(variants: list[str], folder: str) -> list[tuple[int, int]]:
+    return with_and_without(train_shared, variants, folder)
+
+
 def run(variants: list[str], folder: str) -> list[tuple[int, int]]:
     return with_and_without(train, variants, folder)

@@ -15,6 +15,11 @@ EXPECTED = {
     "mean": ("findings", [("GS303", "n_c^-1")]),
     "own tokens": ("findings", [("GS305", "num_tokens/N_r")]),
 }
+SHARED = {
+    "shared": ("clean", []),
+    "kept": ("clean", []),
+    "shared, averaged twice": ("findings", ["1/world_size"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,24 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     for of_rank in results:
         assert all(bare == recorded for bare, recorded in of_rank)
     return {variant: diagnose(read_run(folder / variant)) for variant in EXPECTED}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    warm_up()
+    folder = tmp_path_factory.mktemp("shared")
+    results = launch("framework_workers:run_shared", (list(SHARED), str(folder)), 2, timeout_s=90)
+    for of_rank in results:
+        assert all(bare == recorded for bare, recorded in of_rank)
+    return {variant: diagnose(read_run(folder / variant)) for variant in SHARED}
+
+
+@pytest.mark.parametrize("variant", SHARED)
+def test_parameters_that_another_rank_steps_are_judged_there(shared: dict[str, Report], variant: str) -> None:
+    report = shared[variant]
+    found = [finding.factor.expression for finding in report.findings]
+    assert (report.verdict, found) == SHARED[variant], report.reasons
+    assert report.coverage.parameters_observed == 4
 
 
 @pytest.mark.parametrize("variant", EXPECTED)

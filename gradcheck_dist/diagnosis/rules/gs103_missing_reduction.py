@@ -141,8 +141,11 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
     """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers."""
     found: dict[ParamKey, int] = {}
     culprits: list[tuple[int, Reduce]] = []
+    stepped = {(held.param, held.rank) for held in facts.held}
     for key, of_rank in facts.data.tracks.items():
         for rank, track in of_rank.items():
+            if (key, rank) not in stepped:
+                continue
             events = [event for event in facts.data.events[rank] if isinstance(event, Reduce | OptimizerStep)]
             mine = [event for event in events if track.param.id in facts.data.params_of(rank, event.params)]
             if len(mine) < 2 or not isinstance(step := mine[-1], OptimizerStep):
