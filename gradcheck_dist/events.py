@@ -77,6 +77,8 @@ class LossGradient(Event, tag="loss_gradient"):
     with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them. `other_losses`
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
+    `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
+    these come to.
     """
 
     loss_id: int
@@ -89,6 +91,8 @@ class LossGradient(Event, tag="loss_gradient"):
     stage: Index | None = None
     other_losses: Count = 0
     computed: bool = False
+    mean_weight: float | None = None
+    num_factors: Count = 0
 
 
 class Backward(Event, tag="backward"):

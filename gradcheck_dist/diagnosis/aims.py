@@ -15,6 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.bare_means import added_means
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
@@ -31,12 +32,14 @@ SAME = 1e-3
 
 @dataclass
 class Aim:
-    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another."""
+    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
+    `of_means`: each counts as one mean, whatever it is a mean of."""
 
     contributions: Contributions
     expected: dict[ContributionKey, Fraction]
     tokens: dict[ContributionKey, int]
     relative: bool = False
+    of_means: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,6 +94,9 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):
+        added = added_means(data, contributions, measured, judge)
+        if added is not None:
+            return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
         return _relative(contributions, measured)
     groups = independent(data, contributions)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
@@ -173,10 +179,12 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
     for held in measured:
         if held.observed is None or held.stderr is None or held.nominal is None:
             continue
+        # Beside the largest, for a loss scale may be taken away from all of them.
+        largest = max((abs(value) for value in held.observed.tolist() if np.isfinite(value)), default=0.0)
         for column, key in enumerate(held.replay.basis.keys):
             value, error = float(held.observed[column]), float(held.stderr[column])
             if key in by_key and held.visible[column] and np.isfinite(value):
-                arrived = value > max(SAME, SIGMAS * error)
+                arrived = value > max(SAME * min(largest, 1.0), SIGMAS * error)
                 seen[held.param, key].append((value, key[1:], float(held.nominal[column])) if arrived else None)
     for transfers in seen.values():
         (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)

@@ -18,8 +18,9 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 @dataclass
 class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
-    auxiliary loss terms. `relative`: weights are only compared with one another. `num_handed_over`: ranks whose
-    gradients were seen to leave another pipeline stage."""
+    auxiliary loss terms. `relative`: weights are only compared with one another.
+    `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `num_handed_over`: ranks
+    whose gradients were seen to leave another pipeline stage."""
 
     step: int
     world_size: int
@@ -33,6 +34,7 @@ class StepContext:
     num_stages: int = 1
     terms: tuple[str, ...] = ()
     relative: bool = False
+    of_means: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()

@@ -163,7 +163,7 @@ def judge_step(
     means = loss_by_loss(aim(objective, data, contributions, measured, drop_lost=drop_lost), objective, data, measured)
     target, expected = means.aim, means.aim.expected
     verdict.contributions = context.contributions = target.contributions
-    context.relative = target.relative
+    context.relative, context.of_means = target.relative, target.of_means
     name_places(measured, data, target.contributions, expected)
     verdict.remarks += [*on_the_way.remarks, *means.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]

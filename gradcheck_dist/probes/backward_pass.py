@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,14 @@ class BackwardPass:
         "by_hand",
         "computed",
         "given",
+        "handles",
         "held",
         "inner",
         "label_hash",
         "leaves",
+        "mean_weight",
         "microbatch",
+        "num_factors",
         "other_losses",
         "reduce_ops",
         "reduced_inside",
@@ -47,6 +51,7 @@ class BackwardPass:
         self.touched: dict[int, ParamInfo] = {}
         self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
+        self.handles: list[Any] = []  # of hooks that are taken off when the pass is over
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
         self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
@@ -57,6 +62,8 @@ class BackwardPass:
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
+        self.mean_weight: Tensor | None = None  # what arrived at the one mean over elements that the root is made of
+        self.num_factors = 0  # numbers that multiply it
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Loss, LossGradient, Site
-from gradcheck_dist.probes import autograd, log_probs
+from gradcheck_dist.probes import autograd, log_probs, means
 from gradcheck_dist.probes.label_functions import LABELLED, Labelled, is_labelled
-from gradcheck_dist.probes.loss import gradient_arrived, label_hash
+from gradcheck_dist.probes.loss import gradient_arrived, label_hash, number
 from gradcheck_dist.probes.loss_terms import MAX_NODES, uncounted_terms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
@@ -49,10 +49,19 @@ _MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    autograd.OPEN_LISTENERS.append(look)
-    autograd.CLOSE_LISTENERS.append(nothing_seen)
-    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(look))
-    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(nothing_seen))
+    passes = means.Passes()
+
+    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+        look(recorder, current, roots, has_gradients, passes)
+
+    def end(recorder: Recorder, current: BackwardPass) -> None:
+        nothing_seen(recorder, current)
+        passes.close()
+
+    autograd.OPEN_LISTENERS.append(begin)
+    autograd.CLOSE_LISTENERS.append(end)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(end))
 
 
 class _Found:
@@ -86,7 +95,9 @@ class _Found:
 
 
 @guarded("unseen")
-def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+def look(
+    recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool, passes: means.Passes
+) -> None:
     """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
     found = _search(roots)
     for node in found.cross_entropies:
@@ -111,6 +122,8 @@ def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has
     current.computed = found.is_computed()
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
+        if not (current.computed or found.known or picks):
+            means.watch(current, roots[0].grad_fn, passes, _name, _OTHERS)
 
 
 def _search(roots: Sequence[Tensor]) -> _Found:
@@ -270,6 +283,8 @@ def _evaluated(
 @guarded("unseen")
 def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss."""
+    for handle in current.handles:
+        handle.remove()
     if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
         return
     loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
@@ -282,4 +297,6 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         weight=1.0,
         stage=current.stage,
         other_losses=0,
+        mean_weight=None if current.mean_weight is None else number(current.mean_weight),
+        num_factors=current.num_factors,
     )

@@ -13,7 +13,7 @@ FROZEN = {
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
-        "seq t_ns step site"
+        "mean_weight num_factors seq t_ns step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",

@@ -57,6 +57,15 @@ def judge(case: Case) -> Answer | None:
     factor = case.pattern.factor
     name = f" = {case.names[0].expression}" if case.names else ""
     equal = [*case.names[:1], *ambiguous(case.names, near=False)]
+    if case.context.of_means:
+        return Answer(
+            explanation="The losses are means that count nothing: together they weigh "
+            f"x {factor:.6g}{name} of what one mean of them would. Passes of one line, one after the other, are added "
+            "up, and the program multiplies them by no number that could be a coefficient: a division is missing.",
+            fix="Divide each loss by the number of accumulation steps, and average over the data ranks. Where a sum of "
+            "means is intended, gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they count.",
+            suggested_experiment=between_names(case.context, equal),
+        )
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
         f"{case.context.objective} asks for, and no later event makes up for it.",

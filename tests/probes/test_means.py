@@ -1,0 +1,81 @@
+"""Losses that are means and count nothing: a division that is missing is found where no coefficient can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+NUM_BATCHES = 3
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "huber": F.huber_loss,
+    "by hand": lambda output, target: ((output - target) ** 2).mean(),
+    "bce": lambda output, target: F.binary_cross_entropy_with_logits(
+        output, (target > 0).float(), pos_weight=torch.full((4,), 2.0)
+    ),
+}
+
+
+def trained(
+    run_dir: Path,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
+    factors: tuple[float, ...] = (),
+    scale: float | None = None,
+    together: bool = False,
+    sizes: tuple[int, ...] = (5, 5, 5),
+) -> Report:
+    """One step of batches of these sizes, each loss times some numbers and a loss scale. `together`: all losses are
+    computed before the first is differentiated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    with attach(run_dir):
+        batches = [(torch.randn(size, 6), torch.randn(size, 4)) for size in sizes]
+        waiting = [loss(model(inputs), target) for inputs, target in batches] if together else []
+        for index, (inputs, target) in enumerate(batches):
+            value = waiting[index] if together else loss(model(inputs), target)
+            for factor in factors:
+                value = value * factor
+            scaler.scale(value).backward(retain_graph=together)
+        scaler.step(optimizer)
+        scaler.update()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_means_that_nobody_divides_are_found(tmp_path: Path, loss: str, scale: float | None) -> None:
+    (finding,) = trained(tmp_path / "wrong", LOSSES[loss], scale=scale, sizes=(5, 6, 7)).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+    assert "means that count nothing" in finding.explanation
+    right = trained(tmp_path / "right", LOSSES[loss], (1 / NUM_BATCHES,), scale, sizes=(5, 6, 7))
+    assert (right.verdict, right.findings) == ("undetermined", [])
+
+
+@pytest.mark.parametrize(
+    ("factors", "together"),
+    [((3.0, 1 / 3), False), ((0.5,), False), ((3.0,), False), ((1 / 3, 1 / 3), False), ((), True)],
+    ids=[
+        "coefficient, divided",
+        "coefficient",
+        "coefficient like the number",
+        "divided twice",
+        "losses of one forward",
+    ],
+)
+def test_what_may_be_a_coefficient_or_tasks_accuses_nobody(
+    tmp_path: Path, factors: tuple[float, ...], together: bool
+) -> None:
+    report = trained(tmp_path, factors=factors, together=together)
+    assert (report.verdict, report.findings) == ("undetermined", [])
