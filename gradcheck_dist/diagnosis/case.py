@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
@@ -107,9 +108,15 @@ def name_case(case: Case) -> None:
 
 
 def is_common_factor(case: Case) -> bool:
-    """Whether all losses share one factor that is made of nothing known."""
+    """Whether what is wrong is one doing of all losses, beside what they do unlike: whatever shape noise gives it."""
     at_loss = case.culprit.kind == "loss" and not case.culprit.unrecorded
-    return at_loss and case.pattern.kind == "uniform" and case.pattern.factor > 0
+    return at_loss and common_factor(case) > 0
+
+
+def common_factor(case: Case) -> float:
+    """The factor that stands for all weights of a case."""
+    uniform = case.pattern.kind == "uniform"
+    return case.pattern.factor if uniform else float(median(cell.ratio for _, cell in case.cells))
 
 
 def ambiguous(names: list[Name], near: bool) -> list[Name]:

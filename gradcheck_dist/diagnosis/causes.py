@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from math import log2, prod
 from typing import NamedTuple
 
@@ -175,3 +176,12 @@ def effect(did: Mapping[Hand, list[float]], edit: Edit) -> float:
         # Who went through another event of this kind does not miss this one.
         return 1.0 if any(other[0] == hand[0] for other in did) else 1.0 / reference
     return prod(factors if mode == "never" else factors[1:])
+
+
+def choices(edits: Sequence[Edit]) -> Iterator[tuple[Edit, ...]]:
+    """Sets of edits of different hands, the smallest first."""
+    yield ()
+    for count in range(1, MOST_EDITS + 1):
+        for chosen in combinations(edits, count):
+            if len({edit.hand for edit in chosen}) == count:
+                yield chosen

@@ -19,7 +19,15 @@ from gradcheck_dist.diagnosis.alternatives import (
 from gradcheck_dist.diagnosis.assumed import confirm, divisions
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
 from gradcheck_dist.diagnosis.blame import Blame, blame
-from gradcheck_dist.diagnosis.case import Case, factor_of, first_event, is_common_factor, join_alike, name_case
+from gradcheck_dist.diagnosis.case import (
+    Case,
+    common_factor,
+    factor_of,
+    first_event,
+    is_common_factor,
+    join_alike,
+    name_case,
+)
 from gradcheck_dist.diagnosis.cells import Cell, Held, average, judge, measure, pool
 from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
@@ -263,7 +271,7 @@ def _all_cases(
     if len(rest) == 1 and (is_common_factor(rest[0]) or (not anchored and rest[0].pattern.kind == "uniform")):
         # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
         # what all weights share is a part of it.
-        own = {key: weight * Fraction(rest[0].pattern.factor) for key, weight in own.items()}
+        own = {key: weight * Fraction(common_factor(rest[0])) for key, weight in own.items()}
         rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))

@@ -31,7 +31,6 @@ from gradcheck_dist.diagnosis.causes import (
     LOSS_SCALE,
     LOSSES,
     MISSING,
-    MOST_EDITS,
     MOST_REFERENCES,
     MOST_RIVALS,
     OTHER,
@@ -42,6 +41,7 @@ from gradcheck_dist.diagnosis.causes import (
     Edit,
     Explanation,
     Row,
+    choices,
     divided_too,
     divides,
     effect,
@@ -120,7 +120,7 @@ class Search:
         when none fits."""
         found: list[Explanation] = []
         limit = float("inf")
-        for chosen in self._choices():
+        for chosen in choices(self.edits):
             base = sum(self._cost_of(edit) for edit in chosen)
             if base > limit + ALIKE:
                 continue
@@ -210,13 +210,6 @@ class Search:
         if value == 0 or row.documented == 0:
             return value == row.documented
         return abs(row.documented / value - 1) <= 2 * row.allowed * min(abs(row.documented / value), 1.0)
-
-    def _choices(self) -> Iterator[tuple[Edit, ...]]:
-        yield ()
-        for count in range(1, MOST_EDITS + 1):
-            for chosen in combinations(self.edits, count):
-                if len({edit.hand for edit in chosen}) == count:
-                    yield chosen
 
     def _completed(self, edits: tuple[Edit, ...], base: float, limit: float) -> Iterator[Explanation]:
         """With as few constants as it takes: none, or else the loss's, one hand's, both, or two hands'."""
@@ -344,7 +337,7 @@ class Search:
         """How well the constant is known that all rows share, relative: what unrecorded hands did that are not blamed
         is part of it, and was measured."""
         exact = (row.exact if all(hand in blamed for hand, _ in row.gaps) else row.allowed for row in self.rows)
-        return min(max(2 * min(exact), 1e-6), COARSE)
+        return min(max(min(exact), 1e-6), COARSE)
 
     def _name_cost(self, value: float, tolerance: float) -> float:
         key = (value, tolerance)

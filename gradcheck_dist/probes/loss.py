@@ -18,10 +18,10 @@ from torch import Tensor
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.autograd import mark_recorded
-from gradcheck_dist.probes.functions import is_transformed
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.probes.stand_ins import is_transformed
 from gradcheck_dist.stats import memory
 
 

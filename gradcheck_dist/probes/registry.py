@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Plan, Site, Wrapper
 from gradcheck_dist.probes.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
-from gradcheck_dist.probes.functions import is_transformed
 from gradcheck_dist.probes.identity import embeddings_of, fingerprint, start
 from gradcheck_dist.probes.regions import Finder, Region, gradient_of, whole
+from gradcheck_dist.probes.stand_ins import stands_in
 from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
 
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -90,11 +89,6 @@ def summed_over(tensor: Any) -> tuple[int, ...]:
     place = tensor.device_mesh.get_coordinate()
     index = tuple(slice(None) if dim in dims else one for dim, one in enumerate(place))
     return tuple(tensor.device_mesh.mesh[index].flatten().tolist())
-
-
-def _stands_in(param: Tensor) -> bool:
-    """Whether a real parameter will take its place."""
-    return param.is_meta or is_lazy(param) or is_transformed(param)
 
 
 def clean_name(name: str) -> str:
@@ -181,15 +175,15 @@ class Registry:
         first forward). So are the stand-ins of torch.func's transforms, which hold no values.
         """
         for module in root.modules():
-            if not any(_stands_in(param) for param in module.parameters()):
+            if not any(stands_in(param) for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback, looked_up = type(root).__name__, embeddings_of(root)
-        trained = {id(param) for param in root.parameters() if param.requires_grad and not _stands_in(param)}
+        trained = {id(param) for param in root.parameters() if param.requires_grad and not stands_in(param)}
         trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
         self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
-            if self.find(param) is None and not _stands_in(param):
+            if self.find(param) is None and not stands_in(param):
                 yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
 
     def add_unnamed(self, param: Tensor) -> ParamInfo:

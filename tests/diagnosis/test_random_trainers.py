@@ -55,6 +55,9 @@ NAMED_WRONGLY = [
     ("averaging-and-a-hand", 91006),
     ("normalised-by-a-wrong-number", 96010),
     ("gradient-of-the-step-before", 99012),
+    ("wrong-constant", 300035),
+    ("wrong-constant", 300183),
+    ("tokens-of-the-next-rank", 300196),
 ]
 
 

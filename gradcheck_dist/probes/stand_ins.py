@@ -1,9 +1,10 @@
-"""Tensors inside of torch.func's transforms (grad, vjp, vmap), which no probe can read."""
+"""Tensors without values: inside of torch.func's transforms (grad, vjp, vmap), on the meta device, lazy ones."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 _functorch = getattr(torch._C, "_functorch", None)
 _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
@@ -12,3 +13,8 @@ _is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a transform of torch.func stands between this tensor and its values."""
     return _is_wrapped is not None and bool(_is_wrapped(tensor))
+
+
+def stands_in(param: Tensor) -> bool:
+    """Whether a real parameter will take its place."""
+    return param.is_meta or is_lazy(param) or is_transformed(param)
