@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 
 from gradcheck_dist.events import BEFORE, GradientNorm, Site
 from gradcheck_dist.probes.collectives import buffers, sample
@@ -47,37 +48,41 @@ class _Taken:
 
 def install(recorder: Recorder, patches: Patches) -> None:
     taken = _Taken()
-    watch = functools.partial(_watch, recorder, taken)
-    for owner, name in (
-        (torch.Tensor, "norm"),
-        (torch, "norm"),
-        (torch.linalg, "vector_norm"),
-        (torch.linalg, "norm"),
-        (torch, "_foreach_norm"),
-    ):
-        patches.replace(owner, name, watch)
+    # Tensor.norm and torch.norm call the first.
+    for owner, name in ((torch.linalg, "vector_norm"), (torch.linalg, "norm"), (torch, "_foreach_norm")):
+        original = getattr(owner, name)
+        patches.replace(owner, name, functools.partial(_watch, recorder, taken))
+        _script_as(original, getattr(owner, name), patches)
+
+
+def _script_as(original: Any, watched: Any, patches: Patches) -> None:
+    """Let TorchScript take the watched function for torch's own, which it knows by its identity."""
+    operator = _builtins._find_builtin(original)
+    if operator is not None:
+        _builtins._register_builtin(watched, operator)
+        patches.on_restore(lambda: _builtins._get_builtin_table().pop(id(watched), None) and None)
 
 
 def _watch(recorder: Recorder, taken: _Taken, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def norm(input: Any, *args: Any, **kwargs: Any) -> Any:
-        # Behind the first backward pass of a recorded step, outside of passes and of torch's own clips.
-        if (
-            recorder.accumulation_step
-            and recorder.sampling
-            and recorder.current is None
-            and not (recorder.suspended or recorder.in_norm)
-            and not torch.compiler.is_compiling()
-        ):
-            took(recorder, taken, input if isinstance(input, tuple | list) else (input,))
-            recorder.in_norm = True  # one of these functions calls another
-            try:
-                return original(input, *args, **kwargs)
-            finally:
-                recorder.in_norm = False
-        return original(input, *args, **kwargs)
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _may_be_of_gradients(recorder):
+            return original(*args, **kwargs)
+        given = args[0] if args else next(iter(kwargs.values()), ())
+        took(recorder, taken, given if isinstance(given, tuple | list) else (given,))
+        recorder.in_norm = True  # one of these functions calls another
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.in_norm = False
 
     return norm
+
+
+def _may_be_of_gradients(recorder: Recorder) -> bool:
+    """Behind the first backward pass of a recorded step, outside of passes and of torch's own clips."""
+    inside = recorder.suspended or recorder.in_norm or recorder.current is not None
+    return bool(recorder.accumulation_step) and recorder.sampling and not inside
 
 
 @guarded("gradient_norms")

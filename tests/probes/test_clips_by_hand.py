@@ -152,3 +152,18 @@ def test_a_clip_whose_norm_counts_what_no_rank_sees_is_told_by_the_steps_in_whic
     assert (report.verdict, report.findings) == ("clean", [])
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert any("change nothing in other steps" in problem for problem in report.coverage.problems)
+
+
+def test_watched_norms_are_scripted_and_called_as_ever(tmp_path: Path) -> None:
+    def scripted(values: torch.Tensor) -> torch.Tensor:
+        return torch.norm(values) + torch.linalg.vector_norm(values) + values.norm() + torch.linalg.norm(values)
+
+    values = torch.arange(4.0)
+    before = (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm)
+    with attach(tmp_path):
+        assert torch.linalg.vector_norm is not before[0]
+        assert torch.jit.script(scripted)(values) == 4 * torch.tensor(14.0).sqrt()  # type: ignore[no-untyped-call]
+        assert torch.linalg.vector_norm(x=values) == torch._foreach_norm(self=[values])[0]
+        compiled = torch.compile(torch.linalg.vector_norm, backend="eager", fullgraph=True)
+        assert compiled(values) == torch.linalg.vector_norm(values)
+    assert (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm) == before
