@@ -73,6 +73,10 @@ def name_case(case: Case) -> None:
     """Find names for the pattern's numbers; those of the culprit's own numbers are preferred."""
     quantities, near = dict(case.context.quantities), set[str]()
     event = case.event
+    if case.culprit.absent:
+        # What did not come is other ranks'; the number of passes only coincides with theirs.
+        ranks = ("dp_replicate", "dp_shard", "data_ranks", "world_size")
+        near |= {name for name in ranks if quantities.get(name, 1) > 1}
     if case.culprit.wrong_constant:
         # Not the event's own numbers, but one that it left out or counts twice.
         near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}

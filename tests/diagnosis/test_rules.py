@@ -168,3 +168,9 @@ def test_what_empties_gradients_unrecorded_is_named_and_its_place_is_a_gap() -> 
     finding = diagnose(run).findings[0]
     assert finding.code == "GS401" and "nothing recorded" in finding.explanation
     assert culprit_of(finding) == Culprit("backward", True, "backward")
+
+
+def test_a_missing_reduction_is_named_after_ranks_also_where_as_many_passes_add_up() -> None:
+    finding = judged(replace(AVERAGING, sync="never", accumulation=AVERAGING.data_ranks)).findings[0]
+    assert (finding.code, finding.factor.exact) == ("GS103", "2")
+    assert finding.factor.expression in ("dp_replicate", "world_size")
