@@ -164,6 +164,17 @@ class ScaleGrads(Event, tag="scale_grads"):
     accumulation_step: Index = 0
 
 
+class GradWrite(Event, tag="grad_write"):
+    """A line of the trainer's own multiplied gradients in place by `factor`; None where that is no one number.
+
+    It tells a line and is no hand of the ledgers: what happened there is measured by the samples around it. `params`
+    None: a tensor that is nobody's gradient, such as a buffer that is copied into some.
+    """
+
+    params: int | None = None
+    factor: float | None = None
+
+
 class ZeroGrad(Event, tag="zero_grad"):
     """The gradient buffers were emptied."""
 
@@ -359,6 +370,7 @@ AnyEvent = (
     | StageGradient
     | Reduce
     | ScaleGrads
+    | GradWrite
     | ZeroGrad
     | AmpUnscale
     | Clip

@@ -8,12 +8,12 @@ from statistics import median
 
 from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.culprit import Culprit, kind_of
 from gradcheck_dist.diagnosis.factors import Name, exact_fraction, name_number
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
 from gradcheck_dist.diagnosis.norms import StepNorms
 from gradcheck_dist.diagnosis.patterns import Pattern
-from gradcheck_dist.events import Clip, Event, Loss, Reduce, ScaleGrads
+from gradcheck_dist.events import Clip, Event, GradWrite, Loss, Reduce, ScaleGrads
 
 SAME_FACTOR = 1e-4
 """Two cases whose factors are nearer to one another than this, relative, may be one."""
@@ -107,7 +107,8 @@ def name_case(case: Case) -> None:
         case.base_names = name_number(pattern.base, quantities, tolerance, near=frozenset(near))
     # A name made of the culprit's own numbers comes first: others only coincide in value.
     counted = case.pattern.kind == "partial"
-    own = [name for name in case.names if near and not counted and all(part in near for part, _ in name.powers)]
+    guessed = counted or case.culprit.unrecorded  # the event is only the last before it happened
+    own = [name for name in case.names if near and not guessed and all(part in near for part, _ in name.powers)]
     case.names = own + [name for name in case.names if name not in own]
 
 
@@ -190,12 +191,14 @@ def first_event(case: Case) -> FirstEvent | None:
     culprit, event = case.culprit, case.culprit.event
     if event is None:
         return None
-    site = event.site
     before = culprit.before
+    if culprit.write is not None:
+        event, before = culprit.write, None
+    site = event.site
     return FirstEvent(
         rank=culprit.rank,
         seq=event.seq,
-        kind=culprit.kind,
+        kind=culprit.kind if culprit.write is None else kind_of(event),
         op=_operation(event),
         group=list(getattr(event, "group", ()) or ()),
         file=site.file if site else None,
@@ -204,11 +207,11 @@ def first_event(case: Case) -> FirstEvent | None:
         accumulation_step=getattr(culprit.gradient or event, "accumulation_step", None),
         microbatch=getattr(culprit.gradient or event, "microbatch", None),
         stage=getattr(culprit.gradient or event, "stage", None),
-        nominal_factor=culprit.nominal if culprit.nominal == culprit.nominal else None,
+        nominal_factor=_documented(culprit),
         observed_factor=culprit.factor,
         configured_at=case.configured_at,
         called_from=site.called_from if site else None,
-        unrecorded=culprit.unrecorded,
+        unrecorded=culprit.unrecorded and culprit.write is None,
         before=None
         if before is None
         else {
@@ -220,6 +223,12 @@ def first_event(case: Case) -> FirstEvent | None:
     )
 
 
+def _documented(culprit: Culprit) -> float | None:
+    """What the event multiplies by; None where nobody knows."""
+    factor = culprit.nominal if culprit.write is None else culprit.write.factor
+    return factor if factor == factor else None
+
+
 def _operation(event: Event) -> str | None:
     if isinstance(event, Reduce):
         return event.op
@@ -227,6 +236,8 @@ def _operation(event: Event) -> str | None:
         return f"{event.op}, reduction={event.reduction}"
     if isinstance(event, ScaleGrads):
         return f"div {event.divisor:g}"
+    if isinstance(event, GradWrite):
+        return "scale in place"
     return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes import Rival
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.events import Backward, Event, LossGradient, ScaleGrads
+from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient, ScaleGrads
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -25,7 +25,8 @@ class Culprit:
     backward passes of two pipeline stages. `spared`: nothing happened between `event` and `before`, where others were
     multiplied by this number. `hidden`: by what the causes beside a clip that nobody recorded are off further, where
     its lines divide by another number besides than is assumed. `unheard`: between `event` and `before` others were
-    given other ranks' contributions by nothing that was recorded, and this one was not.
+    given other ranks' contributions by nothing that was recorded, and this one was not. `write`: the trainer's own line
+    between the two that an unrecorded change is laid to.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Culprit:
     spared: float | None = None
     hidden: tuple[float, ...] = ()
     unheard: bool = False
+    write: GradWrite | None = None
 
     def documented(self, tolerance: float) -> bool:
         """Whether the event did what its documentation says."""

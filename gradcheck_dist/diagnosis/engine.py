@@ -41,6 +41,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, replayed, tokens_known, why_not
+from gradcheck_dist.diagnosis.own_lines import line_between
 from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_division, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
@@ -303,6 +304,9 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         configured_at=summary.configured_at(verdict.data, blamed.culprit),
     )
     case.everywhere = case.concerns_all(judged)
+    pattern = case.pattern
+    write = line_between(verdict.data, case.culprit, case.held, pattern.factor, 2 * pattern.tolerance)
+    case.culprit = replace(case.culprit, write=write)
     name_case(case)
     return case
 

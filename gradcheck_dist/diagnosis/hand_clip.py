@@ -103,10 +103,9 @@ def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
             f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is one and the same "
             "factor, whatever the norm that it leaves: a constant, and no clip."
         )
-        finding.fix, finding.suggested_experiment = (
-            "Look at what your code does to .grad between these two lines.",
-            None,
-        )
+        at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
+        finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
+        finding.suggested_experiment = None
         if effect is not None:
             verdict.effects[cause(finding)] = effect
 

@@ -16,6 +16,7 @@ from gradcheck_dist.events import (
     Backward,
     Clip,
     Event,
+    GradWrite,
     Reduce,
     ScaleGrads,
     ZeroGrad,
@@ -166,7 +167,7 @@ class _Machine:
         ops += [(point.seq, BEFORE_ORDER if point.role == 1 else AFTER_ORDER, point) for point in track.points]
         for event in data.events[rank]:
             params = getattr(event, "params", None)
-            if params is None or isinstance(event, Backward):
+            if params is None or isinstance(event, Backward | GradWrite):
                 continue
             if track.param.id in data.params_of(rank, params) and not track.is_behind_value_clip(event):
                 ops.append((event.seq, EVENT_ORDER, event))

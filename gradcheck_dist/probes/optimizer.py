@@ -117,6 +117,7 @@ def stepping(
     # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
     if not (recorder.recording and recorder.trained):
         return None
+    recorder.between_passes = False
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
@@ -281,6 +282,7 @@ def _readable(parameters: Any) -> tuple[list[Any], Any]:
 
 @guarded("clip")
 def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[ParamInfo]]:
+    recorder.between_passes = False
     infos = params_of(recorder, params)
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
@@ -291,6 +293,7 @@ def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[Par
 
 @guarded("clip")
 def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], clip_value: float) -> None:
+    recorder.between_passes = recorder.sampling
     params = recorder.registry.param_set(infos)
     recorder.emit(ClipValue, seq=seq, site=caller_site(), params=params, clip_value=float(clip_value))
 
@@ -299,6 +302,7 @@ def after_clip_value(recorder: Recorder, seq: int, infos: list[ParamInfo], clip_
 def after_clip(
     recorder: Recorder, seq: int, infos: list[ParamInfo], max_norm: float, norm_type: float, total_norm: Any
 ) -> None:
+    recorder.between_passes = recorder.sampling
     local = getattr(total_norm, "_local_tensor", total_norm)
     partial = any(placement.is_partial() for placement in getattr(total_norm, "placements", ()))
     norm: Any = number(local) if isinstance(local, Tensor) else float(local)

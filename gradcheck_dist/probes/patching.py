@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+_INHERITED = object()
+"""In the place of an original that a base class has."""
+
 
 class Patches:
     """A set of replaced attributes that can be taken back."""
@@ -26,9 +29,10 @@ class Patches:
             AttributeError: there is no such attribute (this torch differs from the ones tried).
         """
         original = getattr(owner, name)
+        inherited = isinstance(owner, type) and name not in owner.__dict__
         patched = make(original)
         setattr(owner, name, patched)
-        self._undo.append((owner, name, original, patched))
+        self._undo.append((owner, name, _INHERITED if inherited else original, patched))
 
     def on_restore(self, remove: Callable[[], None]) -> None:
         self._removers.append(remove)
@@ -48,7 +52,11 @@ class Patches:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
         for owner, name, original, patched in reversed(self._undo):
-            if getattr(owner, name, None) is patched:
+            if getattr(owner, name, None) is not patched:
+                continue
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
                 setattr(owner, name, original)
         for remove in self._removers:
             remove()

@@ -185,6 +185,7 @@ def close_step(recorder: Recorder, schedule: Any) -> None:
     if recorder.recording:
         _emit_step(recorder, schedule, site)
     recorder.accumulation_step += 1
+    recorder.between_passes = recorder.sampling
 
 
 def _emit_step(recorder: Recorder, schedule: Any, site: Site | None) -> None:

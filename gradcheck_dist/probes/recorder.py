@@ -79,6 +79,8 @@ class Recorder(Sampler):
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.reduced = False  # whether gradients were combined over several ranks at all
         self.replicas: Any = None  # set by the replicas probe
+        self.writes: Any = None  # set by the writes probe
+        self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
         self.probe_ns = 0
         self._steps = steps
@@ -142,8 +144,11 @@ class Recorder(Sampler):
 
     def end_step(self) -> None:
         """Called after an optimizer step."""
+        self.between_passes = False
         if self.recording:
             duration_ns = time.perf_counter_ns() - self._step_start_ns
+            if self.writes is not None:
+                self.writes.tell()
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms}
             self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
@@ -280,6 +285,7 @@ class Recorder(Sampler):
         if not self.recording:
             return None
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
+        self.between_passes = False
         if self._begun != self.step:
             self._begun = self.step
             left = self.read.left(self.step - 1) if self.sampling else []
@@ -339,6 +345,7 @@ class Recorder(Sampler):
             self.closure_passes += 1
         if not self.in_pipeline:
             self.accumulation_step += 1
+            self.between_passes = self.sampling
 
     def emit_reduce(self, seq: int, infos: list[ParamInfo], **fields: Any) -> None:
         current = self.current

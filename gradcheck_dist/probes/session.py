@@ -35,6 +35,7 @@ PROBES = (
     "fused",
     "optimizer",
     "gradient_norms",
+    "writes",
     "amp",
     "collectives",
     "ddp",

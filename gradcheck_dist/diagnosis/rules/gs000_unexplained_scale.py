@@ -35,6 +35,8 @@ from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS000"
 NAME = "unexplained-scale"
+LOOK_BETWEEN = "Look at what your code does to .grad between these two lines."
+DROP_IT = "Drop it, or let the loss carry its inverse; if it is meant, declare the objective that it serves."
 
 
 def triggered(context: StepContext) -> bool:
@@ -62,7 +64,10 @@ def judge(case: Case) -> Answer:
         factor = f"x {shown(culprit, case.pattern)}" if culprit.factor is not None else "a change"
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
-        fix = "Look at what your code does to .grad between these two lines."
+        fix = LOOK_BETWEEN
+        if culprit.write is not None:
+            where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
+            fix = DROP_IT
         if culprit.spared is not None:
             where = (
                 f"Between the {culprit.kind} event and {end} other gradients of the same contributions are multiplied "

@@ -1,8 +1,9 @@
 """Gradients are averaged over ranks although the loss already carries the whole normalisation.
 
 ## What it does
-Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, after a loss that was
-already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the size of the group.
+Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, or a sum that a line
+of the trainer's divides by it, after a loss that was already divided by the tokens of all ranks. Every weight is 1/R of
+what it should be, R being the size of the group.
 
 ## Why it matters
 Adam divides a uniform factor away and clipping rescales it away, so the loss curve looks fine for weeks. But the clip
@@ -37,9 +38,10 @@ or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.causes import RANKS
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS101"
@@ -52,6 +54,8 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.reduce
+    if event is not None and case.culprit.write is not None:
+        return _by_hand(case, event)
     if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -74,4 +78,22 @@ def judge(case: Case) -> Answer | None:
         explanation=f"The loss already divides by the tokens of all ranks, and {wrapper} then averages over {size} "
         f"ranks: the gradient is {name} of the objective's.",
         fix=f"Use {sum_instead}, or multiply the loss by {size} (c = R/N) so that the average undoes it.",
+    )
+
+
+def _by_hand(case: Case, event: Reduce) -> Answer | None:
+    """A sum over ranks that a line of the trainer's divides by their number; where they are as many as the
+    accumulation steps, which of both it meant is not known."""
+    size = len(event.group) * (len(event.replicate_group) or 1)
+    tolerance = max(1e-3, 2 * case.pattern.tolerance)
+    others = {part for name in case.names for part, _ in name.powers} - RANKS - {case.context.group_name(size)}
+    if size < 2 or others or case.pattern.kind != "uniform" or abs(case.pattern.factor * size - 1) > tolerance:
+        return None
+    if abs(nominal_factor(event) - 1) > tolerance:
+        return None
+    name = case.names[0].expression if case.names else f"1/{size}"
+    return Answer(
+        explanation="The loss already divides by the tokens of all ranks, and this line then divides the sum over "
+        f"{size} ranks by {size}: the gradient is {name} of the objective's.",
+        fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )

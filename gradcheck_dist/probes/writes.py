@@ -1,0 +1,160 @@
+"""The trainer's own lines that scale gradients where they lie: `p.grad /= n`, `p.grad.mul_(x)`, `torch._foreach_div_`.
+
+What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
+Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
+gradient that is replaced (`p.grad = p.grad / n`) is not seen.
+
+Methods are replaced on torch.Tensor, so `self` may be any tensor of the process: one attribute is asked, and between
+backward passes and the optimizer one address. A class with a `__torch_function__` of its own is given torch's method,
+not ours (torch.overrides.handle_torch_function).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from gradcheck_dist.events import GradWrite, Site
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.sites import caller_site
+
+METHODS = {
+    "mul_": "mul", "multiply_": "mul", "__imul__": "mul",
+    "div_": "div", "divide_": "div", "true_divide_": "div", "__itruediv__": "div",
+}  # fmt: skip
+MOST_OTHERS = 64
+"""Calls in a step, on tensors that are nobody's gradient, of which the lines are kept."""
+FOREACH = {"_foreach_mul_": "mul", "_foreach_div_": "div"}
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    recorder.writes = writes = Writes(recorder)
+    for name, op in METHODS.items():
+        patches.replace(torch.Tensor, name, functools.partial(_watch, recorder, writes, op))
+    for name, op in FOREACH.items():
+        patches.replace(torch, name, functools.partial(_watch_many, recorder, writes, op))
+
+
+def _watch(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if recorder.between_passes and not torch.compiler.is_compiling():
+            seen(recorder, writes, op, [self], args[0] if args else kwargs.get("other"))
+        if has_torch_function((self,)):
+            return handle_torch_function(original, (self,), self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return scale
+
+
+def _watch_many(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.between_passes and not torch.compiler.is_compiling():
+            seen(recorder, writes, op, self, args[0] if args else next(iter(kwargs.values()), None))
+        return original(self, *args, **kwargs)
+
+    return scale
+
+
+@guarded("writes")
+def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor], other: Any) -> None:
+    if recorder.suspended:
+        return
+    infos, value = writes.whose(tensors), _number(other)
+    factor = None if not value else value if op == "mul" else 1 / value
+    if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
+        writes.note(infos, caller_site(), factor)
+
+
+def _may_be_gradients(tensors: Sequence[Any]) -> bool:
+    return any(
+        isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad and one.dim() for one in tensors
+    )
+
+
+class Writes:
+    """Lines that wrote to gradients in this step, told when it ends: one event for neighbouring calls of one line."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._of_address: dict[int, ParamInfo] = {}
+        self._looked_at = -1  # the seq up to which the addresses are known
+        self._num_others = 0
+        self._waiting: list[tuple[int, Site | None, float | None, list[ParamInfo]]] = []
+
+    def whose(self, tensors: Sequence[Tensor]) -> list[ParamInfo]:
+        """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it)."""
+        found = []
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.requires_grad:
+                continue
+            address, size = _place(tensor)
+            info = self._of_address.get(address) if address else None
+            if address and (info is None or _place(info.param.grad) != (address, size)):
+                info = self._look(address)
+            if info is not None and _place(info.param.grad) == (address, size):
+                found.append(info)
+        return found
+
+    def _look(self, address: int) -> ParamInfo | None:
+        """Once between two events: gradients move, and most tensors that are asked about are none."""
+        if self._looked_at != self._recorder.last_seq:
+            self._looked_at = self._recorder.last_seq
+            registry = self._recorder.registry
+            infos = [*registry.infos(), *registry.copies()]
+            self._of_address = {_place(info.param.grad)[0]: info for info in infos if info.param.grad is not None}
+        return self._of_address.get(address)
+
+    def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None) -> None:
+        recorder = self._recorder
+        if self._waiting:
+            seq, last_site, last_factor, last = self._waiting[-1]
+            if (last_site, last_factor, seq, bool(last)) == (site, factor, recorder.last_seq, bool(infos)):
+                last += infos
+                return
+        if not infos:
+            self._num_others += 1
+            if self._num_others > MOST_OTHERS:
+                return
+        known = self._looked_at == recorder.last_seq
+        seq = recorder.next_seq()
+        if known:
+            self._looked_at = seq  # nothing but this line was there in between
+        self._waiting.append((seq, site, factor, infos))
+
+    def tell(self) -> None:
+        """Emit what was seen."""
+        waiting, self._waiting, self._num_others = self._waiting, [], 0
+        for seq, site, factor, infos in waiting:
+            params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
+            self._recorder.emit(GradWrite, seq=seq, site=site, params=params, factor=factor)
+
+
+def _place(tensor: Tensor | None) -> tuple[int, int]:
+    """(address, number of elements) of what lies on this rank; (0, 0) where there is no such thing."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return (local.data_ptr(), local.numel()) if local is not None else (0, 0)
+    except RuntimeError:  # sparse, fake, or a wrapper of a transform
+        return (0, 0)
+
+
+def _number(value: Any) -> float | None:
+    """What all elements are multiplied or divided by; None where it is no one number, or an accelerator has it."""
+    if isinstance(value, Tensor):
+        readable = value.numel() == 1 and value.device.type == "cpu" and not value.is_complex()
+        return float(value) if readable else None
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if abs(found) < sys.float_info.max else None

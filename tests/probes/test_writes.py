@@ -1,0 +1,171 @@
+"""Lines of the trainer's own that scale gradients where they lie: they are found, and nothing else is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import GradWrite
+from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.writes import FOREACH, METHODS
+from gradcheck_dist.trace.run import read_run
+
+NUM_BATCHES = 3
+MARK = "# here"
+"""Behind the line of this file that a finding must name."""
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def train(run_dir: Path, doing: Callable[[nn.Module], None]) -> Report:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(run_dir, objective="global-token-mean"):
+        for step in range(2):
+            data = [batch(0, NUM_BATCHES * step + k) for k in range(NUM_BATCHES)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+            for tokens, labels in data:
+                logits = model(tokens).flatten(0, 1)
+                (F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_tokens).backward()
+            doing(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+def by_operator(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad /= 3  # here
+
+
+def by_method_of_data(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.data.mul_(1 / 3)  # here
+
+
+def by_tensor(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.div_(torch.tensor(3.0))  # here
+
+
+def all_at_once(model: nn.Module) -> None:
+    torch._foreach_mul_(gradients(model), 1 / 3)  # here
+
+
+def in_a_buffer(model: nn.Module) -> None:
+    flat = torch.cat([grad.flatten() for grad in gradients(model)])
+    flat.div_(3)  # here
+    for grad, part in zip(gradients(model), flat.split([grad.numel() for grad in gradients(model)]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def beside_what_is_undone(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.mul_(8.0)
+        grad.div_(8.0)
+        grad.div_(3.0)  # here
+
+
+def line_of(doing: Callable[[nn.Module], None]) -> int:
+    first = doing.__code__.co_firstlineno
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, text in enumerate(lines, 1) if number > first and text.endswith(MARK))
+
+
+@pytest.mark.parametrize(
+    "doing", [by_operator, by_method_of_data, by_tensor, all_at_once, in_a_buffer, beside_what_is_undone]
+)
+def test_the_line_that_scales_is_the_culprit(tmp_path: Path, doing: Callable[[nn.Module], None]) -> None:
+    (finding,) = train(tmp_path / "run", doing).findings
+    event = finding.first_event
+    assert finding.code == "GS000" and event is not None
+    assert (Path(event.file or "").name, event.line) == (Path(__file__).name, line_of(doing))
+    assert (event.kind, event.unrecorded) == ("grad_write", False)
+    assert event.nominal_factor == pytest.approx(1 / 3)
+    assert finding.factor.expression == "1/accumulation_steps"
+
+
+def replaced(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = param.grad / 3 if param.grad is not None else None
+
+
+def by_either_of_two(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.div_(3)
+        grad.mul_(3)
+        grad.mul_(1 / 3)
+
+
+@pytest.mark.parametrize("doing", [replaced, by_either_of_two])
+def test_where_no_one_line_did_it_the_two_events_around_it_are_told(
+    tmp_path: Path, doing: Callable[[nn.Module], None]
+) -> None:
+    (finding,) = train(tmp_path / "run", doing).findings
+    event = finding.first_event
+    assert event is not None and event.before is not None
+    assert (event.kind, event.unrecorded, event.before["kind"]) == ("backward", True, "optimizer_step")
+
+
+def test_a_scaling_that_the_loss_waits_for_is_right(tmp_path: Path) -> None:
+    def undone(model: nn.Module) -> None:
+        for grad in gradients(model):
+            grad.mul_(5)
+            grad.div_(5)
+
+    report = train(tmp_path / "run", undone)
+    assert (report.verdict, report.findings) == ("clean", [])
+    writes = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, GradWrite)]
+    assert {write.factor for write in writes} == {5.0, 0.2}
+
+
+def test_neighbouring_calls_of_one_line_are_one_event(tmp_path: Path) -> None:
+    train(tmp_path / "run", by_operator)
+    trace = read_run(tmp_path / "run").ranks[0]
+    writes = [event for event in trace.events if isinstance(event, GradWrite)]
+    assert [write.step for write in writes] == [0, 1]
+    assert {len(trace.param_sets[write.params or 0]) for write in writes} == {len(list(Net().parameters()))}
+
+
+def test_what_an_optimizer_does_is_not_told(tmp_path: Path) -> None:
+    train(tmp_path / "run", lambda model: None)
+    assert not [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, GradWrite)]
+
+
+def test_torchs_methods_are_back_afterwards(tmp_path: Path) -> None:
+    own, before = dict(vars(torch.Tensor)), {name: getattr(torch, name) for name in FOREACH}
+    with attach(tmp_path / "run"):
+        assert all(vars(torch.Tensor)[name] is not own.get(name) for name in METHODS)
+    assert dict(vars(torch.Tensor)) == own
+    assert {name: getattr(torch, name) for name in FOREACH} == before
+
+
+def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> None:
+    torchs = torch.Tensor.mul_, torch.Tensor.__itruediv__
+    met = []
+
+    class Listening(BaseTorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            met.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with attach(tmp_path / "run"):
+        tensor = torch.full((3,), 6.0)
+        with Listening():
+            tensor.mul_(2)
+            tensor /= 3
+    assert [func for func in met if func in torchs] == list(torchs)
+    assert tensor.tolist() == [4.0, 4.0, 4.0]
