@@ -35,7 +35,7 @@ from math import log2
 
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import AmpUnscale, Clip, OptimizerStep
+from gradcheck_dist.events import AmpUnscale, Clip, GradientNorm, OptimizerStep
 
 CODE = "GS606"
 NAME = "unscale-without-scale"
@@ -74,9 +74,10 @@ def _unscaled_again(case: Case) -> Answer | None:
 
 
 def loss_scale_power(case: Case) -> int | None:
-    """n, where the case is that of everything multiplied by 2^-n just before the clip or the optimizer."""
+    """n, where the case is that of everything multiplied by 2^-n just before the clip or its norm, or the optimizer."""
     culprit, pattern = case.culprit, case.pattern
-    if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip) or pattern.kind != "uniform":
+    ends = isinstance(culprit.before, OptimizerStep | Clip | GradientNorm)
+    if not culprit.unrecorded or not ends or pattern.kind != "uniform":
         return None
     if not case.everywhere or not 0 < pattern.factor <= 2.0**-LEAST_POWER:
         return None
