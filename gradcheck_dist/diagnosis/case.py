@@ -237,7 +237,7 @@ def _operation(event: Event) -> str | None:
     if isinstance(event, ScaleGrads):
         return f"div {event.divisor:g}"
     if isinstance(event, GradWrite):
-        return "in place" if event.factor is None else f"x {event.factor:.6g} in place"
+        return "in place"
     return None
 
 

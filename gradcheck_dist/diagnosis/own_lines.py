@@ -23,7 +23,8 @@ def line_between(
     Returns:
         The only line whose number is what they are off by, else the only one whose number was measured there, else the
         only line that wrote to them at all; None where several would do. Where none wrote to these gradients, a line
-        that multiplied another tensor by this very number: a buffer from which they were filled.
+        that multiplied another tensor by this very number: a buffer from which they were filled. Behind a loss only
+        what they are off by counts.
     """
     if not culprit.unrecorded or culprit.event is None or culprit.in_flight or culprit.spared or culprit.unheard:
         return None
@@ -39,6 +40,9 @@ def line_between(
         one.seq for one in between if one.params is not None and params & {*data.params_of(culprit.rank, one.params)}
     }
     writes = [one for one in between if one.seq in mine]
+    if culprit.kind == "loss":  # it may be the loss that is wrong, and the line right
+        such = [one for one in writes or between if _is(one, off, tolerance)]
+        return such[0] if len({line_of(one) for one in such}) == 1 else None
     for value in (off, culprit.factor):
         such = [one for one in writes or between if _is(one, value, tolerance)]
         if len({line_of(one) for one in such}) == 1:
