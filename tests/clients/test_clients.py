@@ -63,6 +63,15 @@ PIPELINE = replace(
     env={"REPAIR": "1"},
     args=degrees(pp=2),
 )
+MEGATRON = Client(
+    "megatron_core_cpu.py",
+    "divided-in-the-loss",
+    "GS303",
+    "n_c^-1",
+    "return _VocabParallelCrossEntropy.apply(",
+    nproc=2,
+    needs="megatron",
+)
 INSTALLED = [
     ACCELERATE,
     replace(ACCELERATE, nproc=2),
@@ -81,6 +90,11 @@ INSTALLED = [
     TITAN,
     replace(TITAN, nproc=4, args=degrees(replicate=2, shard=2), expression="1/(dp_replicate * dp_shard)"),
     replace(TITAN, nproc=4, args=degrees(tp=2, shard=2)),
+    MEGATRON,
+    replace(
+        MEGATRON, fault="own-tokens", code="GS305", expression="num_tokens/N_r", line="torch.distributed.all_reduce("
+    ),
+    replace(MEGATRON, env={"DISTRIBUTED": "1", "BF16": "1"}),
     PIPELINE,
     replace(PIPELINE, nproc=4, args=degrees(pp=2, shard=2)),
 ]
