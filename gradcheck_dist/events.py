@@ -337,6 +337,12 @@ class Replica(Event, tag="replica"):
     num_steps_later: Count = 0
 
 
+OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim
+OWN_OPTIMIZER_PROBE = "own_optimizer"
+UNSEEN_UPDATE = (
+    "parameters are changed by no optimizer of torch.optim, and .grad was emptied before anybody saw what was read. "
+    "Leave gradients there until the next forward pass, or empty them with zero_grad() or .grad = None"
+)
 CUDA_GRAPHS = "cuda_graphs"
 """What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 
-from gradcheck_dist.diagnosis import summary
+from gradcheck_dist.diagnosis import summary, unread
 from gradcheck_dist.diagnosis.aims import Aim, aim, coefficient_unknown, may_be_meant
 from gradcheck_dist.diagnosis.alternatives import (
     LOST,
@@ -201,6 +201,8 @@ def judge_step(
     if any(case.culprit.absent for case in cases) and (inside := stepped_together(data)) is not None:
         verdict.reasons.append(inside)
         cases = [case for case in cases if not case.culprit.absent]
+    verdict.reasons += [unread.not_known(case, data) for case in cases if unread.may_be_made_up(case, data)]
+    cases = [case for case in cases if not unread.may_be_made_up(case, data)]
     if not data.complete:
         # It could still have come, and been made up for, before an optimizer that never came.
         cases = [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]

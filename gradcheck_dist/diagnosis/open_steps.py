@@ -8,7 +8,17 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis import summary
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD
 from gradcheck_dist.diagnosis.finding import Coverage
-from gradcheck_dist.events import BEFORE, CUDA_GRAPHS, UNNAMED, OptimizerStep, PipelineStep, ProbeStatus
+from gradcheck_dist.events import (
+    BEFORE,
+    CUDA_GRAPHS,
+    OWN_OPTIMIZER_PROBE,
+    UNNAMED,
+    UNSEEN_UPDATE,
+    Event,
+    OptimizerStep,
+    PipelineStep,
+    ProbeStatus,
+)
 from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData, steps_of
 from gradcheck_dist.trace.run import Run
@@ -48,7 +58,7 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
         reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
     reasons += summary.foreign(run, data)
     if not data.complete:
-        reasons.append(f"step {data.step} did not reach the optimizer on every rank")
+        reasons.append(_not_reached(data))
     if replayed(data):
         reasons.append(f"a part of the step {REPLAYED}")
     alone = ", ".join(map(str, passes_unmatched(data)))
@@ -83,13 +93,20 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     return reasons
 
 
+def _not_reached(data: StepData) -> str:
+    if any(_tells(event, OWN_OPTIMIZER_PROBE) for of_rank in data.events.values() for event in of_rank):
+        return f"what was read of a step's gradients is not known: {UNSEEN_UPDATE}"
+    return f"step {data.step} did not reach the optimizer on every rank"
+
+
+def _tells(event: Event, probe: str) -> bool:
+    """Whether an event tells what a probe did not see."""
+    return isinstance(event, ProbeStatus) and event.probe == probe and not event.active
+
+
 def replayed(data: StepData) -> bool:
     """Whether some of the step's gradients, or its optimizer's step, came out of a CUDA graph."""
-    return any(
-        isinstance(event, ProbeStatus) and event.probe == CUDA_GRAPHS
-        for of_rank in data.events.values()
-        for event in of_rank
-    )
+    return any(_tells(event, CUDA_GRAPHS) for of_rank in data.events.values() for event in of_rank)
 
 
 def passes_unmatched(data: StepData) -> list[int]:

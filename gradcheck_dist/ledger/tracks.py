@@ -12,6 +12,7 @@ import numpy as np
 from gradcheck_dist.events import (
     BEFORE,
     LEAF,
+    OWN_OPTIMIZER,
     AmpUnscale,
     Backward,
     ClipValue,
@@ -129,6 +130,7 @@ def step_data(run: Run, step: int) -> StepData:
         rank: sorted((e for e in trace.events if e.step == step), key=lambda e: e.seq)
         for rank, trace in run.ranks.items()
     }
+    _leave_to_torch(events)
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
     names = distinct_names(run)
     names |= crossed(run, events, names)
@@ -141,6 +143,17 @@ def step_data(run: Run, step: int) -> StepData:
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     copies = {key: other for key, other in beside(run, names).items() if _got_gradients(tracks, (key, other))}
     return StepData(step, events, sets, dict(tracks), complete, wrappers, tied, copies)
+
+
+def _leave_to_torch(events: dict[int, list[Event]]) -> None:
+    """Where an optimizer of torch's steps on some ranks and none on others, these are given its parameters: that they
+    change is no step of theirs."""
+    steps = {
+        event.optimizer == OWN_OPTIMIZER for e in events.values() for event in e if isinstance(event, OptimizerStep)
+    }
+    if len(steps) > 1:
+        for rank, of_rank in events.items():
+            events[rank] = [e for e in of_rank if not (isinstance(e, OptimizerStep) and e.optimizer == OWN_OPTIMIZER)]
 
 
 def _join_tied(

@@ -204,6 +204,8 @@ def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
     else:
         params = list(owner.parameters())
     recorder.abandon_evaluation()
+    if recorder.own_optimizer is not None:
+        recorder.own_optimizer.look()
     infos = recorder.registry.asked_before(params, owner=True)
     if infos is None:
         infos = [info for param in params if (info := recorder.registry.find(param)) is not None]

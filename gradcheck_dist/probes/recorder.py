@@ -81,6 +81,7 @@ class Recorder(Sampler):
         self.replicas: Any = None  # set by the replicas probe
         self.writes: Any = None  # set by the writes probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
+        self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
         self.probe_ns = 0
         self._steps = steps
@@ -122,6 +123,8 @@ class Recorder(Sampler):
     def ensure_step(self) -> None:
         """Called by whatever belongs to a step: opens the next one if the last has ended."""
         self.trained = True
+        if self.own_optimizer is not None:
+            self.own_optimizer.look()
         if self._stepped:
             self._stepped = False
             if self._rows or self._on_host:
@@ -239,6 +242,8 @@ class Recorder(Sampler):
 
     def finish(self) -> None:
         """Write all that is left, waiting for what is still on its way."""
+        if self.own_optimizer is not None:
+            self.own_optimizer.look()
         self.flush_samples()
         self._fold_step()
         self.copies.poll(wait=True)
@@ -283,6 +288,8 @@ class Recorder(Sampler):
             return None
         self.ensure_step()
         if not self.recording:
+            if self.own_optimizer is not None:
+                self.own_optimizer.note()
             return None
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         self.between_passes = False

@@ -36,6 +36,7 @@ PROBES = (
     "optimizer",
     "gradient_norms",
     "writes",
+    "own_optimizer",
     "amp",
     "collectives",
     "ddp",

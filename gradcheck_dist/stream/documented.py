@@ -14,6 +14,7 @@ from math import isnan, nan, prod
 
 from gradcheck_dist.diagnosis.cells import systematic
 from gradcheck_dist.events import (
+    OWN_OPTIMIZER,
     SHARDING,
     AmpUnscale,
     AnyEvent,
@@ -124,6 +125,8 @@ def ways_of(shape: StepShape, param_sets: dict[int, tuple[int, ...]]) -> ShapeWa
     for kind, what in ((ClipValue, "gradients were clipped by value"), (ProbeError, "a probe failed")):
         if any(isinstance(event, kind) for event in events):
             result.reasons.append(what)
+    if any(isinstance(event, OptimizerStep) and event.optimizer == OWN_OPTIMIZER for event in events):
+        result.reasons.append("what steps is no optimizer of torch.optim: what it divides by is not recorded")
     concerning: dict[int, list[AnyEvent]] = {}
     for event in events:
         for param in param_sets.get(getattr(event, "params", None), ()):  # type: ignore[arg-type]

@@ -1,0 +1,196 @@
+"""Optimizers that are none of torch.optim: a hand-written `p -= lr * p.grad`, or a library's own class.
+
+Nothing calls a hook when such an optimizer steps. What tells is that parameters hold other values than behind the last
+backward pass, when the next loss is computed, a backward pass begins or gradients are emptied. The step ends there.
+What it read are the gradients that still lie in `.grad`, or did until they were emptied: they are held until then.
+
+On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
+Where torch.optim is in use, this probe rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from gradcheck_dist.events import BEFORE, OWN_OPTIMIZER, OWN_OPTIMIZER_PROBE, UNSEEN_UPDATE, OptimizerStep
+from gradcheck_dist.probes import autograd
+from gradcheck_dist.probes.norms import record_norms
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.samples import elements
+from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.stats.sampling import sample_positions
+
+MAX_PARAMS, MAX_VALUES = 8, 16
+"""Whose values are looked at, and how many of each."""
+
+
+class OwnOptimizer:
+    """What parameters held behind the last backward pass, and the gradients that it left."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun = False  # whether a backward pass came since the last step
+        self._noted: list[tuple[Tensor, Tensor, Tensor | tuple[int, int]]] = []
+        self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by the gradient's address
+        self._zero: set[int] = set()  # parameters whose gradient is zero as it came
+        self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
+
+    def passed(self, touched: dict[int, ParamInfo]) -> None:
+        """A backward pass is over."""
+        self._emptied.clear()
+        step = {info.id: info for info, _ in self.grads.values()} | touched
+        held = ((info, grad, _local(grad)) for info in step.values() if (grad := info.param.grad) is not None)
+        self.grads = {local.data_ptr(): (info, grad) for info, grad, local in held if local is not None}
+        self._zero = {info.id for info, grad in self.grads.values() if not _is_there(grad)}
+        self.note([info.param for info, _ in self.grads.values() if not info.regions])
+
+    def note(self, params: list[Tensor] | None = None) -> None:
+        """Note what parameters hold when a step has begun; None: of those that were noted before."""
+        self._begun = True
+        if params is None:
+            self._noted = [(param, which, _state(param, which)) for param, which, _ in self._noted]
+            return
+        chosen = params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
+        found = [(param, local) for param in chosen if (local := _local(param)) is not None]
+        places = [torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)) for _, local in found]
+        on_device = [which.to(local.device) for which, (_, local) in zip(places, found, strict=True)]
+        self._noted = [(param, which, _state(param, which)) for (param, _), which in zip(found, on_device, strict=True)]
+
+    def emptied(self, grad: Tensor) -> None:
+        """A gradient is about to be filled with zeros by hand."""
+        recorder = self._recorder
+        info, held = self.grads[grad.data_ptr()]
+        if held.shape != grad.shape or recorder.current is not None or info.id in self._emptied:
+            return
+        found = recorder.registry.plan(info, held) if recorder.sampling and info.active else None
+        values = elements(found[1].detach(), found[0].indices) if found is not None else None
+        if found is not None and values is not None:
+            self._emptied[info.id] = (found[0], values)
+
+    def look(self) -> None:
+        """Whether an optimizer has stepped since: most parameters are not what they were."""
+        if self._begun and self._noted and self._recorder.current is None:
+            look(self._recorder, self)
+
+    def compare(self) -> None:
+        changed = sum(not _same(state, _state(param, which)) for param, which, state in self._noted)
+        if 2 * changed >= len(self._noted):
+            self._stepped()
+
+    def _stepped(self) -> None:
+        recorder, held = self._recorder, list(self.grads.values())
+        emptied = dict(self._emptied)
+        self._begun, self.grads = False, {}
+        self._emptied.clear()
+        if not recorder.recording:
+            recorder.end_step()
+            return
+        seq, infos = recorder.next_seq(), [info for info, _ in held]
+        left = [(info, grad) for info, grad in held if info.id not in emptied]
+        there = [(info, grad) for info, grad in left if info.id in self._zero or _is_there(grad)]
+        if len(there) + len(emptied) < len(infos) and recorder.sampling:
+            recorder.status(OWN_OPTIMIZER_PROBE, False, UNSEEN_UPDATE)
+            recorder.end_step()
+            return
+        for info, grad in there:
+            recorder.sample(seq, BEFORE, info, grad)
+        for plan, values in emptied.values():
+            recorder.keep(seq, BEFORE, plan, values)
+        recorder.read.note(recorder.step, [info for info, _ in there])
+        if all(info.param.grad is grad for info, grad in there) and not emptied:
+            record_norms(recorder, seq, infos)
+        recorder.emit(
+            OptimizerStep,
+            seq=seq,
+            site=caller_site(),
+            optimizer=OWN_OPTIMIZER,
+            params=recorder.registry.param_set(infos),
+        )
+        recorder.end_step()
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    own = recorder.own_optimizer = OwnOptimizer(recorder)
+
+    def rest(*_: Any) -> None:
+        recorder.own_optimizer = None
+
+    def watch_making(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            rest()
+
+        return make
+
+    def watch_zero(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(original)
+        def zero_(self: Tensor) -> Tensor:
+            if torch.compiler.is_compiling() or recorder.own_optimizer is None or not own.grads:
+                return original(self)
+            if self.layout is torch.strided and self.data_ptr() in own.grads:
+                emptied(recorder, own, self)
+            return original(self)
+
+        return zero_
+
+    def closed(recorder: Recorder, current: BackwardPass) -> None:
+        if recorder.own_optimizer is not None:
+            passed(recorder, own, current)
+
+    patches.replace(Optimizer, "__init__", watch_making)
+    patches.on_restore(register_optimizer_step_pre_hook(rest).remove)
+    patches.replace(Tensor, "zero_", watch_zero)
+    patches.on_restore(rest)
+    autograd.CLOSE_LISTENERS.append(closed)
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(closed))
+
+
+@guarded("own_optimizer")
+def passed(recorder: Recorder, own: OwnOptimizer, current: BackwardPass) -> None:
+    own.passed(current.touched)
+
+
+@guarded("own_optimizer")
+def emptied(recorder: Recorder, own: OwnOptimizer, grad: Tensor) -> None:
+    own.emptied(grad)
+
+
+@guarded("own_optimizer")
+def look(recorder: Recorder, own: OwnOptimizer) -> None:
+    own.compare()
+
+
+def _local(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor; None where that is nothing."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.is_meta or not local.numel() or local.layout is not torch.strided or not local.untyped_storage().size():
+        return None
+    return local
+
+
+def _state(param: Tensor, which: Tensor) -> Tensor | tuple[int, int]:
+    local = getattr(param, "_local_tensor", param)
+    if local.device.type != "cpu":
+        return (local._version, local.data_ptr())
+    return local.detach().take(which) if int(which.max()) < local.numel() else torch.empty(0)
+
+
+def _same(one: Tensor | tuple[int, int], other: Tensor | tuple[int, int]) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (not isinstance(one, Tensor) and one == other)
+
+
+def _is_there(grad: Tensor) -> bool:
+    """Whether a gradient was not filled with zeros. On an accelerator nobody waits to see that."""
+    local = _local(grad)
+    return local is not None and (local.device.type != "cpu" or bool(local.any()))

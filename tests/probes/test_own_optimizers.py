@@ -1,0 +1,177 @@
+"""Optimizers that are none of torch.optim: a hand-written update, a library's own class. Steps are told apart by what
+parameters hold; what cannot be known accuses nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+STEPS, ACCUMULATION, RATE = 4, 3, 0.1
+Update = Callable[[nn.Module], None]
+
+
+def set_to_none(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= RATE * grad(param)
+            param.grad = None
+
+
+def zero_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.add_(grad(param), alpha=-RATE)
+        grad(param).zero_()
+
+
+def zero_through_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data -= RATE * grad(param).data
+        grad(param).data.zero_()
+
+
+def zero_grad(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data - RATE * grad(param)
+    model.zero_grad()
+
+
+def times_zero(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data -= RATE * grad(param)
+        grad(param).mul_(0)
+
+
+def dividing(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= RATE / ACCUMULATION * grad(param)
+            param.grad = None
+
+
+def halved_once_more(model: nn.Module) -> None:
+    for param in model.parameters():
+        grad(param).div_(2)
+    set_to_none(model)
+
+
+def grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def train(
+    update: Update, divisor: float = 1.0, *, folder: Path | None = None, after: Update | None = None
+) -> list[float]:
+    """Parameters' sums. `divisor` divides each loss once more; `after` runs behind each backward pass."""
+    torch.manual_seed(0)
+    model = Net()
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            data = [batch(0, k) for k in range(ACCUMULATION)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+            for tokens, labels in data:
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+                (loss / num_tokens / divisor).backward()
+                if after is not None:
+                    after(model)
+            update(model)
+
+    if folder is None:
+        loop()
+    else:
+        with attach(folder, steps=range(STEPS - 1)):
+            loop()
+    return [float(param.detach().double().sum()) for param in model.parameters()]
+
+
+def judged(folder: Path, update: Update, divisor: float = 1.0, after: Update | None = None) -> Report:
+    train(update, divisor, folder=folder, after=after)
+    return diagnose(read_run(folder))
+
+
+@pytest.mark.parametrize("update", [set_to_none, zero_by_hand, zero_through_data, zero_grad])
+def test_a_right_one_is_clean_and_trains_as_before(tmp_path: Path, update: Update) -> None:
+    report = judged(tmp_path, update)
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+    assert report.run.steps == list(range(STEPS - 1))
+    assert train(update) == train(update, folder=tmp_path / "again")
+    steps = [event for event in read_run(tmp_path).ranks[0].events if isinstance(event, OptimizerStep)]
+    assert {step.optimizer for step in steps} == {OWN_OPTIMIZER}
+
+
+@pytest.mark.parametrize("update", [set_to_none, zero_by_hand, zero_grad])
+def test_what_divides_twice_is_found(tmp_path: Path, update: Update) -> None:
+    [finding] = judged(tmp_path, update, divisor=ACCUMULATION).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
+
+
+def test_what_the_update_itself_does_to_gradients_in_place_is_seen(tmp_path: Path) -> None:
+    [finding] = judged(tmp_path, halved_once_more).findings
+    assert finding.factor.observed == pytest.approx(0.5)
+    assert finding.first_event is not None and finding.first_event.unrecorded
+
+
+def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> None:
+    report = judged(tmp_path, dividing, divisor=1 / ACCUMULATION)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("x 3 = accumulation_steps in .grad" in reason for reason in report.reasons), report.reasons
+
+
+def test_gradients_that_nobody_saw_before_they_were_emptied_are_told(tmp_path: Path) -> None:
+    report = judged(tmp_path, times_zero)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("empty them with zero_grad()" in reason for reason in report.reasons), report.reasons
+
+
+def test_what_differs_between_contributions_is_found_also_there(tmp_path: Path) -> None:
+    def halve(model: nn.Module) -> None:
+        for param in model.parameters():
+            grad(param).mul_(0.5)
+
+    [finding] = judged(tmp_path, times_zero, after=halve).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.5))
+
+
+def test_values_that_change_before_an_optimizer_of_torch_comes_are_no_step(tmp_path: Path) -> None:
+    """An embedding that is renormalised in forward, and gradients of which one is emptied on purpose."""
+    torch.manual_seed(0)
+    with attach(tmp_path, steps=range(2)):
+        embed, head = nn.Embedding(12, 8, max_norm=0.5), nn.Linear(8, 12)
+        for step in range(3):
+            for k in range(2):
+                tokens = torch.arange(6) + k
+                (F.cross_entropy(head(embed(tokens)), tokens) / 2).backward()
+            if step == 0:
+                optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=RATE)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.run.steps) == ("clean", [0, 1]), report.reasons
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_a_step_that_broke_off_accuses_no_common_factor(tmp_path: Path, divisor: float) -> None:
+    """Two of three microbatches of a right trainer weigh two thirds of what their tokens alone would."""
+    torch.manual_seed(0)
+    with attach(tmp_path):
+        model = Net()
+        torch.optim.SGD(model.parameters(), lr=RATE)
+        for _ in range(2):
+            tokens, labels = batch(0, 0)
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / divisor).backward()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("so far: whether more was to come" in reason for reason in report.reasons), report.reasons
