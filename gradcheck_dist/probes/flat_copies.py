@@ -37,7 +37,7 @@ def regions_by_value(tensor: Tensor, infos: Sequence[ParamInfo]) -> list[Region]
     sizes = tuple(info.param.numel() for info in held)
     runs = _runs(sizes, flat.numel())[:MAX_TRIED]
     padding = flat.numel() - sum(sizes)
-    if not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
+    if held and not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
         runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
     for order, first, last in runs:
         run = held[::order][first:last]

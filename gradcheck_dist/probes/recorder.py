@@ -261,10 +261,7 @@ class Recorder(Sampler):
         self.copies.bring(on_the_way, functools.partial(self._write_columns, self.step, events, deferred))
         self.copies.poll()
 
-    def _write_columns(
-        self, step: int, events: list[Event], deferred: Deferred,
-        host: Tensor,
-    ) -> None:  # fmt: skip
+    def _write_columns(self, step: int, events: list[Event], deferred: Deferred, host: Tensor) -> None:
         assert self.columns is not None
         whole = sorted([*events, *read(deferred, host)], key=lambda event: event.seq)
         self.columns.add(step, cast(list[AnyEvent], whole))

@@ -52,6 +52,14 @@ def test_what_is_no_copy_is_not_known() -> None:
     assert regions_by_value(whole[:-1], known) == []
 
 
+def test_a_small_counter_that_is_reduced_before_any_gradient_is_there_is_no_copy() -> None:
+    assert regions_by_value(torch.zeros(2), []) == []
+    known = infos()
+    for info in known:
+        info.param.grad = None
+    assert regions_by_value(torch.zeros(2), known) == []
+
+
 def test_an_embedding_that_few_tokens_reached_is_known() -> None:
     known = infos()
     table = nn.Parameter(torch.randn(200, 8))
