@@ -163,7 +163,7 @@ def _search(roots: Sequence[Tensor]) -> _Found:
         elif name == "LogSoftmaxBackward":
             found.log_softmaxes.append(node)
         elif name == "LogsumexpBackward":
-            found.logsumexp_inputs.add(_source(node))
+            found.logsumexp_inputs |= _normalised(_source(node))
         elif name in _OTHERS:
             found.others.append(_OTHERS[name])
             if name in _CURVED:
@@ -195,11 +195,23 @@ def _name(node: Any) -> str:
 
 def _source(node: Any) -> Any:
     """The node that made a node's first input, seen through views and copies."""
+    return _seen_through(node.next_functions[0][0]) if node is not None and node.next_functions else None
+
+
+def _seen_through(node: Any) -> Any:
     for _ in range(log_probs.MAX_HOPS):
-        node = node.next_functions[0][0] if node is not None and node.next_functions else None
-        if not _name(node).startswith(log_probs.PASS_THROUGH):
+        if not _name(node).startswith(log_probs.PASS_THROUGH) or not node.next_functions:
             break
+        node = node.next_functions[0][0]
     return node
+
+
+def _normalised(source: Any) -> set[Any]:
+    """What a logsumexp normalises: its input, or the pieces that this was put together from (logits of candidates from
+    several places)."""
+    if _name(source) != "CatBackward":
+        return {source}
+    return {source, *(_seen_through(piece) for piece, _ in source.next_functions)}
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> None:

@@ -42,6 +42,13 @@ def with_a_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return picked_logits(logits, labels) + 1e-3 * logits.logsumexp(-1).pow(2).mean()
 
 
+def candidates_from_two_places(logits: Tensor, labels: Tensor) -> Tensor:
+    """In-batch negatives: logits of several kinds side by side below one softmax, the positive of the first kind."""
+    scores = 2 * logits
+    together = torch.cat([scores, logits.flip(1)], dim=1)
+    return ((together.logsumexp(1) - scores[torch.arange(6), labels]) * MASK).sum() / DIVISOR
+
+
 def indexed(logits: Tensor, labels: Tensor) -> Tensor:
     log_probs = logits.log_softmax(-1)
     return -(log_probs[torch.arange(6), labels] * MASK).sum() / DIVISOR
@@ -54,6 +61,7 @@ def one_hot(logits: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "logsumexp minus picked logit": picked_logits,
     "the same beside a z-loss": with_a_z_loss,
+    "logsumexp over candidates from two places": candidates_from_two_places,
     "log-probabilities by index": indexed,
     "one-hot targets": one_hot,
     "cross_entropy, mean": lambda logits, labels: early_cross_entropy(logits, ignored(labels)) * TOKENS / DIVISOR,
