@@ -18,6 +18,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.bare_means import added_means
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.diagnosis.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
 from gradcheck_dist.ledger.expected import expected_weights
@@ -41,6 +42,7 @@ class Aim:
     relative: bool = False
     of_means: bool = False
     reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.relative:
@@ -100,6 +102,8 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
         return _relative(contributions, measured)
     groups = independent(data, contributions)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
+    if groups_of_parts := parts_of_one_loss(data, contributions):
+        return _in_parts(objective, counted, groups_of_parts, measured)
     weighted = _by_class_weights(contributions)
     computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
     if (weighted is None and not computed) or not _wrong(counted, measured):
@@ -110,6 +114,22 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
         if not _wrong(other, measured):
             return other
     return _relative(contributions, measured) if computed else counted
+
+
+def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
+    """The samples of one loss that several passes evaluate count once, unless the weights are right as if each pass
+    had a batch of its own: the verdict is open then."""
+    num = max(len(group) for group in groups)
+    same = f"{num} backward passes differentiate losses of one value on the same labels, with other gradients"
+    once = Aim(counted.contributions, counted_once(objective, counted.tokens, groups), counted.tokens)
+    if _wrong(once, measured) and not _wrong(counted, measured):
+        counted.reasons.append(
+            f"{same}: where these are parts of one loss over one batch, all weigh 1/{num} of what they should; where "
+            "each pass has a batch of its own, they weigh what they should"
+        )
+        return counted
+    once.remarks.append(f"{same}: they are taken for parts of one loss over one batch, whose samples count once")
+    return once
 
 
 def _expected(

@@ -174,7 +174,7 @@ def judge_step(
     verdict.contributions = context.contributions = target.contributions
     context.relative, context.of_means = target.relative, target.of_means
     name_places(measured, data, target.contributions, expected)
-    verdict.remarks += [*on_the_way.remarks, *means.remarks]
+    verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]
     verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected, own)

@@ -93,6 +93,17 @@ class ShapeWays:
         return rows if len(rows) == len(self.value_rows) else []
 
     @cached_property
+    def rows_of_slots(self) -> list[list[tuple[int, int]]]:
+        """Where the labels' checksums and the values of each slot's losses lie; of one slot only unless all are alike
+        in number and known."""
+        of: dict[int, list[tuple[int, int]]] = {}
+        for slot, labels, value in zip(self.slot_of, self.hash_rows, self.value_rows, strict=True):
+            if labels is None or value is None:
+                return [[]]
+            of.setdefault(slot, []).append((labels, value))
+        return list(of.values()) if len({len(rows) for rows in of.values()}) == 1 else [[]]
+
+    @cached_property
     def all_mean(self) -> bool:
         return all(self.is_mean)
 

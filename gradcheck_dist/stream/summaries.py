@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD
+from gradcheck_dist.diagnosis.parts import LEAST
 from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEnd, Samples, StepColumns, StepShape
 from gradcheck_dist.stream.documented import ShapeWays, ways_of
 from gradcheck_dist.trace.frames import Damage
@@ -115,7 +116,20 @@ class Block:
         for low, high in self.shape.spread_rows:
             least, largest = self.rows([low, high], "<f8")
             mixed |= ~(np.abs(largest - least) <= MAX_SPREAD * np.abs(largest))
+        mixed |= self._in_parts()
         return mixed
+
+    def _in_parts(self) -> np.ndarray:
+        """Steps in which a later pass has the labels and the loss of the first: parts of one loss, or one batch that
+        was evaluated again. Shape (num_steps,)."""
+        first, *later = self.shape.rows_of_slots
+        found = np.zeros(self.num_steps, dtype=bool)
+        for of_slot in later:
+            values, others = (self.rows([value for _, value in of], "<f8") for of in (first, of_slot))
+            hashes, other_hashes = (self.rows([of_labels for of_labels, _ in of], "<i8") for of in (first, of_slot))
+            close = np.abs(values - others) <= LEAST * np.abs(values)
+            found |= (close & (hashes == other_hashes)).all(axis=0)
+        return found
 
 
 KnownShapes = dict[tuple[bytes, tuple[tuple[int, tuple[int, ...]], ...]], ShapeWays]
@@ -305,7 +319,7 @@ def summarise(rank: int, number: int, block: Block, objective: str) -> Summary:
     return Summary(
         rank, block.first_step, number, num_tokens, len(shape.weight_rows), low, high, block.hashes(),
         loss, block.norms(),
-        block.is_mixed() if shape.spread_rows else None,
+        block.is_mixed() if shape.spread_rows or len(shape.rows_of_slots) > 1 else None,
     )  # fmt: skip
 
 

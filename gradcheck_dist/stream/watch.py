@@ -188,7 +188,7 @@ class Watch:
         mixed = self._mixed[:, columns].any(axis=0)
         reasons = list(setting.reasons)
         if mixed.any():
-            reasons.append("tokens of one loss have unequal weights")
+            reasons.append("tokens of one loss have unequal weights, or several passes have one loss")
         for reason in reasons:
             self.reasons[reason] = self.reasons.get(reason, 0) + len(columns)
         if setting.reasons:
