@@ -10,7 +10,7 @@ CHECKED := gradcheck_dist tests benchmarks examples docs
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
 	@echo "make test     everything that must hold: lint, types, layers, tests"
-	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
+	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, sentence-transformers, ignite, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; what is kept already is left out"

@@ -38,6 +38,13 @@ PLAIN = [
 TRAINER = Client("transformers_trainer.py", *PER_BATCH, needs="transformers")
 SFT = Client("trl_sft.py", *PER_BATCH, needs="trl")
 ACCELERATE = Client("accelerate_loop.py", *DIVIDED_TWICE, "loss = ", needs="accelerate")
+SENTENCES = Client(
+    "sentence_transformers_trainer.py",
+    *DIVIDED_TWICE,
+    "self.accelerator.backward(loss",
+    needs="sentence_transformers",
+)
+IGNITE = Client("ignite_trainer.py", *DIVIDED_TWICE, LOSS, needs="ignite")
 FABRIC = Client("lightning_fabric.py", *DIVIDED_NEVER, LOSS, needs="lightning")
 LIGHTNING = Client("lightning_trainer.py", *DIVIDED_TWICE, LOSS, needs="lightning")
 DEEPSPEED = Client("deepspeed_zero.py", *DIVIDED_TWICE, "loss = cross_entropy(", nproc=2, needs="deepspeed")
@@ -78,6 +85,10 @@ INSTALLED = [
     Client("accelerate_fsdp2.py", *DIVIDED_TWICE, "loss = nn.functional", nproc=2, needs="accelerate"),
     TRAINER,
     replace(TRAINER, nproc=2),
+    SENTENCES,
+    replace(SENTENCES, nproc=2),
+    IGNITE,
+    replace(IGNITE, nproc=2),
     FABRIC,
     replace(FABRIC, env={"DEVICES": "2"}),
     LIGHTNING,
