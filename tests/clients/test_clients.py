@@ -41,7 +41,7 @@ ACCELERATE = Client("accelerate_loop.py", *DIVIDED_TWICE, "loss = ", needs="acce
 SENTENCES = Client(
     "sentence_transformers_trainer.py",
     *DIVIDED_TWICE,
-    "self.accelerator.backward(loss",
+    "loss.backward(",
     needs="sentence_transformers",
 )
 IGNITE = Client("ignite_trainer.py", *DIVIDED_TWICE, LOSS, needs="ignite")
