@@ -121,7 +121,7 @@ def test_what_divides_twice_is_found(tmp_path: Path, update: Update) -> None:
 def test_what_the_update_itself_does_to_gradients_in_place_is_seen(tmp_path: Path) -> None:
     [finding] = judged(tmp_path, halved_once_more).findings
     assert finding.factor.observed == pytest.approx(0.5)
-    assert finding.first_event is not None and finding.first_event.unrecorded
+    assert finding.first_event is not None and finding.first_event.file == __file__
 
 
 def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> None:
