@@ -22,6 +22,7 @@ from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.step_verdict import HIDDEN, Scaling, StepVerdict, cause
+from gradcheck_dist.diagnosis.written import is_exactly_written
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -56,6 +57,8 @@ def could_be_clip(case: Case) -> bool:
 
 def _scaled_alike(case: Case) -> bool:
     culprit, pattern = case.culprit, case.pattern
+    if culprit.write is not None and is_exactly_written(culprit.write.factor):
+        return False
     ends = isinstance(culprit.before, OptimizerStep | Clip)
     return culprit.unrecorded and ends and pattern.kind == "uniform" and pattern.factor > 0 and case.everywhere
 

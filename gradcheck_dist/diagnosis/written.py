@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from math import isfinite
 
 from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
 
 Measured = tuple[float, float]
 """(value, relative tolerance)"""
+EXACT = sys.float_info.epsilon
+MOST_WRITTEN = 2.0**24
 VAGUE = 1e-3
 """With a wider tolerance than this every number is near to one that people write."""
 SIMPLE = 3.5
@@ -38,3 +42,13 @@ def is_written(value: float, tolerance: float, quantities: Mapping[str, float]) 
     if tolerance <= VAGUE and exact_fraction(size, tolerance) is not None:
         return True
     return any(name.cost < SIMPLE for name in name_number(size, quantities, max(tolerance, 1e-6)))
+
+
+def is_exactly_written(factor: float | None) -> bool:
+    """Whether a factor that was read from the program's own call, to all its digits, is one of few digits or one over a
+    whole number: what is computed from gradients is never that."""
+    if not factor or not isfinite(factor):
+        return False
+    size = abs(factor)
+    whole = [one for one in (size, 1 / size) if one <= MOST_WRITTEN and abs(one - round(one)) <= 4 * EXACT * one]
+    return bool(whole) or float(f"{size:.2e}") == size

@@ -42,7 +42,8 @@ def culprit(event: FirstEvent) -> Culprit:
     place += [f"microbatch {event.microbatch}"] if event.microbatch is not None else []
     place += [f"stage {event.stage}"] if event.stage is not None else []
     facts = ["first on " + ", ".join(place)]
-    factors = {"documented": event.nominal_factor, "measured": event.observed_factor}
+    by_itself = "written" if event.kind == "grad_write" else "documented"
+    factors = {by_itself: event.nominal_factor, "measured": event.observed_factor}
     told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
     if told:
         facts.append(f"multiplies by {', '.join(told)}")

@@ -169,3 +169,26 @@ def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> N
             tensor /= 3
     assert [func for func in met if func in torchs] == list(torchs)
     assert tensor.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_number_that_somebody_wrote_is_no_clip(tmp_path: Path) -> None:
+    """Behind a clip that acts a constant leaves a round norm too."""
+
+    def clipped_and_halved(model: nn.Module) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+        for grad in gradients(model):
+            grad.mul_(0.25)
+
+    (finding,) = train(tmp_path / "run", clipped_and_halved).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.25))
+    assert finding.first_event is not None and finding.first_event.kind == "grad_write"
+
+
+def test_a_factor_that_is_computed_may_be_a_clip(tmp_path: Path) -> None:
+    def clipped(model: nn.Module) -> None:
+        norm = float(torch.stack([grad.norm() for grad in gradients(model)]).norm())
+        for grad in gradients(model):
+            grad.mul_(min(1.0, 0.02 / norm))
+
+    report = train(tmp_path / "run", clipped)
+    assert (report.verdict, report.findings) == ("clean", [])

@@ -5,7 +5,8 @@ Finds one factor below 1 that no recorded event accounts for, the same on every 
 came between the last reduction (or backward) and the optimizer. Clipping by norm leaves just this. Where the norm that
 it left is one that people write (1.0, 0.5), it is a clip, and nothing is found. Else a clip and a mistake cannot be
 told apart by one step: this is a warning, not an accusation. In several steps a clip leaves one norm and a constant is
-one factor: the first is then clean and the second an error (GS000). Powers of two are loss scales (GS606).
+one factor: the first is then clean and the second an error (GS000). So is a number of few digits that a line of the
+trainer's multiplies by in place. Powers of two are loss scales (GS606).
 
 ## Why it matters
 A clip scales all weights of a step alike and is meant. A forgotten constant looks the same in one step and is not: it

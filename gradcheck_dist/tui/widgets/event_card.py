@@ -7,7 +7,17 @@ from textual.widgets import Static
 
 from gradcheck_dist.diagnosis.cells import Cell
 from gradcheck_dist.diagnosis.finding import FirstEvent
-from gradcheck_dist.events import AmpUnscale, Clip, GradientNorm, Loss, LossGradient, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.events import (
+    AmpUnscale,
+    Clip,
+    GradientNorm,
+    GradWrite,
+    Loss,
+    LossGradient,
+    OptimizerStep,
+    Reduce,
+    ScaleGrads,
+)
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import excerpt, modified_s, short_path
 from gradcheck_dist.reports.text import clip, number, printable, prose, spans
@@ -86,6 +96,9 @@ def _facts(mark: Mark) -> list[str]:
             facts.append(f"communication hook {printable(event.hook, 100)}")
     elif isinstance(event, ScaleGrads):
         facts.append(f"divides the accumulated gradients by {event.divisor:g}")
+    elif isinstance(event, GradWrite):
+        by = f"by {number(event.factor)}" if event.factor is not None else "by no one number"
+        facts.append(f"a line of the trainer's multiplies in place {by}")
     elif isinstance(event, AmpUnscale):
         facts.append(f"divides by the loss scale {event.scale:g}" + (", found inf" if event.found_inf else ""))
     elif isinstance(event, Clip):

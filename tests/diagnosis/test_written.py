@@ -1,0 +1,17 @@
+"""Numbers that somebody wrote, told from numbers that were computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradcheck_dist.diagnosis.written import is_exactly_written
+
+
+@pytest.mark.parametrize("factor", [0.5, 1 / 3, 0.2, 3.0, 2.0**-16, 1 / 3120, 0.125, 1024.0, 6.25, -1.0])
+def test_few_digits_and_whole_divisors_are_written(factor: float) -> None:
+    assert is_exactly_written(factor)
+
+
+@pytest.mark.parametrize("factor", [None, 0.0, float("inf"), 0.13743, 2 / 7, 0.1 / 0.7312554, 1 / 3.0000001])
+def test_other_numbers_are_not(factor: float | None) -> None:
+    assert not is_exactly_written(factor)
