@@ -200,7 +200,7 @@ class Discovery:
         self._hooks.clear()
 
     def _on_call(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         if torch.is_grad_enabled():
             self._called.add(id(module))

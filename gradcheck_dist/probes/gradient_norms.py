@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import _builtins
 
 from gradcheck_dist.events import BEFORE, GradientNorm, Site
 from gradcheck_dist.probes.collectives import buffers, sample
@@ -50,17 +49,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     taken = _Taken()
     # Tensor.norm and torch.norm call the first.
     for owner, name in ((torch.linalg, "vector_norm"), (torch.linalg, "norm"), (torch, "_foreach_norm")):
-        original = getattr(owner, name)
         patches.replace(owner, name, functools.partial(_watch, recorder, taken))
-        _script_as(original, getattr(owner, name), patches)
-
-
-def _script_as(original: Any, watched: Any, patches: Patches) -> None:
-    """Let TorchScript take the watched function for torch's own, which it knows by its identity."""
-    operator = _builtins._find_builtin(original)
-    if operator is not None:
-        _builtins._register_builtin(watched, operator)
-        patches.on_restore(lambda: _builtins._get_builtin_table().pop(id(watched), None) and None)
 
 
 def _watch(recorder: Recorder, taken: _Taken, original: Callable[..., Any]) -> Callable[..., Any]:

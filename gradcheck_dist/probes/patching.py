@@ -7,8 +7,10 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+from torch.jit import _builtins
 
 _INHERITED = object()
 """In the place of an original that a base class has."""
@@ -31,8 +33,20 @@ class Patches:
         original = getattr(owner, name)
         inherited = isinstance(owner, type) and name not in owner.__dict__
         patched = make(original)
+        self._script_as(original, patched)
         setattr(owner, name, patched)
         self._undo.append((owner, name, _INHERITED if inherited else original, patched))
+
+    def _script_as(self, original: Any, patched: Any) -> None:
+        """Let TorchScript take a replaced function for torch's own: by its source, or by the identity of what has none
+        (torch/jit/_recursive.py, try_compile_fn; torch/jit/_builtins.py)."""
+        if not isinstance(patched, FunctionType):
+            return
+        if isinstance(original, FunctionType):
+            patched.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
+        elif (operator := _builtins._find_builtin(original)) is not None:
+            _builtins._register_builtin(patched, operator)
+            self.on_restore(lambda: _builtins._get_builtin_table().pop(id(patched), None) and None)
 
     def on_restore(self, remove: Callable[[], None]) -> None:
         self._removers.append(remove)
