@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, prod
 
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.diagnosis.culprit import Culprit, line_of
@@ -22,9 +22,9 @@ def line_between(
 
     Returns:
         The only line whose number is what they are off by, else the only one whose number was measured there, else the
-        only line that wrote to them at all; None where several would do. Where none wrote to these gradients, a line
-        that multiplied another tensor by this very number: a buffer from which they were filled. Behind a loss only
-        what they are off by counts.
+        only line that wrote to them, unless its numbers are known and others; None where several would do. Where none
+        wrote to these gradients, a line that multiplied another tensor by this very number: a buffer from which they
+        were filled. Behind a loss only what they are off by counts.
     """
     if not culprit.unrecorded or culprit.event is None or culprit.in_flight or culprit.spared or culprit.unheard:
         return None
@@ -36,21 +36,22 @@ def line_between(
         for event in data.events[culprit.rank]
         if isinstance(event, GradWrite) and event.site is not None and culprit.event.seq < event.seq < end
     ]
-    mine = {
-        one.seq for one in between if one.params is not None and params & {*data.params_of(culprit.rank, one.params)}
-    }
-    writes = [one for one in between if one.seq in mine]
-    if culprit.kind == "loss":  # it may be the loss that is wrong, and the line right
-        such = [one for one in writes or between if _is(one, off, tolerance)]
-        return such[0] if len({line_of(one) for one in such}) == 1 else None
-    for value in (off, culprit.factor):
-        such = [one for one in writes or between if _is(one, value, tolerance)]
+    owners = {one.seq: set(data.params_of(culprit.rank, one.params or 0)) for one in between if one.params is not None}
+    writes = [one for one in between if params & owners.get(one.seq, set())]
+    values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
+    for value in values:
+        such = [one for one in writes or between if _is(one.factor, value, tolerance)]
         if len({line_of(one) for one in such}) == 1:
             return such[0]
         if such:
             return None
-    return writes[0] if len({line_of(one) for one in writes}) == 1 else None
+    if len({line_of(one) for one in writes}) != 1 or culprit.kind == "loss":
+        return None
+    # One line, run more than once on a gradient, or by what is no one number.
+    known = [one.factor for one in writes if min(params) in owners[one.seq] and one.factor is not None]
+    unknown = any(one.factor is None for one in writes)
+    return writes[0] if unknown or any(_is(prod(known), value, tolerance) for value in values) else None
 
 
-def _is(write: GradWrite, value: float | None, tolerance: float) -> bool:
-    return bool(value and write.factor and abs(write.factor / value - 1) <= max(1e-3, tolerance))
+def _is(factor: float | None, value: float | None, tolerance: float) -> bool:
+    return bool(value and factor and abs(factor / value - 1) <= max(1e-3, tolerance))

@@ -18,8 +18,10 @@ PER_BATCH = ("per-batch-mean", "GS301", None, "loss = F.cross_entropy(")
 PLAIN = [
     Client("plain_loop.py", "no-division", "GS303", "num_tokens", LOSS),
     Client("log_probabilities.py", "per-batch-mean", "GS301", None, "token_losses = -log_probs.gather("),
-    Client("fused_loss.py", "divided-in-the-loop", "GS000", "0.5^(K-1-k)", "(loss / num_", judged="undetermined"),
-    Client("manual_gradients.py", "overwritten", "GS000", None, "gradients = torch.autograd.grad("),
+    Client(
+        "fused_loss.py", "divided-in-the-loop", "GS000", "0.5^(K-1-k)", "parameter.grad /= 2", judged="undetermined"
+    ),
+    Client("manual_gradients.py", "overwritten", "GS401", None, "gradients = torch.autograd.grad("),
     Client("several_optimizers.py", "zeroed", "GS401", None, "fast.zero_grad()"),
     Client("grad_scaler.py", "no-unscale", "GS303", None, LOSS),
     Client("compiled.py", *DIVIDED_NEVER, LOSS, env={"BACKEND": "aot_eager"}),
@@ -28,9 +30,7 @@ PLAIN = [
     Client("pipeline.py", "rescaled", "GS201", "microbatches^-(K-1-k)", "schedule.step(", nproc=2),
     Client("nanogpt_style.py", *DIVIDED_NEVER, "return logits, F.cross_entropy(", nproc=2),
     *(
-        Client(
-            "plain_main_grad.py", "double-averaging", "GS000", "1/world_size", "(loss * world_size", nproc=2, env=env
-        )
+        Client("plain_main_grad.py", "double-averaging", "GS000", "1/world_size", "self.buffer.div_(", nproc=2, env=env)
         for env in ({"OPTIMIZER": "grad"}, {"OPTIMIZER": "master"}, {"OPTIMIZER": "sharded"})
     ),
 ]

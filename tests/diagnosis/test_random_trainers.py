@@ -107,10 +107,10 @@ def test_a_schedule_whose_scaling_was_not_recorded_leaves_a_bracket(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_zero_grad_that_was_not_recorded_leaves_a_bracket(seed: int) -> None:
+def test_a_zero_grad_that_was_not_recorded_has_its_name_and_a_bracket(seed: int) -> None:
     case = make_case("zeroed-accumulation", seed)
     findings = diagnose(hold_back(World(case.trainer, seed).run(), ZeroGrad)).findings
-    assert {finding.code for finding in findings} == {"GS000"}
+    assert {finding.code for finding in findings} == {"GS401"}
     for finding in findings:
         assert culprit_of(finding) in {Culprit("backward", True, "backward"), Culprit("backward", True, "reduce")}
 

@@ -135,7 +135,7 @@ def different_steps(run_dir: Path, finish: Finish, num: int) -> Report:
 
 def forget(model: nn.Module) -> None:
     for param in model.parameters():
-        param.grad.mul_(0.0371)  # type: ignore[union-attr]
+        param.grad = param.grad * 0.0371  # type: ignore[operator]
 
 
 def to_unit_length(model: nn.Module) -> None:
