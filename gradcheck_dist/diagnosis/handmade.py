@@ -48,6 +48,8 @@ MAX_KEPT = 256
 """Factors that are kept of a change, to be compared with other steps'."""
 OFTEN = 3
 """Steps in which a single parameter's factor must be the same to be a constant, where others' change."""
+BLURRED = 0.05
+"""Relative tolerance of a factor."""
 NO_COMBINATION = "no combination"
 
 
@@ -56,9 +58,19 @@ def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | No
     else it waits for the other steps (`weigh`)."""
     change = _change_of(case, finding, effect)
     if change is not None:
+        if _blurred(verdict, case, change):
+            return  # a reason says what these lines do
         verdict.changes.append(change)
     if change is None or change.firm:
         verdict.found(finding, effect)
+
+
+def _blurred(verdict: StepVerdict, case: Case, change: Change) -> bool:
+    """Whether the same lines change other gradients by more than a factor, and what they are said to do to these is
+    known so roughly that it may be no factor either: what is added to a gradient looks like one in a few samples."""
+    if case.pattern.tolerance <= BLURRED:
+        return False
+    return any(change.words in held.changed_in for held in verdict.held if held.changed_in)
 
 
 def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | None:

@@ -75,13 +75,22 @@ Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
 def explain(samples: list[Sample], context: StepContext) -> list[Pattern]:
     """All shapes that fit, simplest first; at least one (`other` when nothing does)."""
     fits = [pattern for hypothesis in HYPOTHESES if (pattern := hypothesis(samples, context)) is not None]
-    # With a factor of its own, what follows a power or another objective has one number more than any of the others.
-    fits.sort(key=lambda pattern: _follows(pattern) and abs(pattern.factor - 1) > 2 * pattern.tolerance)
+    fits.sort(key=lambda pattern: _own_numbers(pattern, context))
     return fits or [_other(samples)]
 
 
-def _follows(pattern: Pattern) -> bool:
-    return pattern.base is not None or pattern.kind in ("objective", "partial", "power")
+def _own_numbers(pattern: Pattern, context: StepContext) -> tuple[int, int]:
+    """How many numbers nobody knows a shape needs, and whether it needs a factor at all beside a power, a count or
+    another objective."""
+    if pattern.base is None and pattern.kind not in ("objective", "partial", "power"):
+        return 0, 0
+    numbers = [pattern.factor] if abs(pattern.factor - 1) > 2 * pattern.tolerance else []
+    lead = len(numbers)
+    numbers += [pattern.base] if pattern.base is not None and lead else []
+    known = {**context.quantities, "groups": float(pattern.num_parts)}
+    tolerance = max(2 * pattern.tolerance, 1e-6)
+    nameless = sum(not name_number(abs(number), known, tolerance, max_factors=1) for number in numbers)
+    return (nameless if lead else 0), lead
 
 
 def tolerance_of(samples: Iterable[Sample]) -> float:
