@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.autograd import mark_recorded
@@ -32,7 +33,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
 def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def gather(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        picked = original(input, *args, **kwargs)
+        if has_torch_function((input,)):  # of which a class or mode may know torch's function by its identity
+            picked = handle_torch_function(original, (input,), input, *args, **kwargs)
+        else:
+            picked = original(input, *args, **kwargs)
         if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended:
             return picked
         if picked.requires_grad and is_log_softmax(input):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import handle_torch_function, has_torch_function
 
 from gradcheck_dist.events import BEFORE, OWN_OPTIMIZER, OWN_OPTIMIZER_PROBE, UNSEEN_UPDATE, OptimizerStep
 from gradcheck_dist.probes import autograd
@@ -65,9 +66,12 @@ class OwnOptimizer:
         self._noted = [(param, which, _state(param, which)) for (param, _), which in zip(found, on_device, strict=True)]
 
     def emptied(self, grad: Tensor) -> None:
-        """A gradient is about to be filled with zeros by hand."""
+        """A tensor is about to be filled with zeros by hand; it may be a gradient."""
         recorder = self._recorder
-        info, held = self.grads[grad.data_ptr()]
+        address = grad.data_ptr() if grad.layout is torch.strided else 0
+        if address not in self.grads:
+            return
+        info, held = self.grads[address]
         if held.shape != grad.shape or recorder.current is not None or info.id in self._emptied:
             return
         found = recorder.registry.plan(info, held) if recorder.sampling and info.active else None
@@ -134,9 +138,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def watch_zero(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
         def zero_(self: Tensor) -> Tensor:
-            if torch.compiler.is_compiling() or recorder.own_optimizer is None or not own.grads:
+            if torch.compiler.is_compiling():
                 return original(self)
-            if self.layout is torch.strided and self.data_ptr() in own.grads:
+            if has_torch_function((self,)):
+                return handle_torch_function(original, (self,), self)  # type: ignore[no-any-return]
+            if recorder.own_optimizer is not None and own.grads and type(self) is Tensor:
                 emptied(recorder, own, self)
             return original(self)
 

@@ -154,7 +154,7 @@ def test_torchs_methods_are_back_afterwards(tmp_path: Path) -> None:
 
 
 def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> None:
-    torchs = torch.Tensor.mul_, torch.Tensor.__itruediv__
+    torchs = torch.Tensor.mul_, torch.Tensor.__itruediv__, torch.Tensor.zero_, torch.gather
     met = []
 
     class Listening(BaseTorchFunctionMode):
@@ -167,6 +167,8 @@ def test_who_overrides_torchs_functions_is_given_torchs_own(tmp_path: Path) -> N
         with Listening():
             tensor.mul_(2)
             tensor /= 3
+            torch.ones(2).zero_()
+            torch.gather(torch.ones(2), 0, torch.tensor([1]))
     assert [func for func in met if func in torchs] == list(torchs)
     assert tensor.tolist() == [4.0, 4.0, 4.0]
 
