@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,3 +41,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if file in ONE_BY_ONE else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_compiled() -> Iterator[None]:
+    """What torch.compile keeps tells `--verify` that a process compiles: of one test it must not reach the next."""
+    yield
+    frame = sys.modules.get("torch._dynamo.eval_frame")
+    if getattr(frame, "cached_backends", None):
+        sys.modules["torch._dynamo"].reset()
