@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.flat_copies import regions_by_value
 from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.places import Place
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.probes.regions import Region, gradient_of, in_memory, whole
+from gradcheck_dist.probes.regions import Region, in_memory
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.probes.sites import caller_site
 
@@ -128,24 +129,13 @@ def note_hook(recorder: Recorder, op: Any) -> None:
         recorder.current.reduce_ops.add(op_name(op))
 
 
-def buffers(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
-    """Where gradients lie now: (what the tensor is made of, the tensor)."""
-    for info in recorder.registry.infos():
-        kept = gradient_of(info)
-        if kept is not None:
-            yield [whole(info)], kept
-    for copy in recorder.registry.copies():
-        if copy.param.grad is not None:
-            yield copy.regions, copy.param.grad
-
-
-def _accumulated(recorder: Recorder) -> Iterator[tuple[Sequence[Region], Tensor]]:
-    """The same inside of a backward pass, for a hook of the user's that reduces what has been accumulated so far. What
-    a wrapper reduces there has a probe of its own."""
-    for info in recorder.registry.infos():
-        grad = info.param.grad
-        if grad is not None and info.wrapper is None and info.managed_by is None:
-            yield [whole(info)], getattr(grad, "_local_tensor", grad)
+def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
+    """Where gradients lie in a tensor inside of a backward pass, for a hook of the user's that reduces what has been
+    accumulated so far. What a wrapper reduces there has a probe of its own."""
+    for regions, buffer in recorder.places.overlapping(tensor):
+        info = regions[0].info
+        if not info.regions and info.param.grad is not None and info.wrapper is None and info.managed_by is None:
+            yield regions, buffer
 
 
 @guarded("collectives")
@@ -164,7 +154,8 @@ def before_manual(
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
-    for regions, buffer in buffers(recorder) if current is None else _accumulated(recorder):
+    places = recorder.places.overlapping(local) if current is None else _accumulated(recorder, local)
+    for regions, buffer in places:
         for region in in_memory(local, [(regions, buffer)]):
             info = region.info
             if any(known.info is info and known.start == region.start for known in opened):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import BEFORE, GradientNorm, Site
-from gradcheck_dist.probes.collectives import buffers, sample
+from gradcheck_dist.probes.collectives import sample
 from gradcheck_dist.probes.flat_copies import regions_by_value
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
@@ -99,7 +99,7 @@ def took(recorder: Recorder, taken: _Taken, tensors: Sequence[Any]) -> None:
 def _gradients(recorder: Recorder, tensor: Tensor) -> list[Region]:
     """The gradients that lie in a tensor from end to end, and no optimizer of this step has read."""
     found: list[Region] = []
-    for regions, buffer in buffers(recorder):
+    for regions, buffer in recorder.places.overlapping(tensor):
         inside = in_memory(tensor, [(regions, buffer)])
         if sum(region.length for region in inside) == sum(region.length for region in regions):
             found += inside

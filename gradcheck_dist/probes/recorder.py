@@ -30,6 +30,7 @@ from gradcheck_dist.probes.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.captured import Captures
 from gradcheck_dist.probes.deferred import Deferred, numbers_of, read
 from gradcheck_dist.probes.guard import guarded
+from gradcheck_dist.probes.places import Places
 from gradcheck_dist.probes.registry import ParamInfo, Registry
 from gradcheck_dist.probes.samples import HostCopies, Sampler
 from gradcheck_dist.probes.sites import caller_site
@@ -75,6 +76,7 @@ class Recorder(Sampler):
         self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
         self.discovery: Any = None  # set by the autograd probe
         self.read = ReadGradients()
+        self.places = Places(self.registry)
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.reduced = False  # whether gradients were combined over several ranks at all
