@@ -7,9 +7,14 @@ from gradcheck_dist.diagnosis.handmade import LINES
 from gradcheck_dist.diagnosis.verified import SUMMAND
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
+BRING = (
+    "Ranks of another machine recorded into a folder there: copy its rank-*.trace files into this one, or give every "
+    "machine the same --out on a shared file system. Otherwise record again."
+)
 SAYS = {
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
-    "missing": "Bring the missing trace files into the run folder, or record again.",
+    "the trace of rank": BRING,
+    "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",

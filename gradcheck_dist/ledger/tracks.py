@@ -27,6 +27,7 @@ from gradcheck_dist.ledger.names import ParamKey as ParamKey
 from gradcheck_dist.ledger.names import crossed, distinct_names
 from gradcheck_dist.ledger.names import merge as merge
 from gradcheck_dist.ledger.names import param_key as param_key
+from gradcheck_dist.ledger.same_files import name_alike
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tied import beside, ties
 from gradcheck_dist.trace.reader import RankTrace, decode_values
@@ -131,6 +132,7 @@ def step_data(run: Run, step: int) -> StepData:
         for rank, trace in run.ranks.items()
     }
     _leave_to_torch(events)
+    name_alike(events)
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
     names = distinct_names(run)
     names |= crossed(run, events, names)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
-from .conftest import TRAINER, Run
+from .conftest import TRAINER, Outcome, Run, start
 
 END = {
     "os._exit": "os._exit(0)",
@@ -102,6 +105,49 @@ def test_ranks_that_multiprocessing_starts_are_found_by_their_process_group(run:
     done = run(SPAWNED, method, prelude="")
     assert done.traces == ["rank-00000.trace", "rank-00001.trace"]
     assert "CLEAN" in done.stderr
+
+
+OF_A_MACHINE = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as DDP
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=size)
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(8, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(rank)
+for step in range(4):
+    inputs, labels = torch.randn(4, 8), torch.randint(5, (4,))
+    (2 * cross_entropy(model(inputs), labels)).backward()  # each rank takes its mean for the share of all
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "folders that are put together"])
+def test_each_machine_records_its_ranks_and_they_are_judged_together(tmp_path: Path, shared: bool) -> None:
+    folders = [tmp_path / ("shared" if shared else f"machine-{rank}") for rank in range(2)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+
+    def start_rank(rank: int) -> Outcome:
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "STORE": str(tmp_path / "store")}
+        return start(folders[rank], "", env=env, prelude=OF_A_MACHINE)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(start_rank, range(2)))
+    assert [one.code for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    if not shared:
+        for one in done:
+            assert "COULD NOT JUDGE" in one.stderr
+            assert "the same --out" in " ".join(one.stderr.split())
+        shutil.copy(done[1].folder / "rank-00001.trace", done[0].folder)
+    report = diagnose_run(done[0].folder)
+    assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", "2")]
 
 
 @pytest.mark.slow
