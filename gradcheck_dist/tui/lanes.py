@@ -5,40 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from gradcheck_dist.events import (
-    AmpUnscale,
-    Backward,
-    Clip,
-    ClipValue,
-    Event,
-    GradientNorm,
-    GradWrite,
-    Loss,
-    LossGradient,
-    OptimizerStep,
-    PipelineStep,
-    Reduce,
-    ScaleGrads,
-    ZeroGrad,
-)
+from gradcheck_dist.events import Event, Loss
 from gradcheck_dist.ledger.tracks import StepData
-from gradcheck_dist.reports.timeline import NAMES, duration_ns
+from gradcheck_dist.reports.timeline import KINDS, NAMES, duration_ns
 
-LETTERS: dict[type[Event], str] = {
-    Loss: "F",
-    LossGradient: "L",
-    Backward: "B",
-    Reduce: "R",
-    ScaleGrads: "S",
-    GradWrite: "W",
-    AmpUnscale: "U",
-    Clip: "C",
-    ClipValue: "V",
-    GradientNorm: "N",
-    OptimizerStep: "O",
-    ZeroGrad: "Z",
-    PipelineStep: "P",
+_LETTERS = {
+    "loss": "F",
+    "loss_gradient": "L",
+    "backward": "B",
+    "reduce": "R",
+    "scale_grads": "S",
+    "grad_write": "W",
+    "amp_unscale": "U",
+    "clip": "C",
+    "clip_value": "V",
+    "gradient_norm": "N",
+    "optimizer_step": "O",
+    "zero_grad": "Z",
+    "pipeline_step": "P",
 }
+LETTERS: dict[type[Event], str] = {KINDS[kind]: letter for kind, letter in _LETTERS.items()}
 """Event kinds that have a place on the timeline, with their letters."""
 
 

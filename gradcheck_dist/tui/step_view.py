@@ -16,6 +16,8 @@ from gradcheck_dist.events import (
     AmpUnscale,
     Event,
     GradWrite,
+    Loss,
+    LossGradient,
     Reduce,
     ScaleGrads,
     ZeroGrad,
@@ -70,7 +72,7 @@ class StepView:
 
     verdict: StepVerdict
     tolerance: float = 1e-4
-    _paths: dict[tuple[int, ContributionKey], list[Stop]] = field(default_factory=dict, compare=False)
+    _paths: dict[tuple[int, int], list[Stop]] = field(default_factory=dict, compare=False)
 
     @property
     def step(self) -> int:
@@ -160,17 +162,20 @@ class StepView:
         return param_grid(self.verdict, self.tolerance)
 
     def cell(self, param: ParamKey, holder: int, key: ContributionKey) -> Cell | None:
+        """A contribution's weight; of several summands of its gradient (tensor parallel ranks) the first."""
         held = self.held_by.get((param, holder))
         return next((cell for cell in held.cells if cell.key == key), None) if held is not None else None
 
     def stops(self, param: ParamKey, holder: int, key: ContributionKey) -> list[Stop]:
         """The way of one contribution into one parameter's gradient on one rank, event by event."""
         held, cell = self.held_by.get((param, holder)), self.cell(param, holder, key)
-        if held is None or cell is None:
-            return []
-        cached = self._paths.get((id(held), key))
+        return self._way(held, cell) if held is not None and cell is not None else []
+
+    def _way(self, held: Held, cell: Cell) -> list[Stop]:
+        cached = self._paths.get((id(held), cell.column))
         if cached is None:
-            cached = self._paths[id(held), key] = self._stops(way(self.verdict.data, held, cell), cell.root_ratio, key)
+            states = way(self.verdict.data, held, cell)
+            cached = self._paths[id(held), cell.column] = self._stops(states, cell.root_ratio, cell.key)
         return cached
 
     def _stops(self, states: list[State], root: float, key: ContributionKey) -> list[Stop]:
@@ -182,7 +187,7 @@ class StepView:
                 groups[-1].append(state)
             else:
                 groups.append([state])
-        before = root
+        before, named = root, 1.0
         for group in groups:
             entry = group[-1].entry
             event = self._event(entry.rank, entry.seq)
@@ -191,8 +196,11 @@ class StepView:
             if len(group) > 1 and first.sampled and first.entry.event is None:
                 before = first.ratio
             after, sampled = group[-1].ratio, group[-1].sampled
-            stops.append(Stop(entry.rank, entry.seq, event, before, after, sampled, documented(event)))
-            before = after
+            nominal = documented(event)
+            if nominal is not None and named:  # a sum of what is summed already doubles it, and that is documented too
+                nominal = group[-1].nominal / named
+            stops.append(Stop(entry.rank, entry.seq, event, before, after, sampled, nominal))
+            before, named = after, group[-1].nominal
         return stops
 
     def _at_the_loss(self, root: float, key: ContributionKey) -> list[Stop]:
@@ -212,7 +220,8 @@ class StepView:
         return mark.event if mark is not None else None
 
     def ledger_at(self, param: ParamKey, holder: int, at: Stop) -> list[tuple[Cell, float | None]]:
-        """Every contribution's ratio at the moment right after `at`; None where it has not arrived yet."""
+        """Every contribution's ratio at the moment right after `at`; None where it has not arrived yet. A summand that
+        never arrives has the ratio with which it ends from the start."""
         held = self.held_by.get((param, holder))
         if held is None:
             return []
@@ -220,10 +229,12 @@ class StepView:
         result: list[tuple[Cell, float | None]] = []
         for cell in held.cells:
             ratio = None
-            for stop in self.stops(param, holder, cell.key):
+            stops = self._way(held, cell)
+            lost = all(isinstance(stop.event, Loss | LossGradient) for stop in stops)
+            for stop in stops:
                 same = stop.rank == at.rank
                 if stop.seq <= at.seq if same else (stop.event is not None and stop.event.t_ns <= now):
-                    ratio = stop.after
+                    ratio = cell.ratio if lost else stop.after
             result.append((cell, ratio))
         return result
 

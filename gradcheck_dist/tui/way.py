@@ -17,11 +17,13 @@ from gradcheck_dist.ledger.tracks import StepData
 
 @dataclass(frozen=True)
 class State:
-    """The ratio of one contribution after an entry; `sampled` when it was measured there."""
+    """The ratio of one contribution after an entry, `sampled` when it was measured there; `nominal` is the product of
+    the documented factors up to there."""
 
     entry: Entry
     ratio: float
     sampled: bool
+    nominal: float
 
 
 def way(data: StepData, held: Held, cell: Cell) -> list[State]:
@@ -32,8 +34,8 @@ def way(data: StepData, held: Held, cell: Cell) -> list[State]:
         nominal = float(entry.nominal[cell.column]) / entry.clip
         if entry.sampled and entry.observed is not None and not np.isnan(entry.observed[cell.column]):
             measured, nominal_there = float(entry.observed[cell.column]) / entry.clip * cell.root_ratio, nominal
-            states.append(State(entry, measured, True))
+            states.append(State(entry, measured, True, nominal))
         else:
             carried = measured * nominal / nominal_there if nominal_there else nominal * cell.root_ratio
-            states.append(State(entry, carried, False))
+            states.append(State(entry, carried, False, nominal))
     return states

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from gradcheck_dist import errors
@@ -68,7 +69,7 @@ def records(
     site: Site | None = None,
 ) -> Iterator[list[AnyRecord]]:
     """The records of one rank after its header, a list a step. Faults: "repeated" sums at every backward, "averaged"
-    averages what should be summed; None is healthy."""
+    averages what should be summed, "unreduced" leaves each rank its own; None is healthy."""
     place = site or Site(SOURCE, SOURCE_LINE, "train")
     total = sum(num_tokens(r, k) for r in range(world) for k in range(accumulation))
     seq = 0
@@ -110,7 +111,7 @@ def records(
             )
             for r in range(world):
                 grads[r] = grads[r] + leaves[r, k] / total
-            if last or fault == "repeated":
+            if fault != "unreduced" and (last or fault == "repeated"):
                 op = "avg" if fault == "averaged" else "sum"
                 events.append(
                     Reduce(**common(), impl="ddp", op=op, group=tuple(range(world)), params=0, accumulation_step=k)
@@ -161,6 +162,24 @@ def write_run(folder: Path, *, world: int = 2, ranks: tuple[int, ...] | None = N
             for record in batch:
                 writer.append(record)
             writer.flush()
+        writer.close()
+    return folder
+
+
+def write_unsummed(folder: Path) -> Path:
+    """Two ranks with the same labels and a summand each of every gradient, which nobody adds up."""
+    create_run_dir(folder, {"id": folder.name, "world_size": 2})
+    for rank in range(2):
+        writer = TraceWriter(trace_path(folder, rank), header(rank, axes={"tp": 2}), background=False)
+        for batch in records(rank, fault="unreduced"):
+            losses = [record.seq for record in batch if isinstance(record, Loss)]
+            for record in batch:
+                if isinstance(record, Loss):
+                    k = losses.index(record.seq)
+                    record = msgspec.structs.replace(record, label_hash=k + 1, num_tokens=num_tokens(0, k))
+                elif isinstance(record, LossGradient):
+                    record = msgspec.structs.replace(record, num_tokens=num_tokens(0, record.accumulation_step))
+                writer.append(record)
         writer.close()
     return folder
 

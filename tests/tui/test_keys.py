@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from still_source import StillSource, first_snapshot, screen_text
 from textual.pilot import Pilot
-from tiny_runs import SOURCE_LINE, SOURCE_TEXT
+from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_unsummed
 
 from gradcheck_dist.tui.app import SCREENS, WatchApp
 from gradcheck_dist.tui.screens.help import HelpScreen
@@ -279,6 +279,17 @@ def test_the_event_screen_walks_over_contributions_parameters_and_holders(snapsh
         assert app.selection.holder != before.holder
 
     drive(snapshot, steps, mode="event")
+
+
+def test_the_next_contribution_of_a_gradient_with_a_summand_on_each_rank_is_another(tmp_path: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        seen = set()
+        for _ in range(3):
+            seen.add(app.selection.key)
+            await pilot.press("k")
+        assert seen == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
+
+    drive(first_snapshot(write_unsummed(tmp_path / "run")), steps, mode="event")
 
 
 def test_parameters_fold_search_and_open(snapshot: Snapshot) -> None:

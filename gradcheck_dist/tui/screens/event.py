@@ -107,7 +107,7 @@ class EventScreen(RunScreen):
         if step is None or selection.param is None or selection.holder is None:
             return
         held = step.held_by.get((selection.param, selection.holder))
-        keys = [cell.key for cell in held.cells] if held is not None else []
+        keys = list(dict.fromkeys(cell.key for cell in held.cells)) if held is not None else []
         if keys:
             at = keys.index(selection.key) if selection.key in keys else -1
             self.watch_app.open_path(selection.param, selection.holder, keys[(at + by) % len(keys)])

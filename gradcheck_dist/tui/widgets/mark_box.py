@@ -42,7 +42,7 @@ class MarkBox(Static):
         else:
             text.append("\nno source line was recorded", "dim")
         text.append("\nForward Loss-grad Backward Reduce Scale Unscale Clip V=clamp Optimizer Zero Pipeline", "dim")
-        text.append("\nB0 k=0, B0··· no sync, F┄┄┄ inferred from its end; plain: not on the selected path", "dim")
+        text.append("\nB0 k=0, B0··· no sync, F┄┄┄ inferred from its end; plain: off the path", "dim")
         self.update(text, layout=False)
 
 
