@@ -131,26 +131,30 @@ def ambiguous(names: list[Name], near: bool) -> list[Name]:
     return [name for name in names[1:] if name.cost <= names[0].cost + 0.05]
 
 
+def _to_the(name: Name, power: str) -> str:
+    """A name to a power in parentheses: "dp_replicate^(K-1-k)", "microbatches^-(K-1-k)"."""
+    if len(name.powers) == 1 and name.powers[0][1] == -1:
+        return f"{name.powers[0][0]}^-{power}"
+    text = name.expression
+    return f"({text})^{power}" if "/" in text or "*" in text else f"{text}^{power}"
+
+
 def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Factor:
     """The factor as the report shows it."""
     pattern = case.pattern
     tolerance = pattern.tolerance
     if pattern.kind in ("geometric", "repeated") and pattern.base is not None:
         power = "(K-1-k)" if pattern.kind == "geometric" else "(repetitions)"
-        base = case.base_names[0].expression if case.base_names else f"{pattern.base:.6g}"
-        base = f"({base})" if "/" in base or "*" in base else base
         lead = "" if abs(pattern.factor - 1) <= 2 * tolerance else f"{factor_in_words(case)} * "
-        expression = f"{lead}{base}^{power}"
-        if case.base_names and len(case.base_names[0].powers) == 1 and case.base_names[0].powers[0][1] == -1:
-            expression = f"{lead}{case.base_names[0].powers[0][0]}^-{power}"
+        named = [_to_the(name, power) for name in case.base_names] or [f"{pattern.base:.6g}^{power}"]
         candidates = [
-            Candidate(expression=f"{name.expression}^{power}", value=name.value, exact=exact_fraction(name.value, 1e-9))
-            for name in case.base_names
+            Candidate(expression=text, value=name.value, exact=exact_fraction(name.value, 1e-9))
+            for name, text in zip(case.base_names, named, strict=False)
         ]
         return Factor(
             observed=pattern.base,
             exact=exact_fraction(pattern.base, 2 * tolerance),
-            expression=expression,
+            expression=f"{lead}{named[0]}",
             tolerance=tolerance,
             candidates=candidates,
         )

@@ -1,4 +1,4 @@
-"""A report as a pull request comment: verdict first, one table, the culprit's source, the rest folded.
+"""A report as a pull request comment: verdict, the culprit's source, why, what to do, one table, the rest folded.
 
 A comment has room for 65,536 characters, so whole parts are left out, last first, beyond MAX_BYTES. Names come from the
 user's code or a stranger's trace: they can neither mention people, nor link, nor add markup.
@@ -67,19 +67,23 @@ def _inert(value: str) -> str:
 def parts(document: Document) -> Iterable[str]:
     """A report's parts, the most important first."""
     yield f"### {_SIGNS[document.verdict]} gradcheck: {text(document.headline)}"
+    yield f"<sub>{text(document.title)}</sub>"
+    culprit = document.findings[0].culprit if document.where else None
     for label, words in document.answer:
-        yield f"**{label.capitalize()}** {text(words)}"
+        yield f"**{label.capitalize()}** {code(words) if label == 'where' else text(words)}"
+        if label == "where" and culprit:
+            yield from _source(culprit)
     if document.tables:
         yield from _table(document.tables[0])
-    if document.findings and document.findings[0].culprit:
-        yield from _culprit(document.findings[0].culprit)
     yield from _details(document)
 
 
 def _details(document: Document) -> Iterable[str]:
-    yield folded("Run and coverage", bullets([document.title, *document.coverage]))
+    yield folded("Run and coverage", bullets(document.coverage))
     for index, finding in enumerate(document.findings[:20]):
-        yield folded(f"{finding.title}: the finding in full", _finding(finding, with_culprit=index > 0))
+        yield folded(
+            f"{finding.title}: the finding in full", _finding(finding, with_culprit=index > 0 or not document.where)
+        )
     if len(document.findings) > 20:
         yield f"{plural(len(document.findings) - 20, 'more finding')} in the JSON report."
     for table in document.tables[1:]:
@@ -94,13 +98,17 @@ def _finding(finding: FindingText, *, with_culprit: bool) -> str:
 
 
 def _culprit(culprit: Culprit) -> Iterable[str]:
-    yield f"**Culprit** {code(culprit.line)}"
+    yield f"**Where** {code(culprit.line)}"
+    yield from _source(culprit)
+
+
+def _source(culprit: Culprit) -> Iterable[str]:
     if culprit.excerpt:
         rows = [f"{'>' if marked else ' '} {number:>4} | {line}" for marked, number, line in culprit.excerpt.numbered()]
         body = "\n".join(rows)
         fence = "`" * max(3, max((len(run) for run in re.findall("`+", body)), default=0) + 1)
         yield f"{fence}text\n{body}\n{fence}"
-    yield bullets(culprit.facts)
+    yield text("; ".join(culprit.facts))
 
 
 def _table(table: WeightTable) -> Iterable[str]:

@@ -45,9 +45,9 @@ def _lines(document: Document) -> Iterator[str]:
         yield from paragraph(line, "  ")
 
 
-def paragraph(text: str, indent: str = "") -> list[str]:
+def paragraph(text: str, indent: str = "", width: int = WIDTH) -> list[str]:
     """`text` wrapped; continuation lines are indented a little more."""
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
 
 
 def labelled(label: str, text: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
 from gradcheck_dist.reports import plain
 from gradcheck_dist.reports.document import Document, build, scenario_summary
+from gradcheck_dist.reports.text import clip
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -46,7 +47,7 @@ def write_scenario(report: ScenarioReport, stream: TextIO) -> None:
             console.print()
         console.print(Text(sentence, style="bold green" if report.as_expected else "bold red"))
         for line, variant in zip(lines, report.variants, strict=True):
-            console.print(Text(f"  {line}", style="" if variant.as_expected else "red"))
+            console.print(_wrapped(line, "  ", _width(console), "" if variant.as_expected else "red"))
         return
     for document in documents:
         stream.write(plain.render(document) + "\n")
@@ -77,36 +78,46 @@ def render(document: Document, console: Console) -> None:
         Panel(grid, title=Text(document.title), title_align="left", border_style=style, width=_width(console))
     )
     for table in document.tables:
-        console.print(Text(table.caption), overflow="fold")
+        console.print(_wrapped(table.caption, "", _width(console)))
         console.print(_weights(table))
         console.print(Text(f"  {table.note}", style="dim"))
     if document.tables_left_out:
         console.print(Text(f"  and {document.tables_left_out} more in the JSON report", style="dim"))
     for index, finding in enumerate(document.findings):
-        for part in _finding(finding, brief=index == 0 and document.verdict == "findings"):
+        for part in _finding(finding, _width(console), brief=index == 0 and document.verdict == "findings"):
             console.print(part, overflow="fold")
     console.print(Text("coverage", style="bold"))
     for line in document.coverage:
-        console.print(Text(f"  {line}", style="yellow" if line.startswith("problem") else "dim"), overflow="fold")
+        style = "yellow" if line.startswith("problem") else "dim"
+        console.print(_wrapped(line, "  ", _width(console), style), overflow="fold")
 
 
 def _width(console: Console) -> int:
     return min(console.width, 110)
 
 
-def _finding(finding: FindingText, *, brief: bool) -> list[Text]:
+def _wrapped(text: str, indent: str, width: int, style: str = "") -> Text:
+    """Text whose continuation lines are indented too."""
     from rich.text import Text
 
-    parts = [Text(f"{finding.title}: ", style="bold").append(finding.where, style="not bold")]
+    return Text("\n".join(plain.paragraph(text, indent, width)), style=style)
+
+
+def _finding(finding: FindingText, width: int, *, brief: bool) -> list[Text]:
+    from rich.text import Text
+
+    title = _wrapped(f"{finding.title}: {finding.where}", "", width)
+    title.stylize("bold", 0, len(finding.title) + 1)
+    parts = [title]
     if finding.culprit:
-        parts.append(Text("  ").append(finding.culprit.line, style="bold cyan"))
+        parts.append(_wrapped(finding.culprit.line, "  ", width, "bold cyan"))
         for marked, number, text in finding.culprit.excerpt.numbered() if finding.culprit.excerpt else ():
             sign = ">" if marked else " "
-            parts.append(Text(f"    {sign} {number:>4} │ {text}", style="bold" if marked else "dim"))
-        parts += [Text(f"    {fact}", style="dim") for fact in finding.culprit.facts]
-    if not brief:
-        parts += [Text(f"  {finding.factor}"), Text(f"  {finding.explanation}"), Text(f"  {finding.fix}")]
-    return parts + [Text(f"  {fact}") for fact in finding.facts]
+            row = clip(f"    {sign} {number:>4} │ {text}", width)
+            parts.append(Text(row, style="bold" if marked else "dim"))
+        parts += [_wrapped(fact, "    ", width, "dim") for fact in finding.culprit.facts]
+    told = [] if brief else [finding.factor, finding.explanation, finding.fix]
+    return parts + [_wrapped(fact, "  ", width) for fact in [*told, *finding.facts]]
 
 
 def _weights(table: WeightTable) -> RenderableType:

@@ -195,7 +195,9 @@ def test_a_pull_request_comment_begins_with_the_verdict_and_has_one_open_table()
     opened = re.sub(r"<details>.*?</details>", "", text, flags=re.S)
     assert len(re.findall(r"^\|---", opened, re.M)) == 1
     assert "| data rank 0 | **0.5** (0.0016892 of 1/296)" in opened
-    assert "**Culprit** `gradcheck_dist/errors.py:9  reduce avg" in opened
+    told = ("**Where** `gradcheck_dist/errors.py:9  reduce avg", "```text", "**Why**", "**Next**", "| data rank 0")
+    places = [opened.find(part) for part in told]
+    assert places == sorted(places) and -1 not in places  # the line and its source before all words
     assert "class GradcheckError" in opened
 
 
