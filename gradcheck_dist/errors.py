@@ -30,14 +30,14 @@ MAX_LISTED = 20
 def unknown_value(what: str, value: object, legal: Iterable[str], *, code: str, hint: str = "") -> GradcheckError:
     """An error for a value outside a closed set: names the value, the nearest and all legal values, and what to do.
 
-    `hint` tells where all are listed: of many they are then left out beside the nearest ones.
+    `hint` tells what to do; where there are many legal values it has to tell where all are listed, in their place.
     """
     names = sorted(legal)
     close = nearest(str(value), names)
     lines = [f"unknown {what} {value!r}."]
     if close:
         lines.append(f"Did you mean: {', '.join(close)}?")
-    if not (close and hint and len(names) > MAX_LISTED):
+    if not (hint and len(names) > MAX_LISTED):
         lines.append(f"Legal values: {', '.join(names) or '(none)'}.")
     if hint:
         lines.append(hint)

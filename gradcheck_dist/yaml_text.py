@@ -38,6 +38,12 @@ class _Loader(yaml.SafeLoader):
             ) from error
 
 
+def in_words(error: Exception) -> str:
+    """Why a file of YAML could not be read, on one line."""
+    known = isinstance(error, OSError) and error.strerror
+    return str(known or " ".join(str(error).split()))
+
+
 def load(text: str, name: str) -> Any:
     """The one document of a text; `name` stands in messages.
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradcheck_dist.cli.output import Format
+from gradcheck_dist.cli.output import DataFormat
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 600
 
 def bench(
     rounds: Annotated[int, typer.Option(min=2, help="Rounds; more take longer and spread less.")] = 9,
-    form: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.text,
+    form: Annotated[DataFormat, typer.Option("--format", help="How to write it.")] = DataFormat.text,
 ) -> None:
     """Measure what recording and judging cost on this machine.
 
@@ -31,7 +31,7 @@ def bench(
     with Progress("training a small model with and without recording"):
         found = _measure(rounds)
         found["help_times_python"] = _help_ratio()
-    if form == Format.json:
+    if form == DataFormat.json:
         typer.echo(json.dumps(found, indent=1))
         return
     typer.echo(f"a step of a small model: {found['plain_ms']:.2f} ms of CPU (torch {found['torch']}, one thread)")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import check_writable, write_file
+from gradcheck_dist.cli.output import check_ending, check_writable, write_file
 from gradcheck_dist.cli.places import local
 from gradcheck_dist.cli.progress import Progress
 
@@ -26,7 +26,12 @@ class CompareFormat(StrEnum):
     json = "json"
 
 
-BY_SUFFIX = {".md": CompareFormat.md, ".html": CompareFormat.html, ".json": CompareFormat.json}
+BY_SUFFIX = {
+    ".md": CompareFormat.md,
+    ".html": CompareFormat.html,
+    ".json": CompareFormat.json,
+    ".txt": CompareFormat.text,
+}
 
 
 class By(StrEnum):
@@ -62,7 +67,7 @@ def compare(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: stdout.")] = None,
 ) -> None:
-    """Compare runs or logs: does a constant factor lie between their gradient norms, and which?
+    """Compare runs or logs: what factor lies between their norms?
 
     Works on logs of jobs that ended long ago and never had a probe.
 
@@ -70,6 +75,7 @@ def compare(
     """
     if output is not None:
         check_writable(output)
+    form = form or _form_of(output)
     from gradcheck_dist.compare import comparison, sources
 
     degrees = comparison.parse_axes(axes)
@@ -78,8 +84,7 @@ def compare(
         read = sources.read_all([control, *tests], wanted)
         progress.update("comparing")
         found = comparison.compare(read[0], read[1:], degrees, by.value)
-        suffix = output.suffix.lower() if output is not None else ""
-        text = _render(found, form or BY_SUFFIX.get(suffix, CompareFormat.text))
+        text = _render(found, form)
     if output is None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -88,6 +93,12 @@ def compare(
         write_file(output, text)
         typer.echo(f"wrote {output}", err=True)
     raise typer.Exit(found.exit_code)
+
+
+def _form_of(output: Path | None) -> CompareFormat:
+    if output is None or not output.suffix:
+        return CompareFormat.text
+    return BY_SUFFIX[check_ending(output, BY_SUFFIX, "--output", "or give --format")]
 
 
 def _render(found: Comparison, form: CompareFormat) -> str:

@@ -45,6 +45,7 @@ def diagnose(
 
     Shows every weight, the first operation that made it wrong, and its line. Needs no torch. Reads step after step,
     so that a run of any length fits into memory.
+
     Exit codes: 0 clean, 1 findings, 2 could not judge. With --golden: 0 as frozen, 1 not, 2 could not judge.
     """
     from gradcheck_dist.stream.diagnose import diagnose_run

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import Format
+from gradcheck_dist.cli.output import DataFormat
 from gradcheck_dist.cli.progress import Progress
 
 TORCH_TIMEOUT_S = 90.0
@@ -25,7 +25,7 @@ class Check:
     needed: bool = True
 
 
-def doctor(form: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.text) -> None:
+def doctor(form: Annotated[DataFormat, typer.Option("--format", help="How to write it.")] = DataFormat.text) -> None:
     """Tell what works on this machine.
 
     Looks at Python, torch, back ends, devices, ports, disk and probes.
@@ -36,7 +36,7 @@ def doctor(form: Annotated[Format, typer.Option("--format", help="text or json."
         checks = [_python(), _ports(), _disk(), _samples()]
         progress.update("asking torch (the first import can take a while)")
         checks += _torch()
-    if form == Format.json:
+    if form == DataFormat.json:
         import json
 
         typer.echo(json.dumps({"checks": [asdict(check) for check in checks]}, indent=1))

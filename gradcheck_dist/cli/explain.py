@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gradcheck_dist.cli.output import beside
 from gradcheck_dist.errors import unknown_value
 
 
@@ -45,7 +46,7 @@ def explain(
 
 
 def _line(page: Page) -> str:
-    return f"{page.code} {page.name:<22} {page.text.partition(chr(10))[0]}"
+    return beside(f"{page.code} {page.name:<22} ", page.text.partition("\n")[0])
 
 
 def _render(page: Page) -> str:

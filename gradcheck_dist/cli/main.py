@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "Record and judge anybody's trainer, without changing it.",
     "scenario": "Reproduce a known bug and diagnose it.",
-    "matrix": "Run correct configurations of every axis; nothing may be found on any.",
-    "study": "Train one model under several parallel strategies and lay their curves beside one process.",
+    "matrix": "Run correct configurations, on which nothing may be found.",
+    "study": "Lay the curves of parallel strategies beside those of one process.",
     "diagnose": "Judge a recorded run.",
     "watch": "Look at a run, live or afterwards.",
-    "report": "Write the report of a run: for scripts, pull requests, browsers, code hosts or CI.",
-    "compare": "Compare runs or logs: does a constant factor lie between their gradient norms, and which?",
+    "report": "Write a run's report for scripts, pull requests, browsers or CI.",
+    "compare": "Compare runs or logs: what factor lies between their norms?",
     "export": "Write a run's tables, timeline or scalars for other programs.",
-    "predict": "Say which hand scales a weight by what in a configuration, without starting a process.",
+    "predict": "Say which hand of a configuration scales by what; nothing is run.",
     "explain": "Show the page of a rule.",
     "doctor": "Tell what works on this machine.",
     "bench": "Measure what recording and judging cost on this machine.",
@@ -33,9 +33,11 @@ docstring: `gradcheck --help` must not load them all."""
 
 INTERRUPTED = 130
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-_HELP = """Name the factor by which distributed training scales its gradients wrongly, and the line that does it.
+_HELP = """Name the factor by which distributed training scales its gradients wrongly,
+and the line that does it.
 
-Exit codes: 0 clean, 1 findings, 2 could not run or could not judge. `gradcheck --version` shows the version."""
+Exit codes: 0 clean, 1 findings, 2 could not run or could not judge.
+`gradcheck --version` shows the version."""
 
 
 def build(*names: str) -> typer.Typer:

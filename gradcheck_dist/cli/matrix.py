@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import Format, check_writable, write_file
+from gradcheck_dist.cli.output import TABLE_ENDINGS, Format, check_ending, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -25,15 +25,18 @@ def matrix(
         Path | None,
         typer.Option("--resume", metavar="FILE", help="Keep results here; what is right there is not run again."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table: .md as Markdown.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table: .md or .json.")] = None,
     form: Annotated[Format, typer.Option("--format", help="How to write the result to stdout.")] = Format.text,
 ) -> None:
-    """Run correct configurations of every axis; nothing may be found on any.
+    """Run correct configurations, on which nothing may be found.
 
-    Each trains one step on this machine, is judged, and must have the gradient norm of one process on the same data.
+    They are of every axis. Each trains one step on this machine, is judged, and must have the gradient norm of one
+    process on the same data.
 
     Exit codes: 0 all are clean, 1 not.
     """
+    if report is not None:
+        check_ending(report, TABLE_ENDINGS)
     from gradcheck_dist.scenarios import matrix as table
 
     chosen = [case for case in table.cases() if (case.is_quick or not quick) and only.lower() in case.name.lower()]
@@ -71,7 +74,7 @@ def matrix(
     else:
         typer.echo(_written(rows, is_markdown=form == Format.md))
     if report is not None:
-        write_file(report, _written(rows, is_markdown=report.suffix == ".md") + "\n")
+        write_file(report, _written(rows, is_markdown=report.suffix.lower() == ".md") + "\n")
         typer.echo(f"wrote {report}", err=True)
     raise typer.Exit(int(not all(row.is_right for row in rows)))
 

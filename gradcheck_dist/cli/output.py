@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,23 @@ if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
 
 
+TABLE_ENDINGS = (".md", ".json")
+"""Files that a table of many runs can be written to."""
+
+
 class Format(StrEnum):
     """How a report is written: for people at a terminal, for scripts, as a pull request comment."""
 
     text = "text"
     json = "json"
     md = "md"
+
+
+class DataFormat(StrEnum):
+    """How figures that are no report are written."""
+
+    text = "text"
+    json = "json"
 
 
 class FileFormat(StrEnum):
@@ -59,6 +71,17 @@ def show(report: Report | ScenarioReport, form: Format | FileFormat) -> None:
     sys.stdout.flush()
 
 
+def beside(label: str, text: str) -> str:
+    """A label and its text: one line where a pipe reads, folded beside the label on a terminal that is too narrow."""
+    import shutil
+    import textwrap
+
+    if not sys.stdout.isatty():
+        return label + text
+    width = max(shutil.get_terminal_size().columns, len(label) + 20)
+    return textwrap.fill(text, width, initial_indent=label, subsequent_indent=" " * len(label))
+
+
 def check_writable(path: Path) -> None:
     """Raise GradcheckError (E711) unless a file can be written at `path`: asked before the work, not after it."""
     folder = path.absolute().parent
@@ -83,6 +106,19 @@ def make_folder(path: Path) -> None:
         ) from error
 
 
+def check_ending(path: Path, legal: Iterable[str], option: str = "--report", otherwise: str = "") -> str:
+    """The ending of the file that an option names, in small letters.
+
+    Raises:
+        GradcheckError: E711 it stands for no format; `otherwise` is what to do then beside naming another file.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in legal:
+        hint = f"Name a file that ends so{f', {otherwise}' if otherwise else ''}."
+        raise unknown_value(f"ending of {option}", path.suffix or path.name, legal, code="E711", hint=hint)
+    return suffix
+
+
 def check_report(path: Path | None) -> None:
     """Raise GradcheckError (E711) unless a report can be written at `path` in the format of its ending."""
     if path is not None:
@@ -100,9 +136,7 @@ def write_report(path: Path | None, report: Report | ScenarioReport) -> None:
 def _format_of(path: Path) -> FileFormat:
     from gradcheck_dist.reports.formats import SUFFIXES
 
-    if path.suffix.lower() not in SUFFIXES:
-        raise unknown_value("ending of --report", path.suffix or path.name, SUFFIXES, code="E711")
-    return FileFormat(SUFFIXES[path.suffix.lower()])
+    return FileFormat(SUFFIXES[check_ending(path, SUFFIXES)])
 
 
 def write_file(path: Path, text: str) -> None:

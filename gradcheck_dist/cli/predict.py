@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gradcheck_dist.cli.output import DataFormat
 from gradcheck_dist.errors import GradcheckError
 
 
@@ -45,26 +46,24 @@ def predict(
     what_if: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Also show it with this changed; may be repeated.")
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="text or json.")] = "text",
+    form: Annotated[DataFormat, typer.Option("--format", help="How to write it.")] = DataFormat.text,
 ) -> None:
-    """Say which hand scales a weight by what in a configuration, without starting a process.
+    """Say which hand of a configuration scales by what; nothing is run.
 
     Exit code 0 when every token weighs what the objective says, 1 when not.
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    for name in ("config", "what_if", "format_"):
+    for name in ("config", "what_if", "form"):
         given.pop(name, None)
     from gradcheck_dist.predict import render
     from gradcheck_dist.predict.model import Setup, changed
     from gradcheck_dist.predict.model import predict as ask
 
-    if format_ not in ("text", "json"):
-        raise GradcheckError(f"--format is {format_!r}; legal values are text and json.", code="E714")
     setup = Setup(**{**_read(config), **given})
     predictions = {"as configured": ask(setup)}
     for assignment in what_if or []:
         predictions[f"with {assignment}"] = ask(changed(setup, assignment))
-    if format_ == "json":
+    if form == DataFormat.json:
         typer.echo(render.as_json(predictions))
     else:
         typer.echo("\n\n".join(render.text(prediction, name) for name, prediction in predictions.items()))
@@ -85,12 +84,14 @@ def _read(path: Path | None) -> dict[str, Any]:
 
     from gradcheck_dist.errors import unknown_value
     from gradcheck_dist.predict.model import Setup
-    from gradcheck_dist.yaml_text import load
+    from gradcheck_dist.yaml_text import in_words, load
 
     try:
         content = load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise GradcheckError(f"cannot read {path}: {error}. Name a YAML file of settings.", code="E714") from error
+        raise GradcheckError(
+            f"cannot read {path}: {in_words(error)}. Name a YAML file of settings.", code="E714"
+        ) from error
     if not isinstance(content, dict):
         raise GradcheckError(
             f"{path} holds {type(content).__name__}, not settings. Write lines like `ddp: 4`.", code="E714"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective, Steps
-from gradcheck_dist.cli.output import FileFormat, check_writable, write_file
+from gradcheck_dist.cli.output import FileFormat, check_ending, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
@@ -48,15 +48,15 @@ def report(
     objective: Objective = None,
     steps: Steps = None,
 ) -> None:
-    """Write the report of a run: for scripts, pull requests, browsers, code hosts or CI.
+    """Write a run's report for scripts, pull requests, browsers or CI.
 
     --before A --after B shows a fault and its fix side by side; both may be given several times, pair by pair.
 
     Exit codes: 0 it was written, whatever the verdict; 2 it could not be. Needs no torch.
     """
-    form = form_given or _form_of(output)
     if output is not None:
         check_writable(output)
+    form = form_given or _form_of(output)
     if plotlyjs == PlotlyJs.shared and output is None:
         raise GradcheckError("--plotlyjs shared writes a second file. Name the page with --output FILE.", code="E715")
     faults, fixes = before or [], after or []
@@ -90,7 +90,9 @@ def report(
 def _form_of(output: Path | None) -> FileFormat:
     from gradcheck_dist.reports.formats import SUFFIXES
 
-    return FileFormat(SUFFIXES.get(output.suffix.lower(), "md")) if output is not None else FileFormat.md
+    if output is None or not output.suffix:
+        return FileFormat.md
+    return FileFormat(SUFFIXES[check_ending(output, SUFFIXES, "--output", "or give --format")])
 
 
 def _load(path: Place, objective: str | None, steps: str | None) -> Report | ScenarioReport:

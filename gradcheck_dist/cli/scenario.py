@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradcheck_dist.cli.output import Format, check_report, check_writable, show, write_file, write_report
+from gradcheck_dist.cli.output import (
+    TABLE_ENDINGS,
+    Format,
+    beside,
+    check_ending,
+    check_report,
+    check_writable,
+    show,
+    write_file,
+    write_report,
+)
 from gradcheck_dist.cli.places import local
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
@@ -69,10 +79,14 @@ def scenario(
         _new(new, library)
         return
     if name is not None and library is None and name.endswith(".yaml"):
+        if not Path(name).is_file():
+            raise _no_file(Path(name))
         library, name = Path(name).parent, Path(name).stem
     if name is None and not all_:
         raise GradcheckError(
-            "no scenario was named. Legal values: " + ", ".join(_names(library)) + "; or --all.", code="E601"
+            "no scenario was named. Name one, as in `gradcheck scenario ddp-accum`; `gradcheck scenario --list` shows "
+            "all, --all runs all.",
+            code="E601",
         )
     if name is not None and all_:
         raise GradcheckError(f"--all runs {name} too. Name a scenario, or give --all.", code="E601")
@@ -87,11 +101,24 @@ def scenario(
     overrides = Overrides(nproc, accum, microbatches, seed, steps, dtype, str(data) if data is not None else None)
     if name is None:
         if report is not None:
+            check_ending(report, TABLE_ENDINGS)
             check_writable(report)
         _run_all(library, overrides, keep, report, form)
     else:
         check_report(report)
         _run_one(name, library, overrides, keep, report, form, tui)
+
+
+def _no_file(path: Path) -> GradcheckError:
+    from gradcheck_dist.errors import nearest
+
+    near = nearest(str(path), map(str, path.parent.glob("*.yaml")))
+    meant = f" Did you mean: {', '.join(near)}?" if near else ""
+    return GradcheckError(
+        f"there is no scenario file {path}.{meant} "
+        "`gradcheck scenario --new NAME` writes one; `gradcheck scenario --list` tells what the library holds.",
+        code="E601",
+    )
 
 
 def _run_one(
@@ -176,7 +203,7 @@ def _run_all(library: Path | None, overrides: Overrides, keep: Path | None, repo
     else:
         sys.stdout.write(table.markdown(rows) if form == Format.md else table.document(rows))
     if report is not None:
-        write_file(report, table.markdown(rows) if report.suffix == ".md" else table.document(rows))
+        write_file(report, table.markdown(rows) if report.suffix.lower() == ".md" else table.document(rows))
         typer.echo(f"wrote {report}", err=True)
     could_not = could_not or all(row.as_expected is None for row in rows)
     raise typer.Exit(2 if could_not else int(any(row.as_expected is False for row in rows)))
@@ -199,8 +226,8 @@ def _list(folder: Path | None) -> None:
     width = max(map(len, names), default=0)
     for name in names:
         found = load(name, folder)
-        typer.echo(f"{name:<{width}} {found.title}")
-        typer.echo(f"{'':<{width}} {', '.join(variant.name for variant in found.variants)}")
+        typer.echo(beside(f"{name:<{width}} ", found.title))
+        typer.echo(beside(" " * (width + 1), ", ".join(variant.name for variant in found.variants)))
 
 
 def _new(name: str, folder: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.compare import BY_SUFFIX, CompareFormat
-from gradcheck_dist.cli.output import check_writable, make_folder, write_file
+from gradcheck_dist.cli.output import check_ending, check_writable, make_folder, write_file
 from gradcheck_dist.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,15 +32,16 @@ def study(
     ] = None,
     form: Annotated[CompareFormat, typer.Option("--format", help="How to write it to stdout.")] = CompareFormat.text,
 ) -> None:
-    """Train one model under several parallel strategies and lay their curves beside one process.
+    """Lay the curves of parallel strategies beside those of one process.
 
-    The first step of each is also recorded and judged: what the curves tell after hundreds of steps, it tells at once.
-    Interrupted, the same command goes on behind the last strategy that ended; tensorboard --logdir DIR shows all.
+    All train one model. The first step of each is also recorded and judged: what the curves tell after hundreds of
+    steps, it tells at once. Interrupted, the same command goes on behind the last strategy that ended;
+    tensorboard --logdir DIR shows all.
 
     Exit codes: 0 all coincide with the control, 1 some strategy is off, 2 it could not run.
     """
-    if report is not None and report.suffix != ".svg":
-        _form_of(report)
+    if report is not None:
+        check_ending(report, (*BY_SUFFIX, ".svg"))
     from gradcheck_dist.scenarios import study as studies
 
     chosen = studies.load(config, steps, tuple(only or ()))
@@ -54,20 +55,14 @@ def study(
         result = studies.run(chosen, out, progress.update)
     sys.stdout.write(_render(result, form))
     if report is not None:
-        write_file(report, _picture(result) if report.suffix == ".svg" else _render(result, _form_of(report)))
+        write_file(report, _written(result, report.suffix.lower()))
         typer.echo(f"wrote {report}", err=True)
     raise typer.Exit(result.comparison.exit_code)
 
 
-def _form_of(report: Path) -> CompareFormat:
-    from gradcheck_dist.errors import unknown_value
-
-    if report.suffix not in BY_SUFFIX:
-        raise unknown_value("ending of --report", report.suffix, [*BY_SUFFIX, ".svg"], code="E711")
-    return BY_SUFFIX[report.suffix]
-
-
-def _picture(result: Result) -> str:
+def _written(result: Result, suffix: str) -> str:
+    if suffix != ".svg":
+        return _render(result, BY_SUFFIX[suffix])
     from gradcheck_dist.scenarios.study_picture import as_svg
 
     return as_svg(result)

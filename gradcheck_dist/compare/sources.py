@@ -76,7 +76,13 @@ def read(path: Path, wanted: Mapping[str, str | None]) -> Source:
     tags = {role: names.find(role, every, wanted.get(role)) for role in names.ROLES}
     found = {role: tag for role, tag in tags.items() if tag is not None}
     if not found:
-        shown = ", ".join(printable(name, 60) for name in sorted(every)[:8]) or "nothing at all"
+        if not every:
+            raise GradcheckError(
+                f"{path} has no curve of numbers. Name a run folder, a TensorBoard log folder, a JSON report or a CSV "
+                "file whose first line names its columns.",
+                code="E911",
+            )
+        shown = ", ".join(printable(name, 60) for name in sorted(every)[:8])
         raise GradcheckError(
             f"{path} has no curve that looks like a loss or a gradient norm; it has {shown}. Name them with "
             "--loss NAME and --grad-norm NAME.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from gradcheck_dist.predict.model import Prediction, predict
+from gradcheck_dist.predict.model import Prediction, Setup, predict
 
 MAX_SHOWN = 12
 
@@ -37,7 +37,9 @@ def advice(prediction: Prediction) -> list[str]:
         return lines
     constant = rest.ratio.inverse()
     lines.append(f"Multiply the loss by {constant}{_equals(rest, constant)}:")
-    lines.append(f"    loss = {_token_loss(setup.objective)} * {_code(str(constant))}")
+    lines.append('    loss = F.cross_entropy(logits, labels, reduction="sum")')
+    divided = "" if setup.objective == "sum" else " / num_tokens_of_the_step"
+    lines.append(f"    loss = loss * {_code(str(constant))}{divided}")
     if setup.data_parallel > 1 and mended.loss == "global-token-mean" and mended == setup:
         lines.append("or let the reduction sum instead of average:")
         if setup.fsdp > 1:
@@ -54,12 +56,6 @@ def advice(prediction: Prediction) -> list[str]:
                 "    ddp.register_comm_hook(None, sum_hook)",
             ]
     return lines
-
-
-def _token_loss(objective: str) -> str:
-    if objective == "sum":
-        return 'F.cross_entropy(logits, labels, reduction="sum")'
-    return 'F.cross_entropy(logits, labels, reduction="sum") / num_tokens_of_the_step'
 
 
 def _code(text: str) -> str:
@@ -116,6 +112,25 @@ def _legend(prediction: Prediction) -> str:
     return ", ".join(words for symbol, words in known.items() if symbol in used)
 
 
+def unused(setup: Setup) -> list[str]:
+    """Settings that were given and have nothing to act on in this setup."""
+    ddp, fsdp = setup.data_parallel > 1 and setup.fsdp == 1, setup.fsdp > 1
+    acts = {
+        "reduction": (ddp, "DDP, as --ddp 2"),
+        "sync": (ddp or fsdp, "data parallelism, as --ddp 2"),
+        "divide_factor": (fsdp, "FSDP2, as --fsdp 2"),
+        "force_sum": (fsdp, "FSDP2, as --fsdp 2"),
+        "reduce_dtype": (fsdp, "FSDP2, as --fsdp 2"),
+        "scale_grads": (setup.pp > 1 or setup.microbatches > 1, "a pipeline, as --pp 2 --microbatches 4"),
+    }
+    given, default = vars(setup), vars(Setup())
+    return [
+        f"{name} changes nothing here: it needs {what}"
+        for name, (does, what) in acts.items()
+        if not does and given[name] != default[name]
+    ]
+
+
 def text(prediction: Prediction, title: str = "") -> str:
     """The prediction for a terminal, at most 100 columns where names allow."""
     setup = prediction.setup
@@ -134,6 +149,7 @@ def text(prediction: Prediction, title: str = "") -> str:
     lines += ["", f"  {'hand':<16} {'factor':<12} {'weight / expected':<{wide}} what it does"]
     for hand in prediction.hands:
         lines.append(f"  {hand.who:<16} {hand.factor!s:<12} {hand.after!s:<{wide}} {hand.does}")
+    lines += [f"  {remark}" for remark in unused(setup)]
     mend = advice(prediction)
     if mend:
         lines += ["", "  to mend it", *(f"    {line}" for line in mend)]
@@ -153,6 +169,7 @@ def as_json(predictions: dict[str, Prediction]) -> str:
                 for hand in prediction.hands
             ],
             "advice": advice(prediction),
+            "unused": unused(prediction.setup),
         }
         for name, prediction in predictions.items()
     }

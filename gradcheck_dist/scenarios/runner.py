@@ -174,7 +174,8 @@ def _aborted(variant: Variant, run_dir: Path, problem: GradcheckError) -> Gradch
         lengths = ", ".join(f"rank {rank}: {len(trace.events)} events" for rank, trace in run.ranks.items())
         left = f"The trace up to there is kept in {run_dir} ({lengths}): gradcheck diagnose {run_dir}"
     except GradcheckError:
-        left = f"Nothing had been recorded yet; the logs are kept in {run_dir / 'logs'}."
+        logs = run_dir / "logs"
+        left = f"Nothing had been recorded yet{f'; the logs are kept in {logs}' if logs.is_dir() else ''}."
     return GradcheckError(f"variant {variant.name} stopped: {problem}\n{left}", code=problem.code, exit_code=2)
 
 

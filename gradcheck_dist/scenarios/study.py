@@ -216,7 +216,7 @@ def _watched(log: Path, steps: int, say: Callable[[str], None]) -> Iterator[None
 def _content(path: Path | None) -> tuple[str, dict[str, Any]]:
     import yaml
 
-    from gradcheck_dist.yaml_text import load
+    from gradcheck_dist.yaml_text import in_words, load
 
     try:
         text = (
@@ -226,7 +226,9 @@ def _content(path: Path | None) -> tuple[str, dict[str, Any]]:
         )
         content = load(text, str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise GradcheckError(f"cannot read {path}: {error}. Name a YAML file of a study.", code="E610") from error
+        raise GradcheckError(
+            f"cannot read {path}: {in_words(error)}. Name a YAML file of a study.", code="E610"
+        ) from error
     if not isinstance(content, dict):
         raise GradcheckError(
             f"{path} holds {type(content).__name__}, not a study. Legal keys: {', '.join(_KEYS)}.", code="E610"

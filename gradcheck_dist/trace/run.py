@@ -70,7 +70,8 @@ def create_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Pa
             "Name another folder, or remove this one first.",
             code="E511",
         )
-    (run_dir / MANIFEST).unlink(missing_ok=True)
+    if run_dir.is_dir():
+        (run_dir / MANIFEST).unlink(missing_ok=True)
     return join_run_dir(run_dir, manifest)
 
 
@@ -89,8 +90,9 @@ def join_run_dir(path: str | os.PathLike[str], manifest: dict[str, Any]) -> Path
         content = {"schema_version": SCHEMA_VERSION, **manifest}
         with open(run_dir / MANIFEST, "x", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=1) + "\n")
-    except FileExistsError:
-        pass
+    except FileExistsError as error:
+        if not run_dir.is_dir():
+            raise GradcheckError(f"{run_dir} is a file. Name a folder for the run.", code="E512") from error
     except OSError as error:
         raise GradcheckError(
             f"cannot write the run folder {run_dir}: {error.strerror or error}. Name a folder that you may write to "

@@ -52,6 +52,10 @@ def test_help_lists_every_command(gradcheck: Gradcheck) -> None:
         assert f"\n  {command}" in text
 
 
+def test_the_overview_fits_a_terminal_of_80_columns(gradcheck: Gradcheck) -> None:
+    assert max(map(len, gradcheck("--help").out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_overview_says_what_the_command_says_of_itself(command: str) -> None:
     function = getattr(importlib.import_module(f"gradcheck_dist.cli.{command}"), command)
@@ -126,6 +130,28 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, stre
         time.sleep(0.5)
         display.update("judging")
     assert ("training [2 ranks]" in stream.getvalue()) is shown
+
+
+def test_a_list_is_folded_beside_its_names_on_a_narrow_terminal_and_one_line_each_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, gradcheck: Gradcheck
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    piped = gradcheck("explain").out.splitlines()
+    assert all(line.startswith("GS") for line in piped) and max(map(len, piped)) > 60
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    gradcheck("explain")
+    shown = screen.getvalue().splitlines()
+    assert max(map(len, shown)) <= 60
+    assert {line[:29].strip()[:2] for line in shown} == {"GS", ""}
+    assert [word for line in shown for word in line.split()] == [word for line in piped for word in line.split()]
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench", "predict"])
+def test_what_is_no_report_has_no_format_for_one(gradcheck: Gradcheck, command: str) -> None:
+    outcome = gradcheck(command, "--format", "md")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "'md' is not one of 'text', 'json'" in outcome.err
 
 
 def test_a_short_task_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,24 @@ def test_a_shared_plotly_js_needs_a_folder(gradcheck: Gradcheck, faulty: Path) -
     assert outcome.err.startswith("error E715: ")
 
 
+@pytest.mark.parametrize(
+    "arguments", [["report"], ["compare", "RUN"], ["matrix", "--only", "CP", "--report"]], ids=lambda words: words[0]
+)
+def test_a_file_whose_ending_is_no_format_is_refused_before_the_work(
+    gradcheck: Gradcheck, faulty: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    file = tmp_path / "r.pdf"
+    before = [faulty if word == "RUN" else word for word in arguments]
+    rest = [file] if before[0] == "matrix" else [faulty, "--output", file]
+    outcome = gradcheck(*before, *rest)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error E711: unknown ending of --") and ".json, .md" in outcome.err
+    assert not file.exists()
+    if before[0] != "matrix":
+        assert gradcheck(*before, *rest, "--format", "md").code in (0, 1)
+        assert file.read_text().startswith(("<!-- gradcheck -->", "#"))
+
+
 @pytest.mark.parametrize("form", ["md", "html"])
 def test_a_pair_shows_fault_and_fix(gradcheck: Gradcheck, faulty: Path, fixed: Path, form: str) -> None:
     outcome = gradcheck("report", "--before", faulty, "--after", fixed, "--format", form)

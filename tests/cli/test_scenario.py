@@ -97,7 +97,9 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
     ("arguments", "words"),
     [
         (["ddp-acum"], ["unknown scenario 'ddp-acum'", "Did you mean: ddp-accum"]),
-        ([], ["no scenario was named", "pp-accum", "--all"]),
+        ([], ["no scenario was named", "ddp-accum", "--list", "--all"]),
+        (["nowhere/x.yaml"], ["no scenario file nowhere/x.yaml", "--new NAME"]),
+        (["--all", "--report", "r.html"], ["'.html'", "Legal values: .json, .md"]),
         (["ddp-accum", "--all"], ["--all runs ddp-accum too"]),
         (["ddp-accum", "--report", "r.pdf"], ["'.pdf'", ".sarif"]),
         (["--all", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
@@ -133,7 +135,8 @@ def test_a_file_is_a_scenario_without_its_library(gradcheck: Gradcheck, asked: d
     assert gradcheck("scenario", tmp_path / "mine.yaml").code == 0
     assert asked["scenario"].name == "mine"
     missing = gradcheck("scenario", tmp_path / "main.yaml")
-    assert missing.code == 2 and "unknown scenario 'main'. Did you mean: mine?" in missing.err
+    assert missing.code == 2
+    assert f"no scenario file {tmp_path}/main.yaml. Did you mean: {tmp_path}/mine.yaml?" in missing.err
 
 
 def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.predict.fsdp_factors import gradient_divide_factors
 from gradcheck_dist.predict.model import Setup, changed, predict
 from gradcheck_dist.predict.monomial import Monomial, number, symbol
-from gradcheck_dist.predict.render import advice, text
+from gradcheck_dist.predict.render import advice, text, unused
 
 
 def ratios(**settings: object) -> list[Fraction]:
@@ -127,6 +129,26 @@ def test_what_if_changes_one_field_and_names_what_it_does_not_know() -> None:
 def test_a_setup_that_cannot_be_is_refused_with_the_legal_values(settings: dict[str, object], words: str) -> None:
     with pytest.raises(GradcheckError, match=words):
         Setup(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"ddp": 4, "divide_factor": 3.0}, {"divide_factor": "FSDP2"}),
+        ({"fsdp": 4, "reduction": "sum"}, {"reduction": "DDP"}),
+        ({"accum": 3, "scale_grads": True, "sync": "every-backward"}, {"sync": "--ddp 2", "scale_grads": "pipeline"}),
+        ({"pp": 2, "scale_grads": True}, {}),
+        ({"fsdp": 4, "divide_factor": 3.0, "force_sum": True, "reduce_dtype": "float16"}, {}),
+        ({"cp": 2, "reduction": "sum"}, {}),
+    ],
+)
+def test_a_setting_that_has_nothing_to_act_on_is_told(settings: dict[str, Any], needed: dict[str, str]) -> None:
+    setup = Setup(**settings)
+    told = dict(zip(needed, unused(setup), strict=True))
+    for name, remark in told.items():
+        assert remark.startswith(f"{name} changes nothing here") and needed[name] in remark
+        assert predict(replace(setup, **{name: getattr(Setup(), name)})).ratio == predict(setup).ratio
+        assert remark in text(predict(setup))
 
 
 def test_following_the_advice_makes_it_right() -> None:

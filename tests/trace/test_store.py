@@ -183,6 +183,14 @@ def test_nothing_is_recorded_into_a_store() -> None:
     assert error.value.code == "E512"
 
 
+def test_a_file_in_the_place_of_a_run_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(GradcheckError, match=r"run is a file\. Name a folder") as error:
+        create_run_dir(tmp_path / "run", {})
+    assert error.value.code == "E512"
+    assert (tmp_path / "run").read_text() == "mine"
+
+
 def test_local_runs_never_load_fsspec(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     loaded: list[bool] = []
