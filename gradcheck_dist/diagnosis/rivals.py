@@ -21,13 +21,27 @@ class Formulas:
     exact: float
 
     def rivals(self, found: Sequence[Explanation]) -> tuple[Rival, ...]:
-        """The explanations behind the first, in words."""
+        """The explanations behind the first that ask for something else, in words."""
         rivals = []
         for one in found[1:]:
+            if self._asked(one) == self._asked(found[0]):
+                continue
             pairs = zip(self.powers(one), self.powers(found[0]), strict=True)
             powers, against = next(pair for pair in pairs if dict(pair[0]) != dict(pair[1]))
             rivals.append(Rival(self._words(one), tuple(powers.items()), tuple(against.items())))
         return tuple(rivals)
+
+    def _asked(self, explanation: Explanation) -> set[tuple[Hand | None, str, str]]:
+        """What each hand, and the losses, should have done: an average that should not act should multiply by 1."""
+        asked: set[tuple[Hand | None, str, str]] = set()
+        for hand, mode, reference in explanation.edits:
+            asked.add((hand, mode, "" if mode in ("never", "once") else f"{reference:.6g}"))
+        if explanation.loss is not None:
+            asked.add((None, "loss", f"{explanation.loss:.6g}"))
+        for hand, value in explanation.others:
+            should = f"{self.factor_of[hand] / value:.6g}"
+            asked.add((hand, "never", "") if should == "1" else (hand, "multiply", should))
+        return asked
 
     def _words(self, explanation: Explanation) -> str:
         modes = {"never": "should not act", "once": "should act once only", "missing": "should act here as well",

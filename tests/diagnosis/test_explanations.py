@@ -119,6 +119,14 @@ def test_as_many_ranks_as_microbatches_leave_two_explanations_and_the_run_that_t
     assert {finding.code for finding in told.findings} == {"GS101", "GS201"}
 
 
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_what_asks_for_the_same_change_is_no_second_explanation(accumulation: int) -> None:
+    """An average that should not act, and one that should multiply by 1, where 1/2 has two names."""
+    trainer = Trainer(root=global_mean(), op="avg", accumulation=accumulation, data_ranks=2)
+    finding = diagnose(World(trainer, 5).run()).findings[0]
+    assert (finding.code, finding.suggested_experiment) == ("GS101", None)
+
+
 def test_the_experiment_is_the_users_own_command_with_one_size_changed() -> None:
     run = World(replace(AVERAGING, accumulation=2, op="sum", root=global_mean(2)), 5).run()
     for command, wanted in {
