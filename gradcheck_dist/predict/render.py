@@ -39,7 +39,8 @@ def advice(prediction: Prediction) -> list[str]:
     lines.append(f"Multiply the loss by {constant}{_equals(rest, constant)}:")
     lines.append('    loss = F.cross_entropy(logits, labels, reduction="sum")')
     divided = "" if setup.objective == "sum" else " / num_tokens_of_the_step"
-    lines.append(f"    loss = loss * {_code(str(constant))}{divided}")
+    times = f"* {_code(str(constant))}".replace("* 1/", "/ ")
+    lines.append(f"    loss = loss {times}{divided}")
     if setup.data_parallel > 1 and mended.loss == "global-token-mean" and mended == setup:
         lines.append("or let the reduction sum instead of average:")
         if setup.fsdp > 1:

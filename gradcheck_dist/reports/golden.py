@@ -199,9 +199,9 @@ def _weights(golden: Golden, now: Golden) -> Iterator[str]:
             f"{data_rank}, accumulation step {accumulation_step}, microbatch {microbatch}: "
             f"ratio {number(old[first].ratio)} frozen, {number(new[first].ratio)} now"
         )
-    for word, count in (("missing", len(old.keys() - new.keys())), ("more", len(new.keys() - old.keys()))):
+    for word, count in (("fewer", len(old.keys() - new.keys())), ("more", len(new.keys() - old.keys()))):
         if count:
-            yield f"{plural(count, 'weight')} {word} than was frozen" if word == "more" else f"{count} weights missing"
+            yield f"{plural(count, 'weight')} {word} than frozen"
 
 
 def _metrics(golden: Golden, now: Golden) -> Iterator[str]:

@@ -15,9 +15,10 @@ import pytest
 from hostile import hostile_report
 from sample_reports import finding, report, weight
 
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.finding import Report, RunInfo
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports import exports, heatmap
+from gradcheck_dist.reports.along import mesh_places
 from gradcheck_dist.reports.figures import ratio_figure, weights_figure
 from gradcheck_dist.reports.tables import COLUMNS, table
 from gradcheck_dist.trace.run import Run
@@ -231,3 +232,12 @@ def test_an_unknown_format_is_refused(faulty: Judged, tmp_path: Path) -> None:
 def test_a_report_alone_has_no_events() -> None:
     assert table("events", report(), None).rows == []
     assert len(table("findings", report(), None).rows) == 1
+
+
+def test_expert_ranks_are_counted_over_shards_and_context_parallel_ranks_together() -> None:
+    axes = {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1, "pp": 1, "ep": 4}
+    weights = [weight(0, 0, 1.0, holder=rank) for rank in range(4)]
+    places = mesh_places(report([], weights, run=RunInfo(id="r", world_size=4, axes=axes, objective="sum")))
+    assert [places["ep"](one) for one in weights] == [0, 1, 2, 3]
+    assert [places["cp"](one) for one in weights] == [0, 1, 0, 1]
+    assert set(places) == {"dp_shard", "cp", "ep"}

@@ -133,6 +133,14 @@ def test_annotations_stand_on_the_culprit_s_line() -> None:
     assert line.startswith("::error title=gradcheck%3A GS101 double-averaging,file=gradcheck_dist/errors.py,line=9::")
 
 
+def test_an_annotation_of_several_lines_is_one_command() -> None:
+    one = finding(explanation="weighs 50 % of it", fix="sum", suggested_experiment=None)
+    lines = written(report([one]), "github").splitlines()
+    message = lines[0].rpartition("::")[2]
+    assert len(lines) == 1
+    assert "%0Aweighs 50 %25 of it%0AFix: sum%0A" in message
+
+
 def test_findings_beyond_what_github_shows_stay_in_the_log() -> None:
     many = [finding(code=f"GS{index}") for index in range(100, 125)]
     lines = written(report(many), "github").splitlines()

@@ -30,6 +30,23 @@ def test_a_fix_is_told_as_mended_with_the_norms_as_the_factor_says(faulty: Judge
     assert rows["gradient norm, step 1"][2] == "x 2"
 
 
+def test_norms_that_moved_otherwise_are_told_and_of_a_part_of_the_parameters_nothing_is_said(faulty: Judged) -> None:
+    after = report([])
+    before = copy.deepcopy(faulty[0])
+    old = before.metrics["grad_norm"][0]
+    assert old is not None
+    after.metrics = {"grad_norm": [1.5 * old], "step": before.metrics.get("step", [])}
+    told = [fact for fact in compare(before, after).facts if "norm changed" in fact]
+    assert told == ["the first step's norm changed by x 1.5, NOT as the factor 0.5 says (x 2)"]
+    before.coverage.parameters_total += 1
+    assert not any("norm changed" in fact for fact in compare(before, after).facts)
+
+
+def test_nothing_is_mended_where_nothing_could_be_judged_before(fixed: Judged) -> None:
+    pair = compare(report([], verdict="undetermined"), fixed[0])
+    assert (pair.state, pair.headline.partition(",")[0]) == ("undetermined", "COULD NOT JUDGE the run before the fix")
+
+
 def test_a_fix_that_changes_nothing_is_not_mended(faulty: Judged) -> None:
     pair = compare(faulty[0], faulty[0])
     assert (pair.state, pair.headline) == ("findings", "NOT MENDED: 1 finding left")
@@ -126,8 +143,22 @@ def test_rounding_is_no_change() -> None:
 def test_weights_that_come_and_go_are_told() -> None:
     frozen = golden.freeze(report([], [weight(0, 0, 1.0), weight(0, 1, 1.0)]))
     told = golden.differences(frozen, report([], [weight(0, 0, 1.0), weight(1, 0, 1.0)]))
-    assert "1 weights missing" in told
-    assert "1 weight more than was frozen" in told
+    assert "1 weight fewer than frozen" in told
+    assert "1 weight more than frozen" in told
+
+
+def test_what_can_no_longer_be_identified_or_is_no_longer_recorded_is_told() -> None:
+    before = report([], [weight(0, 0, 1.0), weight(0, 1, 1.0)], metrics={"grad_norm": [1.0], "loss": [2.0]})
+    told = golden.differences(golden.freeze(before), report([], [weight(0, 0, 1.0), weight(0, 1, None)]))
+    assert told[0].startswith("weights could be identified only once: 1 of 2, first step 0, all, data rank 0")
+    assert told[1:] == ["loss is no longer recorded", "grad_norm is no longer recorded"]
+
+
+def test_the_coarser_of_two_formats_says_what_rounding_is() -> None:
+    frozen = golden.freeze(report([], [weight(0, 0, 1.0)]))
+    off = [weight(0, 0, 1.002)]
+    assert golden.differences(frozen, report([], off, tolerance=1e-3)) == []
+    assert golden.differences(golden.freeze(report([], off, tolerance=1e-3)), report([], [weight(0, 0, 1.0)])) == []
 
 
 def test_many_differences_are_counted_and_not_listed() -> None:

@@ -31,9 +31,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(document: Report, monkeypatch: pytest.MonkeyPatch) -> str:
+def on_terminal(document: Report, monkeypatch: pytest.MonkeyPatch, columns: int = 110) -> str:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("COLUMNS", str(columns))
     stream = Terminal()
     terminal.write_report(document, stream)
     return stream.getvalue()
@@ -187,6 +187,15 @@ def test_a_terminal_gets_a_box_and_the_same_facts(monkeypatch: pytest.MonkeyPatc
     assert text.startswith("╭")
     for fact in ("verdict", "why", "next", "GS101 double-averaging", "0.0016892", "reduce avg over group [0, 1]"):
         assert fact in text
+
+
+def test_what_a_narrow_terminal_folds_stays_below_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = finding(consequence="Optimizer: " + "word " * 40)
+    judged = report([told], coverage=Coverage(problems=["torn " * 30]))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(judged, monkeypatch, columns=60)).splitlines()
+    assert max(map(len, lines)) <= 60
+    folded = [line for line in lines if line.strip().startswith(("word", "torn"))]
+    assert len(folded) > 4 and all(line.startswith("    ") for line in folded)
 
 
 def test_a_pull_request_comment_begins_with_the_verdict_and_has_one_open_table() -> None:

@@ -94,8 +94,10 @@ def test_a_folder_that_holds_no_run_is_explained_on_every_screen(spoil: Callable
     for stale in folder.glob("*.trace") if folder.is_dir() else ():
         make_old(stale)
     texts = screens(first_snapshot(folder), size=(110, 30))
+    waits = spoil in (empty, nothing, zero_bytes)  # for somebody who is about to write
     for mode, text in texts.items():
         assert words in unwrapped(text), mode
+        assert (" WAITING " in text, " REPLAY " in text) == (waits, not waits), mode
 
 
 def unwrapped(text: str) -> str:

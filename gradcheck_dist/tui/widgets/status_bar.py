@@ -20,7 +20,8 @@ class StatusBar(Static):
         """`behind`: something newer waits until the pause ends."""
         text = Text(no_wrap=True, overflow="ellipsis")
         alive = sum(line.state in ("running", "ended") for line in snapshot.ranks)
-        word = "PAUSED" if paused else "LIVE" if snapshot.live else "REPLAY"
+        still = "WAITING" if snapshot.phase == "waiting" else "REPLAY"
+        word = "PAUSED" if paused else "LIVE" if snapshot.live else still
         text.append(f" {word} ", "bold reverse" if paused or snapshot.live else "bold")
         if paused and behind:
             text.append("newer data waits ", "italic")
