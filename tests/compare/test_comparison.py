@@ -126,6 +126,22 @@ def test_a_norm_that_was_logged_after_clipping_tells_nothing() -> None:
     metric = norm_of(clipped, {"dp": 4})
     assert metric.state == "clipped"
     assert compare(source("control"), [clipped], {"dp": 4}).exit_code == 0
+    clipped.curves["grad_norm"] |= dict.fromkeys(range(50), 0.5)  # most steps are clipped, and some were small
+    assert norm_of(clipped, {"dp": 4}).state == "clipped"
+    clipped.curves["grad_norm"] |= {step: 0.5 + step / 1000 for step in range(100)}
+    assert norm_of(clipped, {"dp": 4}).state != "clipped"
+
+
+def test_a_number_that_some_product_of_many_degrees_always_meets_gets_no_name() -> None:
+    many = {"dp": 3, "pp": 5, "tp": 7, "accum": 11}
+    assert explanations(3 / 5, 0.001, many)[0].expression == "dp/pp"
+    assert explanations(7 / 5, 0.001, many)[0].expression == "tp/pp"
+    assert explanations(15 / 11, 0.03, many) == []  # 7/5 is as near as that
+
+
+def test_of_two_degrees_the_one_that_a_flag_changes_is_varied() -> None:
+    metric = norm_of(source("x", factor=0.25, seed=1), {"dp": 4, "microbatches": 4})
+    assert metric.text.endswith("run with microbatches=3 to tell")
 
 
 def test_runs_without_a_common_step_could_not_be_compared() -> None:

@@ -79,6 +79,11 @@ def test_gaps_and_words_in_a_csv_are_left_out(tmp_path: Path) -> None:
     assert found == {"loss": {1: 2.0, 4: 1.0}, "grad_norm": {2: 1.5, 3: 1.6}}
 
 
+def test_rows_without_a_step_are_counted_from_0(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("loss\n3\n2\n")
+    assert sources.read_csv(tmp_path / "log.csv") == {"loss": {0: 3.0, 1: 2.0}}
+
+
 def test_a_tensorboard_folder_and_the_only_one_below_are_read(tmp_path: Path) -> None:
     write_tensorboard(tmp_path / "job" / "tb", curves(steps=30), "train/")
     for place in (tmp_path / "job" / "tb", tmp_path / "job", next((tmp_path / "job" / "tb").iterdir())):

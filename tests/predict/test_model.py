@@ -158,6 +158,12 @@ def test_following_the_advice_makes_it_right() -> None:
     assert predict(Setup(ddp=4, pp=2, microbatches=3, accum=5, loss_scale="M*R/M")).right
 
 
+def test_a_mean_of_means_counts_all_that_it_averages_over() -> None:
+    means = {"objective": "microbatch-mean", "loss": "microbatch-mean"}
+    assert ratios(**means, ddp=2, pp=2, microbatches=4, accum=3) == [Fraction(12)] * 3
+    assert ratios(**means, ddp=2, pp=2, microbatches=4, accum=3, loss_scale="1/M/K") == [Fraction(1)] * 3
+
+
 def test_factors_that_cancel_by_their_numbers_only_are_pointed_out() -> None:
     assert "at these sizes only" in text(predict(Setup(ddp=4, pp=2, microbatches=4, loss_scale="M")))
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from gradcheck_dist.cli.main import build
 from gradcheck_dist.diagnosis.finding import Report, RunInfo
+from gradcheck_dist.events import Backward
 from gradcheck_dist.reports import figures, formats, html_report, json_report, timeline
 from gradcheck_dist.reports.figure import label
 from gradcheck_dist.trace.run import Run, read_run
@@ -92,6 +93,22 @@ def test_the_culprit_is_marked_in_the_timeline(faulty: tuple[Report, Run]) -> No
     marked = [trace for trace in figure.spec["data"] if trace["name"] == "culprit"]
     assert len(marked) == 1
     assert marked[0]["text"] == ["reduce ddp avg over 2 ranks k=2 m=0"]
+
+
+def test_a_timeline_s_bars_end_where_backward_ended_and_events_left_out_are_counted(
+    faulty: tuple[Report, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, run = faulty
+    passes = [event for event in run.ranks[0].events if isinstance(event, Backward) and event.step == 0]
+    spans = [span for span in timeline.spans(run, 0) if span.kind == "backward" and span.rank == 0]
+    assert [span.start_ns + span.duration_ns for span in spans] == [event.t_ns for event in passes]
+    assert all(span.duration_ns > 0 for span in spans)
+    whole = timeline.timeline_figure(report, run)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 5)
+    part = timeline.timeline_figure(report, run)
+    assert whole and part and "events are shown" not in whole.note
+    shown, found = map(int, re.findall(r"(\d+) of (\d+) events are shown", part.note)[0])
+    assert shown <= 5 < found
 
 
 def test_labels_of_figures_hold_no_tags() -> None:

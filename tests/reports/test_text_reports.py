@@ -189,6 +189,17 @@ def test_a_terminal_gets_a_box_and_the_same_facts(monkeypatch: pytest.MonkeyPatc
         assert fact in text
 
 
+def test_where_another_explanation_fits_as_well_the_experiment_comes_with_the_fix() -> None:
+    factor = Factor(observed=0.5, expression="1/dp", candidates=[Candidate(expression="1/accum", value=0.5)])
+    alone = Factor(observed=0.5, expression="1/dp", candidates=[Candidate(expression="1/dp", value=0.5)])
+    for one, first in ((factor, True), (alone, False)):
+        told = build(report([finding(factor=one, fix="Sum.", suggested_experiment="run with accum=3")]))
+        assert told.next == ("Sum. But first: run with accum=3" if first else "Sum.")
+        (facts,) = (words.facts for words in told.findings)
+        assert ("also explained by 1/accum = 0.5" in facts) is first
+        assert facts[-1] == f"{'to tell apart' if first else 'to learn more'}: run with accum=3"
+
+
 def test_what_a_narrow_terminal_folds_stays_below_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     told = finding(consequence="Optimizer: " + "word " * 40)
     judged = report([told], coverage=Coverage(problems=["torn " * 30]))

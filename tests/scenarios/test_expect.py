@@ -138,6 +138,16 @@ def test_the_culprit_must_be_the_event_file_and_line_of_the_file(changes: dict[s
     assert mismatch(expecting(), report([finding(first_event=None)]), CONFIG) == "no culprit is named"
 
 
+def test_a_finding_must_name_all_steps_that_were_judged() -> None:
+    config = TrainConfig(axes=Axes(dp_replicate=2), accum=3, steps=2)
+    weights = [weight(rank, k, 0.5) for rank in (0, 1) for k in range(3) for _ in range(2)]
+    for one in weights[::2]:
+        one.step = 1
+    assert mismatch(expecting(), report([finding(steps=[0, 1])], weights), config) == ""
+    assert "names the steps [0], not [0, 1]" in mismatch(expecting(), report([finding()], weights), config)
+    assert "1 of 2 steps have weights" in mismatch(expecting(), report(), config)
+
+
 def test_the_expectation_is_published_in_the_report() -> None:
     expected = published(expecting())
     assert expected
