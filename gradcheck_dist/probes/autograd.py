@@ -120,9 +120,11 @@ def open_pass(recorder: Recorder) -> Any:
 
 @guarded("autograd")
 def close_pass(recorder: Recorder, current: Any) -> None:
-    for listener in CLOSE_LISTENERS:
-        listener(recorder, current)
-    recorder.end_backward(current)
+    try:
+        for listener in CLOSE_LISTENERS:
+            listener(recorder, current)
+    finally:
+        recorder.end_backward(current)
 
 
 @guarded("autograd")
@@ -181,12 +183,11 @@ class Discovery:
     def has_hooked(self, param: Tensor) -> bool:
         return id(param) in self._hooked
 
-    def was_called(self, param: Tensor) -> bool:
-        """Whether the module that owns a trainable parameter was seen to be called in this step."""
+    def called(self) -> set[int]:
+        """The ids of the parameters whose own module was seen to be called in this step."""
         modules = self._recorder.registry.known_modules
-        return param.requires_grad and any(
-            key in modules and any(own is param for own in modules[key]._parameters.values()) for key in self._called
-        )
+        owners = [modules[key] for key in self._called if key in modules]
+        return {id(param) for owner in owners for param in owner._parameters.values() if param is not None}
 
     def stop(self) -> None:
         self._called.clear()
@@ -206,7 +207,8 @@ class Discovery:
             self._called.add(id(module))
             for listener in CALL_LISTENERS:
                 listener(self._recorder, module)
-        if id(module) not in self._recorder.registry.known_modules:
+        known = self._recorder.registry.known_modules
+        if id(module) not in known and next(module.parameters(), None) is not None:
             add_root(self._recorder, module, None)
 
     def hook(self, info: ParamInfo, leaf: Tensor) -> None:

@@ -94,17 +94,19 @@ class ReadGradients:
     def __init__(self) -> None:
         self._step = -1
         self._read: list[list[ParamInfo]] = []
+        self._ids: set[int] = set()
         self._kept: tuple[int, dict[int, ParamInfo]] = (-1, {})
 
     def note(self, step: int, infos: list[ParamInfo]) -> None:
         """An optimizer reads the gradients of these parameters."""
         if self._step != step:
-            self._read, self._step = [], step
+            self._read, self._ids, self._step = [], set(), step
         self._read.append(infos)
+        self._ids.update([info.id for info in infos])
 
     def in_step(self, step: int) -> set[int]:
         """The ids of the parameters whose gradients were read in this step."""
-        return {info.id for infos in self._read for info in infos} if self._step == step else set()
+        return self._ids if self._step == step else set()
 
     def emptied(self, infos: list[ParamInfo]) -> None:
         """The gradients of these parameters are emptied."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
-from gradcheck_dist.probes.flat_copies import regions_by_value
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.places import Place
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.regions import Region, in_memory
 from gradcheck_dist.probes.registry import ParamInfo
 from gradcheck_dist.probes.sites import caller_site
+
+LATEST = 4
+"""Parameters whose gradients arrived last, of which a hook may reduce what has been accumulated."""
 
 
 class _Pending:
@@ -132,7 +135,8 @@ def note_hook(recorder: Recorder, op: Any) -> None:
 def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
     """Where gradients lie in a tensor inside of a backward pass, for a hook of the user's that reduces what has been
     accumulated so far. What a wrapper reduces there has a probe of its own."""
-    for regions, buffer in recorder.places.overlapping(tensor):
+    touched = recorder.current.touched.values() if recorder.current is not None else ()
+    for regions, buffer in recorder.places.overlapping(tensor, itertools.islice(reversed(touched), LATEST)):
         info = regions[0].info
         if not info.regions and info.param.grad is not None and info.wrapper is None and info.managed_by is None:
             yield regions, buffer
@@ -154,12 +158,14 @@ def before_manual(
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
+    begins: set[tuple[int, int]] = set()
     places = recorder.places.overlapping(local) if current is None else _accumulated(recorder, local)
     for regions, buffer in places:
         for region in in_memory(local, [(regions, buffer)]):
             info = region.info
-            if any(known.info is info and known.start == region.start for known in opened):
+            if (info.id, region.start) in begins:
                 continue  # the same elements under another name
+            begins.add((info.id, region.start))
             begun = pending.get(info.id)
             if begun is None or begun.step != recorder.step or begun.how != how:
                 begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
@@ -169,7 +175,7 @@ def before_manual(
             if current is not None:
                 current.by_hand.add(info.id)
     if not opened and current is None and local.dim():
-        for region in regions_by_value(local, recorder.registry.infos()):
+        for region in recorder.places.by_value.regions(local):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
             sample(recorder, begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from gradcheck_dist.events import BEFORE, GradientNorm, Site
 from gradcheck_dist.probes.collectives import sample
-from gradcheck_dist.probes.flat_copies import regions_by_value
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.regions import Region, in_memory
@@ -104,6 +103,6 @@ def _gradients(recorder: Recorder, tensor: Tensor) -> list[Region]:
         if sum(region.length for region in inside) == sum(region.length for region in regions):
             found += inside
     if not found and tensor.dim() == 1:
-        found = regions_by_value(tensor, recorder.registry.infos())
+        found = recorder.places.by_value.regions(tensor)
     read = recorder.read.in_step(recorder.step)
     return [region for region in found if region.info.id not in read]

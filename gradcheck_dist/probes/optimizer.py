@@ -35,14 +35,14 @@ CLIP_EPSILON = 1e-6
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # made, and not known to be watched whole
     under_way: list[tuple[Optimizer, int | None]] = []  # steps that have begun, the outermost first
 
     def watch_making(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            made.add(self)
+            waiting.add(self)
 
         return make
 
@@ -54,13 +54,13 @@ def install(recorder: Recorder, patches: Patches) -> None:
             recorder.closure_passes = 0
         else:
             around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
-            seq = stepping(recorder, optimizer, made, around[-1][1] if around else None)
+            seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None)
             under_way[:] = [*around, (optimizer, seq)]
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.closure_passes = None
         if _closure(args, kwargs):
-            stepping(recorder, optimizer, made)
+            stepping(recorder, optimizer, waiting)
         under_way[:] = [(other, seq) for other, seq in under_way if other is not optimizer]
         stepped(recorder, optimizer)
 
@@ -111,7 +111,7 @@ def _unnamed(recorder: Recorder, param: Tensor) -> ParamInfo:
 
 @guarded("optimizer")
 def stepping(
-    recorder: Recorder, optimizer: Optimizer, made: Iterable[Optimizer], inside: int | None = None
+    recorder: Recorder, optimizer: Optimizer, waiting: weakref.WeakSet[Optimizer], inside: int | None = None
 ) -> int | None:
     """An optimizer reads its gradients, maybe `inside` of another's step. The number of that event, or None."""
     # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
@@ -128,7 +128,8 @@ def stepping(
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
     missing = [info for info in infos if info.param.grad is None and originals(info)]
-    unreached = [info for info in missing if discovery.was_called(info.param)]
+    called = discovery.called() if missing else set()
+    unreached = [info for info in missing if id(info.param) in called and info.param.requires_grad]
     recorder.emit(
         OptimizerStep,
         seq=seq,
@@ -148,17 +149,21 @@ def stepping(
     # One without a name was found here, and could stand for others that no module has shown yet.
     hooked = all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad)
     # The turn of another optimizer's model (a critic) may come after some steps of this one.
-    if hooked and all(
-        discovery.has_hooked(param)
-        for other in made
-        for group in other.param_groups
-        for param in group["params"]
-        if param.requires_grad
-    ):
+    if hooked and not _waits(discovery, waiting):
         discovery.stop()
     else:
         discovery.start()
     return seq
+
+
+def _waits(discovery: Any, waiting: weakref.WeakSet[Optimizer]) -> bool:
+    """Whether an optimizer has a parameter that is not watched yet; one without is not asked again."""
+    while (other := next(iter(waiting), None)) is not None:
+        params = (param for group in other.param_groups for param in group["params"])
+        if not all(discovery.has_hooked(param) for param in params if param.requires_grad):
+            return True
+        waiting.discard(other)
+    return False
 
 
 def _group(recorder: Recorder, group: dict[str, Any]) -> ParamGroup:

@@ -106,9 +106,11 @@ def open_chunk(recorder: Recorder, stage: Any, chunk: int, last: bool) -> Any:
 
 @guarded("pipeline")
 def close_chunk(recorder: Recorder, current: Any) -> None:
-    for listener in autograd.CLOSE_LISTENERS:
-        listener(recorder, current)
-    recorder.end_backward(current, sample_after=False)
+    try:
+        for listener in autograd.CLOSE_LISTENERS:
+            listener(recorder, current)
+    finally:
+        recorder.end_backward(current, sample_after=False)
 
 
 def stage_params(recorder: Recorder, stage: Any) -> list[ParamInfo]:

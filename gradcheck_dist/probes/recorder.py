@@ -136,6 +136,7 @@ class Recorder(Sampler):
             self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
             self.clipped.clear()
+            self.places.step_begins()
             asked = self.step - self._abandoned
             self.sampling = self._steps is None or asked in self._steps
             self.recording = self.sampling or self.columns is not None
@@ -292,6 +293,7 @@ class Recorder(Sampler):
             return None
         self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
         self.between_passes = False
+        self.places.pass_changes()
         if self._begun != self.step:
             self._begun = self.step
             left = self.read.left(self.step - 1) if self.sampling else []
@@ -326,6 +328,7 @@ class Recorder(Sampler):
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
         self.current = None
+        self.places.pass_changes()
         for info, grad in current.not_brought():
             self.leaf(current, info, grad)
         touched = list(current.touched.values())

@@ -8,6 +8,7 @@ optimizer is first seen.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -114,20 +115,22 @@ class Finder:
             if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
         }
         found: dict[int, list[Region]] = {}
-        known = list(gradients)
+        known, sources = list(gradients), _Sources(plain)
         for varied in (True, False):
             for index, values in flat.items():
                 if index in found or _varied(values) != varied or not (varied or found):
                     continue
-                regions = (not varied and _by_gradient(copies[index], values, known)) or self._of(values, plain)
+                regions = (not varied and _by_gradient(copies[index], values, known)) or self._of(
+                    values, plain, sources
+                )
                 if regions:
                     found[index] = regions
         return found
 
-    def _of(self, flat: Tensor, infos: list[ParamInfo]) -> list[Region]:
-        found = in_memory(flat, [([whole(info)], info.param.detach()) for info in infos])
+    def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
+        found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
         if not found:
-            twins = [info for info in infos if info.param.numel() == flat.numel() and _same(info.param, flat, 0)]
+            twins = sources.twins(flat)
             twins.sort(key=lambda info: info.id in self._copied)  # those without a copy first, in the model's order
             found = [whole(info) for info in twins[:1]]
         found = found or self._tile(flat, infos)
@@ -173,6 +176,46 @@ class Finder:
         before = torch.nonzero(values[1:] == first_flat).reshape(-1)[:MAX_CANDIDATES].tolist()
         shifts = [*inside, *(-1 - index for index in before)]
         return [shift for shift in shifts if _same(info.param, flat, shift)]
+
+
+class _Sources:
+    """Parameters by where they lie and by what they hold, so that each copy is not compared with all of them."""
+
+    def __init__(self, infos: Sequence[ParamInfo]) -> None:
+        self._of_storage: dict[int, list[ParamInfo]] = defaultdict(list)
+        self._of_values: dict[tuple[int, torch.dtype, bytes], list[ParamInfo]] = defaultdict(list)
+        self._dtypes: dict[int, set[torch.dtype]] = defaultdict(set)
+        for info in infos:
+            param = info.param.detach()
+            size, dtype = param.numel(), param.dtype
+            self._of_storage[_storage(param)].append(info)
+            self._dtypes[size].add(dtype)
+            self._of_values[size, dtype, _compared(param.reshape(-1), dtype)].append(info)
+
+    def beside(self, flat: Tensor) -> list[ParamInfo]:
+        """Parameters whose memory was allocated together with a tensor's."""
+        return self._of_storage.get(_storage(flat), [])
+
+    def twins(self, flat: Tensor) -> list[ParamInfo]:
+        """Parameters of a tensor's size that agree with it, in their own type, as `_same` says."""
+        size = flat.numel()
+        keys = [(size, dtype, _compared(flat, dtype)) for dtype in self._dtypes.get(size, ())]
+        found = [info for key in keys for info in self._of_values.get(key, ())]
+        return sorted(found, key=lambda info: info.id) if len(keys) > 1 else found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _compared(flat: Tensor, dtype: torch.dtype) -> bytes:
+    values = flat[_spread(flat.numel(), flat.device)].to(dtype)
+    return values.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _spread(length: int, device: torch.device) -> Tensor:
+    """Positions of elements that are compared, over all of a tensor."""
+    return torch.linspace(0, length - 1, min(length, NUM_COMPARED), dtype=torch.float64, device=device).long()
 
 
 def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
@@ -226,7 +269,7 @@ def _same(param: Tensor, flat: Tensor, shift: int) -> bool:
     length = min(param.numel() - start, flat.numel() - offset)
     if length <= 0:
         return False
-    index = torch.linspace(0, length - 1, min(length, NUM_COMPARED), dtype=torch.float64, device=flat.device).long()
+    index = _spread(length, flat.device)
     mine = param.detach().reshape(-1)[start : start + length][index]
     return bool(torch.equal(mine, flat[offset : offset + length][index].to(mine.dtype)))
 

@@ -110,6 +110,7 @@ class Registry:
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
         self._looked_up: set[int] = set()
+        self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
         self._finder = Finder()
         self._names: set[tuple[int | None, str]] = set()
@@ -131,6 +132,11 @@ class Registry:
 
     def infos(self) -> list[ParamInfo]:
         return list(self._by_param.values())
+
+    @property
+    def num_known(self) -> int:
+        """Parameters and copies."""
+        return len(self._by_param) + len(self._copies)
 
     def copies(self) -> list[ParamInfo]:
         """Tensors that optimizers own instead of the model's parameters."""
@@ -178,9 +184,8 @@ class Registry:
             if not any(stands_in(param) for param in module.parameters()):
                 self.known_modules[id(module)] = module
         fallback, looked_up = type(root).__name__, embeddings_of(root)
-        trained = {id(param) for param in root.parameters() if param.requires_grad and not stands_in(param)}
-        trained.update(key for key, info in self._by_param.items() if info.param.requires_grad)
-        self._plan = sampling_plan(len(trained), self._sample_size, self.budget_bytes)
+        self._trained.update(id(param) for param in root.parameters() if param.requires_grad and not stands_in(param))
+        self._plan = sampling_plan(len(self._trained), self._sample_size, self.budget_bytes)
         self.rotates |= self._plan.period > 1
         for name, param in root.named_parameters():
             if self.find(param) is None and not stands_in(param):
@@ -202,6 +207,8 @@ class Registry:
         info.period = self._plan.period
         self._take_turn(info)
         self._by_param[id(param)] = info
+        if param.requires_grad:
+            self._trained.add(id(param))
         self._asked.clear()
         self._write_param(info, looked_up)
         return info
@@ -209,6 +216,7 @@ class Registry:
     def write_again(self, info: ParamInfo) -> None:
         """A parameter is trained now that was frozen when it was first written."""
         self._asked.clear()
+        self._trained.add(id(info.param))
         self._write_param(info, info.id in self._looked_up)
 
     def _write_param(self, info: ParamInfo, looked_up: bool) -> None:

@@ -86,33 +86,14 @@ class Writes:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._of_address: dict[int, ParamInfo] = {}
-        self._looked_at = -1  # the seq up to which the addresses are known
         self._num_others = 0
         self._waiting: list[tuple[int, Site | None, float | None, list[ParamInfo]]] = []
 
     def whose(self, tensors: Sequence[Tensor]) -> list[ParamInfo]:
         """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it)."""
-        found = []
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.requires_grad:
-                continue
-            address, size = _place(tensor)
-            info = self._of_address.get(address) if address else None
-            if address and (info is None or _place(info.param.grad) != (address, size)):
-                info = self._look(address)
-            if info is not None and _place(info.param.grad) == (address, size):
-                found.append(info)
-        return found
-
-    def _look(self, address: int) -> ParamInfo | None:
-        """Once between two events: gradients move, and most tensors that are asked about are none."""
-        if self._looked_at != self._recorder.last_seq:
-            self._looked_at = self._recorder.last_seq
-            registry = self._recorder.registry
-            infos = [*registry.infos(), *registry.copies()]
-            self._of_address = {_place(info.param.grad)[0]: info for info in infos if info.param.grad is not None}
-        return self._of_address.get(address)
+        places = self._recorder.places
+        asked = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.requires_grad)
+        return [info for tensor in asked if (info := places.whose(tensor)) is not None]
 
     def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None) -> None:
         recorder = self._recorder
@@ -125,11 +106,7 @@ class Writes:
             self._num_others += 1
             if self._num_others > MOST_OTHERS:
                 return
-        known = self._looked_at == recorder.last_seq
-        seq = recorder.next_seq()
-        if known:
-            self._looked_at = seq  # nothing but this line was there in between
-        self._waiting.append((seq, site, factor, infos))
+        self._waiting.append((recorder.next_seq(), site, factor, infos))
 
     def tell(self) -> None:
         """Emit what was seen."""
@@ -137,15 +114,6 @@ class Writes:
         for seq, site, factor, infos in waiting:
             params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
             self._recorder.emit(GradWrite, seq=seq, site=site, params=params, factor=factor)
-
-
-def _place(tensor: Tensor | None) -> tuple[int, int]:
-    """(address, number of elements) of what lies on this rank; (0, 0) where there is no such thing."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return (local.data_ptr(), local.numel()) if local is not None else (0, 0)
-    except RuntimeError:  # sparse, fake, or a wrapper of a transform
-        return (0, 0)
 
 
 def _number(value: Any) -> float | None:

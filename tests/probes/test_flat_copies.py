@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcheck_dist.probes.flat_copies import regions_by_value
+from gradcheck_dist.probes.flat_copies import MAX_COMPARED, FlatCopies
+from gradcheck_dist.probes.regions import Region
 from gradcheck_dist.probes.registry import ParamInfo
 
 SIZES = ((5, 4), (7,), (3, 3), (7,))
@@ -22,6 +23,10 @@ def infos() -> list[ParamInfo]:
 
 def flat(held: list[ParamInfo]) -> Tensor:
     return torch.cat([info.param.grad.flatten() for info in held if info.param.grad is not None])
+
+
+def regions_by_value(tensor: Tensor, known: list[ParamInfo]) -> list[Region]:
+    return FlatCopies(lambda: known).regions(tensor)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, -4096.0])
@@ -70,3 +75,38 @@ def test_an_embedding_that_few_tokens_reached_is_known() -> None:
     other = table.grad.clone()
     other[77] += 1
     assert regions_by_value(other, known) == []
+
+
+def alike(count: int) -> list[ParamInfo]:
+    params = [nn.Parameter(torch.zeros(8)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.randn(8)
+    return [ParamInfo(index, f"w{index}", param, None, 96) for index, param in enumerate(params)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_copies_that_come_one_by_one_are_found_where_the_last_one_ended(order: int) -> None:
+    """More parameters of one size than would be compared with each."""
+    known = alike(200)
+    asked: list[None] = []
+    copies = FlatCopies(lambda: asked.append(None) or known)  # type: ignore[func-returns-value]
+    for info in known[::order]:
+        assert info.param.grad is not None
+        assert [region.info for region in copies.regions(info.param.grad / 2)] == [info]
+    assert len(asked) == 1
+    copies.step_begins()
+    first = known[0].param.grad
+    assert first is not None and [region.info.name for region in copies.regions(first * 3)] == ["w0"]
+
+
+def test_what_is_no_copy_is_compared_with_so_many_gradients_a_step() -> None:
+    known = alike(200)
+    asked: list[None] = []
+    copies = FlatCopies(lambda: asked.append(None) or known)  # type: ignore[func-returns-value]
+    for _ in range(MAX_COMPARED):
+        assert copies.regions(torch.randn(8)) == []
+    assert 0 < len(asked) < MAX_COMPARED // 32
+    first = known[5].param.grad
+    assert first is not None and copies.regions(first * 3) == []
+    copies.step_begins()
+    assert [region.info.name for region in copies.regions(first * 3)] == ["w5"]

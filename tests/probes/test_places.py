@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradcheck_dist.events import AnyRecord
-from gradcheck_dist.probes.places import Places
+from gradcheck_dist.probes.places import MOST_FRUITLESS, Places
 from gradcheck_dist.probes.registry import Registry
 
 NUM_LAYERS = 20
@@ -145,3 +145,46 @@ def test_a_buffer_in_place_of_grad_is_found(model: nn.Module) -> None:
         param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
     for name, param in model.named_parameters():
         assert names(places, param.main_grad) == [name]
+
+
+def test_gradients_that_are_replaced_one_by_one_are_found_beside_the_last(model: nn.Module, asked: list[None]) -> None:
+    places, _ = places_of(model)
+    for order in (1, -1):
+        for name, param in list(model.named_parameters())[::order]:
+            assert param.grad is not None
+            kept, param.grad = param.grad, param.grad / 2  # the old memory is not given away
+            assert names(places, param.grad) == [name]
+            owner = places.whose(param.grad)
+            assert owner is not None and owner.name == name
+            assert places.whose(kept) is None
+    assert len(asked) <= 1 + MOST_FRUITLESS
+
+
+def test_what_is_nobodys_asks_all_so_often_a_step_and_then_once_a_pass(model: nn.Module, asked: list[None]) -> None:
+    places, registry = places_of(model)
+    activations = [torch.zeros(5) for _ in range(3 * MOST_FRUITLESS)]
+    assert not any(names(places, one) for one in activations) and len(asked) == MOST_FRUITLESS
+    assert places.whose(activations[0]) is None and len(asked) == MOST_FRUITLESS
+    first, *_, last = model.parameters()
+    last.grad = torch.ones_like(last)
+    assert names(places, last.grad) == []
+    found = registry.find(last)
+    assert found is not None and [r[0].info for r, _ in places.overlapping(last.grad, [found])] == [found]
+    first.grad = torch.ones_like(first)
+    assert names(places, first.grad) == []
+    places.pass_changes()
+    assert names(places, first.grad) == ["0.weight"]
+    assert not names(places, activations[0])
+    places.step_begins()
+    first.grad = torch.zeros_like(first)
+    assert names(places, first.grad) == ["0.weight"]
+
+
+def test_whose_gradient_a_tensor_is(model: nn.Module) -> None:
+    places, _ = places_of(model)
+    weight = model[0].weight.grad
+    assert weight is not None
+    found = [places.whose(one) for one in (weight, weight.data, weight.view(-1), weight.t())]
+    assert [info.name if info else None for info in found] == ["0.weight"] * 4
+    assert places.whose(weight[1:]) is None and places.whose(weight[:2]) is None
+    assert places.whose(torch.zeros(4, 4)) is None and places.whose(weight.to_sparse()) is None
