@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
+from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import BEFORE
 from gradcheck_dist.probes import captured
@@ -216,7 +217,7 @@ class Discovery:
         if id(leaf) in self._hooked or not leaf.requires_grad:
             return
         self._hooked.update((id(leaf), id(info.param)))
-        handle = leaf.register_hook(functools.partial(arrived, self._recorder, info))
+        handle = leaf.register_hook(unserializable_hook(functools.partial(arrived, self._recorder, info)))
         put_first(leaf, handle.id)
         self._hooks.append(handle)
 

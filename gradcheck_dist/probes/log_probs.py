@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.autograd import mark_recorded
@@ -82,7 +83,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
     mark_recorded(log_probs)
-    log_probs.register_hook(lambda grad: gradient_arrived(recorder, grad, loss_id))
+    log_probs.register_hook(unserializable_hook(lambda grad: gradient_arrived(recorder, grad, loss_id)))
 
 
 @guarded("log_probs")

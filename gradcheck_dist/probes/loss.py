@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.autograd import mark_recorded
@@ -51,7 +52,6 @@ def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Call
     return loss
 
 
-_SEEN = "_gradcheck_loss"
 HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
 
 
@@ -122,7 +122,7 @@ def record_loss(
     A tensor that was recorded before is recorded as the same loss: what is told of it now corrects what was seen.
     """
     seq = recorder.next_seq()
-    seen: dict[str, Any] | None = getattr(output, _SEEN, None)
+    seen = recorder.losses.get(output)
     if seen is not None:
         recorder.emit(Loss, seq=seq, **seen | {"term": term, "coefficient": coefficient})
         return
@@ -145,11 +145,12 @@ def record_loss(
     if recorder.impulses is not None:
         recorder.label_hashes[seq] = seen["label_hash"]
     if output.requires_grad:
-        setattr(output, _SEEN, seen)
+        recorder.losses[output] = seen
         mark_recorded(output)
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
-        output.register_hook(functools.partial(arrived, is_main=term == "main", valid=unreduced))
+        hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)
+        output.register_hook(unserializable_hook(hook))
 
 
 @guarded("loss")

@@ -2,7 +2,8 @@
 
 Nothing calls a hook when such an optimizer steps. What tells is that parameters hold other values than behind the last
 backward pass, when the next loss is computed, a backward pass begins or gradients are emptied. The step ends there.
-What it read are the gradients that still lie in `.grad`, or did until they were emptied: they are held until then.
+What it read are the gradients that still lie in `.grad`, or did until they were emptied: they are held until then, or
+until a module is called to compute the next loss, so that they take no memory beside its activations.
 
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
 Where torch.optim is in use, this probe rests.
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -40,18 +42,36 @@ class OwnOptimizer:
         self._recorder = recorder
         self._begun = False  # whether a backward pass came since the last step
         self._noted: list[tuple[Tensor, Tensor, Tensor | tuple[int, int]]] = []
-        self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by the gradient's address
+        self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by parameter
+        self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
 
     def passed(self, touched: dict[int, ParamInfo]) -> None:
         """A backward pass is over."""
         self._emptied.clear()
-        step = {info.id: info for info, _ in self.grads.values()} | touched
-        held = ((info, grad, _local(grad)) for info in step.values() if (grad := info.param.grad) is not None)
-        self.grads = {local.data_ptr(): (info, grad) for info, grad, local in held if local is not None}
-        self._zero = {info.id for info, grad in self.grads.values() if not _is_there(grad)}
+        held = {info.id: info for info, _ in self.grads.values()} | touched
+        self.grads = {key: (info, grad) for key, info in held.items() if (grad := info.param.grad) is not None}
+        arrived = {key: self.grads[key][1] for key in touched if key in self.grads}
+        for key in [key for key, grad in arrived.items() if _local(grad) is None]:
+            del self.grads[key]
+        self._zero -= touched.keys()
+        self._zero.update(key for key, grad in arrived.items() if not _is_there(grad))
         self.note([info.param for info, _ in self.grads.values() if not info.regions])
+        if self._forward is None:
+            self._forward = register_module_forward_pre_hook(self._called)
+
+    def _called(self, *_: Any) -> None:
+        """A module is called: unless that is part of a pass, or nothing is trained, the next loss is under way."""
+        if self._recorder.current is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.rest()
+            self.look()
+
+    def rest(self) -> None:
+        """Wait for no module."""
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
 
     def note(self, params: list[Tensor] | None = None) -> None:
         """Note what parameters hold when a step has begun; None: of those that were noted before."""
@@ -60,6 +80,9 @@ class OwnOptimizer:
             self._noted = [(param, which, _state(param, which)) for param, which, _ in self._noted]
             return
         chosen = params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
+        if list(map(id, chosen)) == [id(param) for param, _, _ in self._noted]:
+            self.note()
+            return
         found = [(param, local) for param in chosen if (local := _local(param)) is not None]
         places = [torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)) for _, local in found]
         on_device = [which.to(local.device) for which, (_, local) in zip(places, found, strict=True)]
@@ -68,12 +91,11 @@ class OwnOptimizer:
     def emptied(self, grad: Tensor) -> None:
         """A tensor is about to be filled with zeros by hand; it may be a gradient."""
         recorder = self._recorder
-        address = grad.data_ptr() if grad.layout is torch.strided else 0
-        if address not in self.grads:
+        info = recorder.places.whose(grad) if recorder.current is None else None
+        if info is None or info.id not in self.grads or info.id in self._emptied:
             return
-        info, held = self.grads[address]
-        if held.shape != grad.shape or recorder.current is not None or info.id in self._emptied:
-            return
+        held = info.param.grad
+        assert held is not None
         found = recorder.registry.plan(info, held) if recorder.sampling and info.active else None
         values = elements(found[1].detach(), found[0].indices) if found is not None else None
         if found is not None and values is not None:
@@ -90,7 +112,9 @@ class OwnOptimizer:
             self._stepped()
 
     def _stepped(self) -> None:
-        recorder, held = self._recorder, list(self.grads.values())
+        recorder = self._recorder
+        # What was put in the place of a gradient since, and still lies there, is what was read.
+        held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in self.grads.values()]
         emptied = dict(self._emptied)
         self._begun, self.grads = False, {}
         self._emptied.clear()
@@ -126,6 +150,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def rest(*_: Any) -> None:
         recorder.own_optimizer = None
+        own.rest()
+        own.grads.clear()
 
     def watch_making(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)

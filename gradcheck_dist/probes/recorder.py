@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradcheck_dist.events import (
     AFTER,
@@ -73,6 +74,8 @@ class Recorder(Sampler):
         self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
         self.pipeline_site: Site | None = None
         self.impulses: Any = None  # set in impulse mode: probes/exact.py
+        # By tensor, and not as an attribute of one, which would be saved with it.
+        self.losses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
         self.discovery: Any = None  # set by the autograd probe
         self.read = ReadGradients()
@@ -245,8 +248,6 @@ class Recorder(Sampler):
 
     def finish(self) -> None:
         """Write all that is left, waiting for what is still on its way."""
-        if self.own_optimizer is not None:
-            self.own_optimizer.look()
         self.flush_samples()
         self._fold_step()
         self.copies.poll(wait=True)

@@ -71,6 +71,8 @@ class Session:
         if not self._open:
             return
         self._open = False
+        if self.recorder.own_optimizer is not None:
+            self.recorder.own_optimizer.look()  # which rests when patches are taken back
         self._patches.restore()
         self.recorder.suspended += 1  # functions that the user imported while they were replaced pass everything on
         self.recorder.finish()

@@ -60,6 +60,7 @@ class TraceWriter:
     def flush(self) -> None:
         """Write everything appended so far as one frame."""
         if self._pid != os.getpid():
+            self._records = []  # a child that trains on keeps nothing of what it may not write
             return
         with self._lock:
             records, self._records = self._records, []

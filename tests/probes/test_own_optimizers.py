@@ -3,6 +3,7 @@ parameters hold; what cannot be known accuses nobody."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,46 @@ def test_what_the_update_itself_does_to_gradients_in_place_is_seen(tmp_path: Pat
     [finding] = judged(tmp_path, halved_once_more).findings
     assert finding.factor.observed == pytest.approx(0.5)
     assert finding.first_event is not None and finding.first_event.file == __file__
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_gradients_are_held_no_longer_than_to_the_next_forward_pass(tmp_path: Path, stays: bool) -> None:
+    """Beside activations they would be memory that training does not have."""
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            alive.append(sum(one() is not None for one in held))
+            out: Tensor = super().forward(tokens)
+            return out
+
+    torch.manual_seed(0)
+    model = Watched()
+    with attach(tmp_path, steps=range(STEPS)):
+        for _ in range(STEPS):
+            tokens, labels = batch(0, 0)
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            held[:] = [weakref.ref(grad(param)) for param in model.parameters()]
+            (zero_by_hand if stays else set_to_none)(model)
+            for param in model.parameters():
+                param.grad = None
+            with torch.no_grad():
+                nn.Linear(1, 1)(torch.zeros(1, 1))  # nothing is trained by that
+    assert alive == [0] * STEPS
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.run.steps) == ("clean", list(range(STEPS))), report.reasons
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_gradients_that_were_replaced_before_they_were_emptied_by_hand_are_what_was_read(tmp_path: Path) -> None:
+    def replaced(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad = grad(param) * ACCUMULATION
+        zero_by_hand(model)
+
+    report = judged(tmp_path, replaced, divisor=ACCUMULATION)
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
 
 
 def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> None:

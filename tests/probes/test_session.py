@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from probe_workers import Net, batch
 from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import OptimizerStep, ProbeError, RunEnd
-from gradcheck_dist.probes import attach, availability
+from gradcheck_dist.events import Backward, OptimizerStep, ProbeError, RunEnd
+from gradcheck_dist.probes import attach, autograd, availability
 from gradcheck_dist.probes.recorder import Recorder
 
 
@@ -28,6 +30,54 @@ def test_only_the_steps_asked_for_are_recorded(tmp_path: Path) -> None:
     assert [event.step for event in events_of(tmp_path, OptimizerStep)] == [1, 2]
     assert len(events_of(tmp_path, RunEnd)) == 1  # else who looks at the run takes the rank for dead
     assert judged(tmp_path).verdict == "clean"
+
+
+def test_what_a_recorded_trainer_saves_is_loaded_without_the_probes(tmp_path: Path) -> None:
+    """Checkpoints with the loss in them, leaves that are no Parameters, copies for a moving average."""
+    model, bias = Net(), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), bias], lr=0.1)
+    with attach(tmp_path / "run"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for reduction in ("mean", "none"):
+            tokens, labels = batch(0, 0)
+            logits = (model(tokens) + bias).flatten(0, 1)
+            kept = F.cross_entropy(logits, labels.flatten(), reduction=reduction)
+            picked = logits.log_softmax(-1).gather(-1, labels.flatten().clamp_min(0)[:, None])
+            kept.sum().backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            content = {"loss": kept, "picked": picked, "bias": bias, "model": model.state_dict()}
+            torch.save(content, tmp_path / "checkpoint")
+            loaded = torch.load(tmp_path / "checkpoint", weights_only=True)
+            assert torch.equal(loaded["loss"], kept) and not vars(kept)
+            average = copy.deepcopy(model)
+            assert all(not param._backward_hooks for param in average.parameters())
+            assert torch.equal(copy.deepcopy(bias), bias)
+    assert not events_of(tmp_path / "run", ProbeError)
+
+
+def test_a_probe_that_fails_behind_a_pass_leaves_the_next_passes_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a listener in trouble")
+
+    monkeypatch.setattr(autograd, "CLOSE_LISTENERS", [*autograd.CLOSE_LISTENERS, broken])
+    record(healthy, tmp_path)
+    assert {event.message for event in events_of(tmp_path, ProbeError)} == {"RuntimeError: a listener in trouble"}
+    assert [event.accumulation_step for event in events_of(tmp_path, Backward)][:2] == [0, 1]
+
+
+def test_models_that_follow_one_another_are_not_kept_by_modules_without_parameters(tmp_path: Path) -> None:
+    model, late = Net(), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*model.parameters(), late], lr=0.1)  # the second is never reached
+    with attach(tmp_path) as session:
+        for _ in range(3):
+            tokens, labels = batch(0, 0)
+            nn.CrossEntropyLoss()(nn.Dropout(0.0)(model(tokens)).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert set(session.recorder.registry.known_modules) == {id(module) for module in model.modules()}
 
 
 def test_an_error_inside_a_probe_is_recorded_and_training_goes_on(
