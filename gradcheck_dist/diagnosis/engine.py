@@ -50,7 +50,7 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
-from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
+from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together
 from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
@@ -194,7 +194,7 @@ def judge_step(
         verdict.assumed = by_hand.assumed
     if not cases and verdict.assumed is None:
         verdict.divided = divisions(data, verdict.held, context.quantities)
-    verdict.reasons += [coefficient_unknown(case) for case in cases if may_be_meant(case)]
+    verdict.reasons += [*not_attached(data), *(coefficient_unknown(case) for case in cases if may_be_meant(case))]
     cases = [case for case in cases if not may_be_meant(case)]
     verdict.reasons += [not_known(case) for case in cases if may_be_experts(case, data)]
     cases = [case for case in cases if not may_be_experts(case, data)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.handmade import LINES
+from gradcheck_dist.diagnosis.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.verified import SUMMAND
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
@@ -19,6 +20,8 @@ SAYS = {
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
+    NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
+    "did not reach the parameter.",
     SUMMAND: "Where these are copies, add after the sum over the ranks what every rank holds whole, or all-reduce its "
     "gradient; shards are to begin with values of their own.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",

@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.cells import SIGMAS, Held
 from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
 from gradcheck_dist.ledger.tracks import StepData
 
+NOT_ATTACHED = "was never put into its own .grad"
 ABSENT = 1e-3
 """Share of the largest weight below which a contribution is not there."""
 
@@ -54,6 +55,48 @@ def stepped_together(data: StepData) -> str | None:
     else:
         return None
     return f"{how}: what it combines over ranks is not followed, so how much they weigh in its update is not judged"
+
+
+def not_attached(data: StepData) -> list[str]:
+    """Why a step is left open in which a rank steps without a gradient for parameters that another rank's optimizer
+    lists in the same place, and whose gradients that one reduced over both: what the first put into the reduction
+    (zeros for a module that its batch did not reach) was never given to its own parameter, so that copies part."""
+    steps = {
+        rank: [event for event in events if isinstance(event, OptimizerStep)] for rank, events in data.events.items()
+    }
+    listed = {rank: data.params_of(rank, of_rank[0].params) for rank, of_rank in steps.items() if len(of_rank) == 1}
+    groups = {
+        (rank, param): event
+        for rank, events in data.events.items()
+        for event in events
+        if isinstance(event, Reduce) and event.root is None
+        for param in data.params_of(rank, event.params)
+    }
+    read = {
+        (rank, track.param.id)
+        for of_key in data.tracks.values()
+        for rank, track in of_key.items()
+        if any(point.seq == step.seq for step in steps.get(rank, ()) for point in track.points)
+    }
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank, mine in listed.items():
+        empty = [index for index, param in enumerate(mine) if (rank, param) not in read]
+        if not empty or len(empty) != steps[rank][0].grads_missing:
+            continue  # nothing is missing, or not every gradient was sampled
+        for other, theirs in listed.items():
+            joined = [groups.get((other, theirs[index])) for index in empty] if len(theirs) == len(mine) else []
+            num = sum(
+                event is not None and rank in event.group and other != rank and (rank, mine[index]) not in groups
+                for index, event in zip(empty, joined, strict=False)
+            )
+            if num:
+                found.setdefault((rank, num), []).append(other)
+    return [
+        f"rank {rank} steps without a gradient for {num} parameter(s) whose gradients rank(s) "
+        f"{', '.join(map(str, others))} reduced together with it: what it gave to that reduction {NOT_ATTACHED}, so "
+        "its copies stay as they are while the others move"
+        for (rank, num), others in sorted(found.items())
+    ]
 
 
 def _reduced_inside(data: StepData, rank: int, events: list[Event]) -> Reduce | None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.unfollowed import from_before, stepped_together
-from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together
+from gradcheck_dist.events import BEFORE, Event, OptimizerStep, Param, Reduce, Replica, StepEnd
+from gradcheck_dist.ledger.tracks import Point, StepData, Track, Values
 
 NOW: dict[str, Any] = {"t_ns": 0, "step": 0}
 
@@ -68,3 +68,40 @@ def test_an_optimizer_that_moves_unlike_gradients_alike_combines_something_itsel
     assert "moves the parameters alike" in str(stepped_together(step((0, 4), (1, 1, 2, 2), reduces=False)))
     assert stepped_together(step((0, 4), (1, 1, 2, 3), reduces=False)) is None
     assert stepped_together(step((0, 4), (1, 1, 1, 1), reduces=False)) is None  # a learning rate of zero
+
+
+def parts(*, missing: int | None = 1, reduced: tuple[int, ...] = (0,), root: int | None = None) -> StepData:
+    """Two ranks list two parameters, the second of which has a gradient on rank 0 alone; `reduced`: where it is."""
+    events: dict[int, list[Event]] = {}
+    sets = {rank: {0: (0, 1), 1: (1,)} for rank in range(2)}
+    tracks: dict[tuple[int, str], dict[int, Track]] = {(-1, "a"): {}, (-1, "b"): {}}
+    for rank in range(2):
+        read = [Point(5, BEFORE, Values(np.ones(3)))]
+        for index, key in enumerate(tracks):
+            param = Param(id=index, name=key[1], shape=(3,), dtype="float32", num_positions=3)
+            tracks[key][rank] = Track(param, rank, points=[] if (rank, index) == (1, 1) else read)
+        joined = Reduce(seq=4, impl="all_reduce", op="sum", group=(0, 1), params=1, root=root, **NOW)
+        events[rank] = [joined] if rank in reduced else []
+        events[rank].append(
+            OptimizerStep(seq=5, optimizer="SGD", params=0, grads_missing=missing if rank else 0, **NOW)
+        )
+    return StepData(0, events, sets, tracks, True)
+
+
+def test_what_was_reduced_as_zeros_and_never_given_to_the_parameter_leaves_a_step_open() -> None:
+    [reason] = not_attached(parts())
+    assert "rank 1 steps without a gradient for 1 parameter(s) whose gradients rank(s) 0 reduced" in reason
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        parts(reduced=()),  # an expert of rank 0's own
+        parts(reduced=(0, 1)),  # both had one, and rank 1 let it go: its owner sends what it stepped
+        parts(root=0),  # only the owner holds the result
+        parts(missing=0),  # not sampled in this step
+        parts(missing=None),
+    ],
+)
+def test_a_gradient_that_is_missing_elsewhere_is_nothing_of_it(data: StepData) -> None:
+    assert not_attached(data) == []
