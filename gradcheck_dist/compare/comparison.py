@@ -14,7 +14,7 @@ from gradcheck_dist.compare.sources import Source
 from gradcheck_dist.compare.statistics import Aligned, Ratio, align, align_by_tokens, ratio, seen_tokens
 from gradcheck_dist.diagnosis.factors import Name, name_number
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports.text import number, printable
+from gradcheck_dist.reports.text import number, plural, printable
 
 SAME = 0.01
 """Closer to 1 than this nobody needs to look, whatever the band says."""
@@ -135,7 +135,8 @@ def _aligned(control: Source, test: Source, role: str, by: By) -> Aligned:
 def _metric(role: str, aligned: Aligned, axes: Mapping[str, float]) -> Metric:
     found = ratio(aligned) if len(aligned.at) else None
     if found is None:
-        return Metric(role, "too few", None, (), f"{len(aligned.at)} common points are too few", aligned)
+        text = f"{plural(len(aligned.at), 'common point')}; a ratio needs 2 or more: record or log more steps"
+        return Metric(role, "too few", None, (), text, aligned)
     if role == "grad_norm" and _is_clipped(aligned):
         text = "most values are the same number: this norm was logged after clipping, and tells nothing of the scale"
         return Metric(role, "clipped", found, (), text, aligned)

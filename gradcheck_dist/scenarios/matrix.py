@@ -18,6 +18,7 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.engine import judge_step
 from gradcheck_dist.diagnosis.unexplained import unexplained
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.markdown import text as escaped
 from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.scenarios.expect import mismatch
 from gradcheck_dist.scenarios.runner import MIB, WORKER, judge, peak_memory_bytes
@@ -234,5 +235,5 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for row in rows:
         off = f"{row.grad_norm / row.control_norm - 1:.1e}" if row.grad_norm and row.control_norm else ""
-        note = printable(row.note, 500).replace("|", "\\|").replace("<", "&lt;")
+        note = escaped(printable(row.note, 500))
         yield f"| {row.name} | {row.verdict} | {off} | {row.seconds:.1f} | {note} |"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis.finding import Finding, VariantReport
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.markdown import text as escaped
 from gradcheck_dist.reports.source import short_path
 from gradcheck_dist.reports.text import number, plural, printable
 from gradcheck_dist.scenarios.runner import MIB, Cost, Result
@@ -150,9 +151,9 @@ def markdown(table: Sequence[Row]) -> str:
             row.culprit,
             f"{row.seconds:.1f}" if row.seconds is not None else "",
             _mib(row),
-            f"{agreement}: {row.note}" if row.note else agreement,
         )
-        body.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        note = f": {_inert(row.note)}" if row.note else ""
+        body.append("| " + " | ".join([*map(_inert, cells), agreement + note]) + " |")
     return "\n".join([*head, *body, ""])
 
 
@@ -167,8 +168,8 @@ def _mib(row: Row) -> str:
     return f"{row.peak_memory_bytes / MIB:.0f}" if row.peak_memory_bytes is not None else ""
 
 
-def _cell(value: str) -> str:
-    return printable(value, 500).replace("|", "\\|").replace("<", "&lt;")
+def _inert(value: str) -> str:
+    return escaped(printable(value, 500))
 
 
 def document(table: Sequence[Row]) -> str:

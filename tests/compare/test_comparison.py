@@ -151,6 +151,7 @@ def test_runs_without_a_common_step_could_not_be_compared() -> None:
     )
     found = compare(source("control"), [late], {})
     assert {metric.state for metric in found.tests[0].metrics} == {"too few"}
+    assert found.tests[0].metrics[0].text.startswith("0 common points; a ratio needs 2 or more")
     assert found.exit_code == 2
 
 

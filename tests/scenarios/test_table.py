@@ -41,14 +41,14 @@ def test_a_row_holds_what_was_found_where_and_what_it_cost() -> None:
 
 
 def test_the_table_is_text_markdown_and_json() -> None:
-    rows = [*table.rows(result()), table.refused("broken", GradcheckError("no such | thing <b>", code="E603"))]
+    rows = [*table.rows(result()), table.refused("broken", GradcheckError("no such | thing <b> @all", code="E603"))]
     text = table.text(rows)
     assert "ok     1.5 s     3 MiB  demo bad: GS101 double-averaging (1/dp_replicate; reduce" in text
     assert f"NOT {'-':>18}  broken: could not run\n{'':24}E603: no such" in text
     assert text.splitlines()[-1] == "2 of 3 variants of 2 scenarios as the files say, in 3 s, at most 3 MiB at once"
     markdown = table.markdown(rows)
     assert "| demo | fixed | clean |  |  | 1.5 | 3 | yes |" in markdown
-    assert "E603: no such \\| thing &lt;b>" in markdown
+    assert "| **no**: E603: no such \\| thing &lt;b\\> @&#8203;all |" in markdown
     document = json.loads(table.document(rows))
     assert document["as_expected"] is False
     assert document["rows"][0]["seconds"] == 1.5
