@@ -121,7 +121,9 @@ class Search:
         found: list[Explanation] = []
         limit = float("inf")
         for chosen in choices(self.edits):
-            base = sum(self._cost_of(edit) for edit in chosen)
+            # What begins where the norm was taken and is left as it is would be meant: somebody wrote its number.
+            left = set() if self.right else self.only_clips - {edit.hand for edit in chosen}
+            base = sum(self._cost_of(edit) for edit in chosen) + nameless(self._exact) * len(left)
             if base > limit + ALIKE:
                 continue
             for explanation in self._completed(chosen, base, limit + ALIKE):
@@ -282,7 +284,7 @@ class Search:
         constants = np.exp(solution)
         if with_loss:
             constants[0] *= sign
-        return None if np.any(np.abs(constants - 1) <= allowed.min()) else [float(value) for value in constants]
+        return None if np.any(np.abs(constants - 1) <= allowed.min()) else constants.tolist()
 
     def divisor_cost(self, hand: Hand, divisor: float) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by

@@ -94,6 +94,14 @@ def test_what_stands_before_a_clip_shows_where_the_norm_is_taken(
     assert finding.first_event.before is None or finding.first_event.before["kind"] == "gradient_norm"
 
 
+def test_a_loss_with_a_constant_that_has_no_name_is_freed_of_the_clip_whose_norm_was_taken(tmp_path: Path) -> None:
+    """Tokens that are counted before labels are shifted: B S where B (S-1) have a label."""
+    report = trained(tmp_path, 31 / 32, divides=False, max_norm=0.1, norm_of=one_by_one)
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.observed) == ("GS303", pytest.approx(31 / 32, rel=1e-5))
+    assert {round(weight.ratio or 0, 5) for weight in report.weights} == {0.96875}
+
+
 def test_tokens_that_a_clip_divides_by_behind_its_norm_are_open_until_a_step_shows_them(tmp_path: Path) -> None:
     report = trained(tmp_path / "open", 1.0, divides=True, max_norm=0.25, norm_of=all_at_once, behind=True)
     assert (report.verdict, report.findings) == ("undetermined", [])
