@@ -104,13 +104,15 @@ def _hidden(finding: Finding) -> bool:
 
 def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
     """One finding for what repeats step after step. The first step's stays, or the first that leaves no candidate open
-    because of a clip; its consequence is that of all steps."""
+    because of a clip; its consequence is that of all steps, and it concerns as many parameters as in any: behind layers
+    that begin at zero, the first step's gradients are zero."""
     result: dict[Cause, Finding] = {}
     effects: dict[Cause, list[Effect]] = defaultdict(list)
     for verdict in verdicts:
         for finding in verdict.findings:
             key = cause(finding)
             known = result.setdefault(key, finding)
+            known.num_parameters = finding.num_parameters = max(known.num_parameters, finding.num_parameters)
             if known is not finding and _hidden(known) and not _hidden(finding):
                 result[key], finding.step, finding.steps = finding, known.step, known.steps + finding.steps
             elif known is not finding:
