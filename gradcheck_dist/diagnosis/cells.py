@@ -177,7 +177,7 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
         rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
         nominal = small[0].nominal if small[0].nominal is not None else np.zeros(len(played.basis))
         solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
-        if solution is None or not solution.fits:
+        if solution is None or not (solution.fits and solution.checked):
             continue
         for held in small:
             held.observed, held.stderr, held.reason = solution.coefficients, np.nan_to_num(solution.stderr), ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
+from math import hypot, isfinite
 
 import numpy as np
 
@@ -15,12 +15,14 @@ from gradcheck_dist.ledger.solve import Solution
 
 @dataclass
 class Column:
-    """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient."""
+    """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient. `foreign` is the root
+    mean square of what was measured in it that is no combination of contributions, 0 where it is one."""
 
     data: np.ndarray
     weights: np.ndarray | None
     stderr: np.ndarray
     nominal: float
+    foreign: float = 0.0
 
 
 @dataclass
@@ -78,9 +80,13 @@ class Buffer:
             added = np.where(other.nominal == 0, 0.0, added)
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
-        self.columns += [
-            Column(column.data, column.weights, column.stderr, column.nominal * factor) for column in other.columns
-        ]
+        self.columns += [replace(column, nominal=column.nominal * factor) for column in other.columns]
+
+    @property
+    def foreign(self) -> float:
+        """The root mean square of what is no combination of contributions, as documented events carried it on."""
+        parts = [column.foreign * (column.nominal if isfinite(column.nominal) else 1.0) for column in self.columns]
+        return hypot(*parts)
 
 
 @dataclass

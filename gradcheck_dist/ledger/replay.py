@@ -8,6 +8,8 @@ over contributions are composed from those of its columns. So each solve is smal
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from gradcheck_dist.events import (
@@ -28,6 +30,8 @@ from gradcheck_dist.ledger.tracks import Point, StepData, Track
 
 HEALTHY = 0.75
 """Residual in units of epsilon up to which nothing but rounding speaks (measured: 0.25 at most on healthy runs)."""
+SELDOM = 1e-6
+"""A run tries as many gradients as there are parameters, ranks, samples and steps; chance must hit none of them."""
 LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
 
 
@@ -274,8 +278,9 @@ class _Machine:
             return
         weights, stderr, entry.own, solution = self._measure(point, buffer)
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
-        zeros = np.zeros(len(self.basis))
-        buffer.columns = [Column(point.values.data, weights, stderr if stderr is not None else zeros, 1.0)]
+        errors = stderr if stderr is not None else np.zeros(len(self.basis))
+        foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
+        buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]
 
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
@@ -288,6 +293,10 @@ class _Machine:
             Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
         ]
         direct = self._solve(point, everything, buffer.nominal[arrived])
+        foreign = buffer.foreign
+        if direct is not None and foreign and direct[3].chance(foreign * direct[3].num_rows ** 0.5) > SELDOM:
+            # It was no combination before: that it is one again is chance sooner than that somebody took the rest away.
+            return None, None, None, replace(direct[3], fits=False, sigma=max(foreign, direct[3].sigma))
         if direct is not None and not direct[3].checked:
             direct = None  # so many contributions make up any few elements
         if direct is not None and direct[3].fits and (chain is None or direct[3].sigma < 0.5 * chain[3].sigma):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,8 +33,9 @@ class Solution:
     `coefficients` and `stderr` have shape (num_columns,); NaN where a column is zero on all rows, or the opposite of
     another one: it cannot be seen. Parallel columns get the same coefficient: only their sum is known. `residual` is
     relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its standard
-    deviation. `covariance` of the coefficients is None where some direction is not determined at all. `checked`:
-    whether an arbitrary y would hardly have fitted, with as few rows to spare.
+    deviation. `covariance` of the coefficients is None where some direction is not determined at all. `gate` is the
+    largest residual, of the `freedom` rows to spare, that passes for rounding. `checked`: whether an arbitrary y would
+    hardly have fitted.
     """
 
     coefficients: np.ndarray
@@ -44,7 +45,13 @@ class Solution:
     num_rows: int
     sigma: float = 0.0
     covariance: np.ndarray | None = None
+    gate: float = 0.0
+    freedom: int = 0
     checked: bool = True
+
+    def chance(self, size: float) -> float:
+        """How often y would fit with something of no meaning in it, whose norm over all rows is `size`."""
+        return min(self.gate / size, 1.0) ** self.freedom if size else 1.0
 
 
 def solve(
@@ -124,10 +131,12 @@ def solve(
         stderr[column] = np.sqrt(spread[group, group]) / total
         shares[column, group] = 1.0 / total
     covariance = shares @ spread @ shares.T if determined else None
-    gate = RESIDUAL_FACTOR * epsilon * size  # of each row to spare an arbitrary y has to come by chance
-    checked = freedom >= len(kept) or (gate / y_norm if y_norm else 1.0) ** freedom < BY_CHANCE
+    gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance
     fits = residual <= RESIDUAL_FACTOR * epsilon
-    return Solution(coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, bool(checked))
+    solution = Solution(
+        coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, float(gate), freedom
+    )
+    return replace(solution, checked=freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE)
 
 
 def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:
