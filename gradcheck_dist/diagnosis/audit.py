@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.cells import Held
@@ -39,7 +39,8 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Remark:
-    """What a rule found in a step: its words, a factor where there is one, whom it concerns, and the culprit event."""
+    """What a rule found in a step: its words, a factor where there is one, whom it concerns, and the culprit event.
+    `explains` tells which findings of the weights are consequences of it, and no causes of their own."""
 
     answer: Answer
     pattern: str
@@ -49,10 +50,20 @@ class Remark:
     event: Event | None
     factor: Factor = field(default_factory=lambda: Factor(observed=None))
     effect: Effect | None = None
+    explains: Callable[[Finding], bool] = lambda finding: False
 
 
-def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[tuple[Finding, Effect | None]]:
-    """The findings of all rules that look at a step and not at weights, with what each does to the gradient."""
+@dataclass(frozen=True)
+class Audited:
+    """A finding of a rule that looks at a step and not at weights, and what it does to the gradient."""
+
+    finding: Finding
+    effect: Effect | None
+    explains: Callable[[Finding], bool]
+
+
+def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Audited]:
+    """The findings of all rules that look at a step and not at weights."""
     found = []
     for rule in all_rules():
         remarks: Iterable[Remark] = rule.audit(facts) if hasattr(rule, "audit") else ()
@@ -73,7 +84,7 @@ def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[tuple[Finding, E
                 suggested_experiment=remark.answer.suggested_experiment,
                 steps=[facts.context.step],
             )
-            found.append((finding, remark.effect))
+            found.append(Audited(finding, remark.effect, remark.explains))
     return found
 
 

@@ -15,6 +15,8 @@ from gradcheck_dist.diagnosis.norms import StepNorms
 from gradcheck_dist.diagnosis.patterns import Pattern
 from gradcheck_dist.events import Clip, Event, GradWrite, Loss, Reduce, ScaleGrads
 
+RANKS_PER_BATCH = "ranks_per_batch"
+"""How many ranks of a reduction's group evaluate each batch, where no axis of the mesh is known to be that."""
 SAME_FACTOR = 1e-4
 """Two cases whose factors are nearer to one another than this, relative, may be one."""
 
@@ -85,6 +87,10 @@ def name_case(case: Case) -> None:
         name = case.context.group_name(size)
         quantities.setdefault(name, float(size))
         near |= {name, *(axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1)}
+        if (copies := case.context.ranks_per_batch(event.group)) > 1:
+            shared = [axis for axis in ("tp", "cp", "ep") if case.context.axes.get(axis) == copies]
+            quantities.setdefault(shared[0] if shared else RANKS_PER_BATCH, float(copies))
+            near.add(shared[0] if shared else RANKS_PER_BATCH)
     elif isinstance(event, ScaleGrads):
         name = "microbatches" if event.divisor == case.context.num_microbatches else "divisor"
         quantities[name] = event.divisor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -39,6 +40,12 @@ class StepContext:
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
+
+    def ranks_per_batch(self, group: Sequence[int]) -> int:
+        """How many ranks of a group evaluate each batch: 1 where all have one of their own, or not all equally many."""
+        place = [self.contributions.coordinate.get(rank, -1 - rank) for rank in group]
+        counts = {place.count(one) for one in place}
+        return counts.pop() if len(counts) == 1 else 1
 
     def group_name(self, size: int) -> str:
         """How a reduce group of this size is called: the axes it spans when exactly one set of them fits."""

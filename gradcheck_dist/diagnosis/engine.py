@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from fractions import Fraction
 
 from gradcheck_dist.diagnosis import summary, unread
 from gradcheck_dist.diagnosis.aims import Aim, aim, coefficient_unknown, may_be_meant
@@ -18,21 +16,16 @@ from gradcheck_dist.diagnosis.alternatives import (
 )
 from gradcheck_dist.diagnosis.assumed import confirm, divisions
 from gradcheck_dist.diagnosis.audit import StepFacts, audit, audited
-from gradcheck_dist.diagnosis.blame import Blame, blame
 from gradcheck_dist.diagnosis.case import (
     Case,
-    common_factor,
     factor_of,
     first_event,
-    is_common_factor,
-    join_alike,
-    name_case,
 )
-from gradcheck_dist.diagnosis.cells import Cell, Held, average, judge, measure, pool
+from gradcheck_dist.diagnosis.cases import cases_of
+from gradcheck_dist.diagnosis.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
-from gradcheck_dist.diagnosis.culprit import blame_loss
 from gradcheck_dist.diagnosis.effect import effect_of_case
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report
@@ -41,11 +34,7 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import passes_unmatched, replayed, tokens_known, why_not
-from gradcheck_dist.diagnosis.own_lines import line_between
-from gradcheck_dist.diagnosis.own_objective import loss_rounding, own_division, own_objective
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
-from gradcheck_dist.diagnosis.patterns import Pattern, Sample, explain
-from gradcheck_dist.diagnosis.quiet import losses_show
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
@@ -55,7 +44,7 @@ from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
-from gradcheck_dist.ledger.contributions import ContributionKey, collect
+from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
@@ -69,8 +58,6 @@ from gradcheck_dist.trace.run import Run
 
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
-EXACT = 1e-6
-"""Tolerance of ratios that token counts alone determine."""
 
 
 def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
@@ -179,7 +166,7 @@ def judge_step(
     verdict.held = judge(measured, target.contributions, expected)
     verdict.reasons += summary.unseen(verdict.held, expected, own)
     verdict.units = summary.unit_of(verdict.held)
-    cases = _all_cases(verdict, measured, expected, target.tokens)
+    cases = cases_of(verdict, measured, expected, target.tokens)
     norms = step_norms(run, data, contributions.coordinate)
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
@@ -223,8 +210,9 @@ def judge_step(
     )
     found = frozenset(finding.code for finding in verdict.findings)
     facts = StepFacts(context, data, contributions, norms, verdict.held, found, on_the_way)
-    for finding, effect in audit(facts, verdict.units):
-        verdict.found(finding, effect)
+    for one in audit(facts, verdict.units):
+        verdict.findings = [finding for finding in verdict.findings if not one.explains(finding)]
+        verdict.found(one.finding, one.effect)
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
@@ -238,94 +226,7 @@ def _without(verdict: StepVerdict, measured: list[Held], clip: HandClip, target:
     measured = freed(measured, clip)
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.units = summary.unit_of(verdict.held)
-    return measured, _all_cases(verdict, measured, target.expected, target.tokens)
-
-
-def _all_cases(
-    verdict: StepVerdict,
-    measured: list[Held],
-    expected: dict[ContributionKey, Fraction],
-    tokens: dict[ContributionKey, int],
-) -> list[Case]:
-    """What the losses did wrong, and what happened to the gradients afterwards.
-
-    Whatever follows a loss treats all tokens of a contribution alike. So weights that are off between contributions
-    from the very start are the losses' doing; the rest is judged against what these losses were out for.
-    """
-    held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
-    together = pool(verdict.held)
-    quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
-    matrix = verdict.held if held_alone else together
-    wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
-    right = {cell.key for held in matrix for cell in held.cells} - wrong
-    found = own_objective(verdict.contributions, expected, tokens, right)
-    own, anchored = found if found is not None else (None, True)
-    if quiet and not losses_show(together, own, expected):
-        return []
-    if own is None:
-        return _cases(verdict, matrix)
-    divided_again = own_division(matrix, verdict.contributions, expected)
-    rest: list[Case] = []
-    if divided_again is not None:
-        own = divided_again
-    else:
-        judged = judge(measured, verdict.contributions, own)
-        rest = _cases(verdict, judged if held_alone else pool(judged))
-    if len(rest) == 1 and (is_common_factor(rest[0]) or (not anchored and rest[0].pattern.kind == "uniform")):
-        # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
-        # what all weights share is a part of it.
-        own = {key: weight * Fraction(common_factor(rest[0])) for key, weight in own.items()}
-        rest = []
-    loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
-    culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
-    exact = max(EXACT, loss_rounding(verdict.contributions) / 2)  # two are put apart by both
-    cells = [
-        (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
-        for held in verdict.held
-        for cell in held.cells
-    ]
-    return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
-
-
-def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
-    """The wrong cells by culprit, each group with its shape and names."""
-    quantities = verdict.context.quantities
-    found = blame(verdict.data, verdict.contributions, judged, quantities)
-    cases = [_case(verdict, blamed, judged) for blamed in found]
-    join_alike(cases, sum(bool(held.cells) for held in verdict.held))
-    return cases
-
-
-def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
-    case = Case(
-        context=verdict.context,
-        culprit=blamed.culprit,
-        held=list({id(held): held for held, _ in blamed.cells}.values()),
-        cells=blamed.cells,
-        patterns=_explain(verdict, blamed),
-        configured_at=summary.configured_at(verdict.data, blamed.culprit),
-    )
-    case.everywhere = case.concerns_all(judged)
-    pattern = case.pattern
-    write = line_between(verdict.data, case.culprit, case.held, pattern.factor, 2 * pattern.tolerance)
-    case.culprit = replace(case.culprit, write=write)
-    name_case(case)
-    return case
-
-
-def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
-    cells: dict[tuple[int, ContributionKey], list[tuple[Cell, int]]] = {}
-    for (held, cell), times in zip(blamed.cells, blamed.repeats, strict=True):
-        cells.setdefault((held.rank, cell.key), []).append((cell, times))
-    samples = []
-    largest = min(1.0, max((abs(cell.ratio) for _, cell in blamed.cells), default=1.0) or 1.0)
-    for (rank, key), found in cells.items():
-        together = average([cell for cell, _ in found])
-        alike = all(abs(cell.ratio - together.ratio) <= cell.margin + together.margin for cell, _ in found)
-        for cell, times in [(together, found[0][1])] if alike else found:
-            holder = verdict.contributions.coordinate.get(rank, -1)
-            samples.append(Sample(key, rank, holder, cell.ratio, cell.margin, times, largest))
-    return explain(samples, verdict.context)
+    return measured, cases_of(verdict, measured, target.expected, target.tokens)
 
 
 def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -14,18 +15,33 @@ from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 from gradcheck_dist.ledger.solve import EPSILON
 
 
+@dataclass(frozen=True)
+class OwnObjective:
+    """What losses were out for. `anchored`: their scale is known, and not only their total. `num_parts`: of so many
+    parts of the step each is a mean over its own tokens; the weights are those of the mean of these means, unless the
+    parts are never brought together."""
+
+    weights: dict[ContributionKey, Fraction]
+    anchored: bool = True
+    num_parts: int = 1
+
+    @property
+    def apart(self) -> dict[ContributionKey, Fraction]:
+        """The weights where nothing brings the parts together."""
+        return {key: weight * self.num_parts for key, weight in self.weights.items()}
+
+
 def own_objective(
     contributions: Contributions,
     expected: Mapping[ContributionKey, Fraction],
     tokens: Mapping[ContributionKey, int],
     right: Collection[ContributionKey] = (),
-) -> tuple[dict[ContributionKey, Fraction], bool] | None:
+) -> OwnObjective | None:
     """What the losses themselves were out for, when that is not (a multiple of) what is expected.
 
     None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
     that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
-    expected that came out right in the end (`right`), or else those that most losses have, or else their total. The
-    second value tells whether their scale is known, and not only their total.
+    expected that came out right in the end (`right`), or else those that most losses have, or else their total.
     """
     roots = {key: contributions.by_key[key].weight for key in expected}
     if not roots or any(not root for root in roots.values()):
@@ -37,11 +53,12 @@ def own_objective(
     for name in OBJECTIVES:
         other = expected_weights(name, tokens)
         if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
-            return other, True
+            return OwnObjective(other)
     for way in partitions(list(expected)):
         counted = way.tokens_of({key: tokens[key] for key in expected})
         if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), rounding):
-            return {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}, True
+            means = {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}
+            return OwnObjective(means, num_parts=way.num_parts)
     quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
     scale = _usual(quotients, right, rounding)
     anchored = scale is not None
@@ -49,7 +66,8 @@ def own_objective(
         scale = sum(float(expected[key]) * tokens[key] for key in expected) / sum(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
-    return {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}, anchored
+    weights = {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
+    return OwnObjective(weights, anchored)
 
 
 def own_division(

@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.finding import (
 )
 from gradcheck_dist.events import Clip, Metric, OptimizerStep, ProbeError, ProbeStatus, Reduce, Site, StepEnd
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tied import ties
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
 from gradcheck_dist.trace.run import Run, before_restart, unrecorded
@@ -200,7 +201,7 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     """What was seen of which parameter in the steps judged, and which probes could not hook."""
     params = {param_key(p): p for trace in run.ranks.values() for p in trace.params.values() if p.requires_grad}
     judged = {held.param for step in steps for held in step}
-    apart = {(stage, name.partition(" (as on rank ")[0]) for stage, name in judged} - judged
+    apart = {(stage, plain_name(name)) for stage, name in judged} - judged
     apart |= {copy for copy, first in ties(run).items() if first in judged | apart}
     all_params = (set(params) - apart) | judged
     observed: set[ParamKey] = set()

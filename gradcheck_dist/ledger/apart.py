@@ -8,6 +8,7 @@ import numpy as np
 
 from gradcheck_dist.events import PipelineStep, Reduce, Replica
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.moved import as_on_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
 from gradcheck_dist.trace.run import Run
 
@@ -108,5 +109,5 @@ def apart(data: StepData, own: dict[int, set[int]]) -> StepData:
         for rank, track in of_rank.items():
             groups.setdefault(frozenset(own[rank]), {})[rank] = track
         for mine in groups.values():
-            tracks[stage, name if len(groups) == 1 else f"{name} (as on rank {min(mine)})"] = mine
+            tracks[stage, name if len(groups) == 1 else as_on_rank(name, min(mine))] = mine
     return replace(data, tracks=tracks)

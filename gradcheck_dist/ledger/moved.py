@@ -21,6 +21,16 @@ def param_key(param: Param) -> ParamKey:
     return (-1 if param.stage is None else param.stage, param.name)
 
 
+def as_on_rank(name: str, rank: int) -> str:
+    """The name of a parameter that is another one on other ranks, told by the first rank that holds it."""
+    return f"{name} (as on rank {rank})"
+
+
+def plain_name(name: str) -> str:
+    """What ranks call a parameter, whichever of several it is."""
+    return name.partition(" (as on rank ")[0]
+
+
 def moved(run: Run) -> dict[tuple[int, int], ParamKey]:
     """For (rank, parameter id) the key under which the first rank has it, where the two call it otherwise.
 
@@ -63,7 +73,7 @@ def _found_again(base: RankTrace, trace: RankTrace) -> dict[int, ParamKey]:
     taken = set(found.values())
     for id, param in trace.params.items():
         if id not in found and param_key(param) in taken:
-            found[id] = (param_key(param)[0], f"{param.name} (as on rank {trace.rank})")
+            found[id] = (param_key(param)[0], as_on_rank(param.name, trace.rank))
     return found
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from gradcheck_dist.events import Backward, Event, LossGradient, Param, Reduce
 from gradcheck_dist.ledger.moved import ParamKey as ParamKey
-from gradcheck_dist.ledger.moved import moved
+from gradcheck_dist.ledger.moved import as_on_rank, moved
 from gradcheck_dist.ledger.moved import param_key as param_key
+from gradcheck_dist.ledger.moved import plain_name as plain_name
 from gradcheck_dist.trace.run import Run
 
 
@@ -32,7 +33,7 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
         if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
             apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
         for part in apart:
-            own = name if len(apart) == 1 else f"{name} (as on rank {min(part)})"
+            own = name if len(apart) == 1 else as_on_rank(name, min(part))
             names |= {(rank, params[rank].id): (stage, own) for rank in part}
     return names
 

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",
     "GS702": "probes/test_clips.py",
+    "GS705": "diagnosis/test_unshared_batch.py",
     "GS801": "verify",
 }
 """Rules that need more than a simulated step, and where they are tested."""

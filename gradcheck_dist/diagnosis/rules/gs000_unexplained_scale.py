@@ -58,6 +58,13 @@ def makes_up(culprit: Culprit, pattern: Pattern) -> bool:
     return abs(culprit.factor / pattern.factor - 1) > max(1e-2, 4 * pattern.tolerance)
 
 
+def counted_again(case: Case) -> int:
+    """How many ranks of a reduction's group brought the same gradient, where weights are off by that number; else 1."""
+    copies = case.context.ranks_per_batch(case.reduce.group) if case.reduce is not None and case.recorded else 1
+    off = abs(case.pattern.factor / copies - 1)
+    return copies if case.pattern.kind == "uniform" and off <= max(1e-3, 2 * case.pattern.tolerance) else 1
+
+
 def judge(case: Case) -> Answer:
     culprit = case.culprit
     if culprit.unrecorded:
@@ -95,6 +102,9 @@ def judge(case: Case) -> Answer:
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""
         where = f"The {culprit.kind} event multiplied the weights by {measured}{documented}."
         fix = "Compare the factor with what this line is meant to do."
+        if (copies := counted_again(case)) > 1:
+            where += f" Its group holds {copies} ranks of each batch, which bring the same gradient."
+            fix = "Reduce over ranks that have batches of their own, or divide by the number of ranks that share one."
         if culprit.kind == "backward":
             fix = (
                 "Look for what multiplies this gradient during the backward pass: a hook (register_hook, "

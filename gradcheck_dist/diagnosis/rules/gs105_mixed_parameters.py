@@ -29,11 +29,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.diagnosis.unlike import first_of, mixed
+from gradcheck_dist.events import Reduce
 
 CODE = "GS105"
 NAME = "mixed-parameters"
+SAME_FACTOR = 1e-3
+"""Relative; counted again is counted a whole number of times."""
 
 
 def could_audit(facts: StepFacts) -> bool:
@@ -51,12 +55,21 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
     over = ", ".join(map(str, found.ranks))
+    copies = facts.context.ranks_per_batch(event.group) if isinstance(event, Reduce) else 1
+    again = f" What is equal on all of them is counted {copies} times, once for each rank of a batch." * (copies > 1)
+
+    def counts_again(finding: Finding) -> bool:
+        """Whether a finding is that the same line adds up copies of one gradient."""
+        at, factor = finding.first_event, finding.factor.observed
+        here = at is not None and event.site is not None and (at.file, at.line) == (event.site.file, event.site.line)
+        return finding.code == "GS000" and here and factor is not None and abs(factor / copies - 1) <= SAME_FACTOR
+
     yield Remark(
         answer=Answer(
             explanation=f"The gradients of {shown} are combined over ranks {over}, which hold different values under "
             f"these names (ranks with equal ones: {groups}), from the first step on{beside}. They are experts, shards "
             "or heads of their own, or copies that were never made equal; in both cases the "
-            "sum belongs to no parameter.",
+            f"sum belongs to no parameter.{again}",
             fix=f"Reduce them over ranks that hold the same parameter only ({groups}). If they are meant to be copies, "
             "broadcast them from one rank before the first step.",
         ),
@@ -66,4 +79,5 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ranks=found.ranks,
         rank=rank,
         event=event,
+        explains=counts_again,
     )

@@ -1,0 +1,125 @@
+"""Ranks that hold shards of one model are each fed a batch of their own.
+
+## What it does
+Finds groups of ranks that count tokens and reduce gradients among themselves, whose gradients would be right had the
+step no tokens but the group's, and that hold different values under the same names while other parameters began alike
+on all of them. They hold shards of one model, as tensor-parallel ranks do, and every rank evaluates other labels: the
+shards of a layer work on activations of different texts.
+
+## Why it matters
+A layer's output is put together out of shards that saw different tokens. Nothing raises: shapes fit, every rank's loss
+is a plausible number, and training goes on with gradients that belong to no batch. What is replicated over the shards
+(norms, embeddings, the head) drifts apart.
+
+## Example
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=dist.get_rank())     # with tp = 2
+
+## Fix
+    sampler = DistributedSampler(dataset, num_replicas=dp_size, rank=mesh["dp"].get_local_rank())
+Seeds that draw data must not depend on the rank within a tensor-parallel group either.
+
+## References
+- Megatron-LM, megatron/core/tensor_parallel/data.py, broadcast_data: the first rank of a group reads for all.
+- torchtitan, build_dataloader(dp_world_size, dp_rank).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.names import plain_name
+
+CODE = "GS705"
+NAME = "unshared-batch"
+CONSEQUENCES = frozenset({"GS103", "GS301", "GS302", "GS303", "GS305"})
+"""What such a step looks like while every rank's batch is taken for a part of one: the groups' token counts and
+reductions leave out the others."""
+SAME = 1e-3
+"""Relative; weights that are right for a group's tokens alone are off by a whole factor else."""
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return bool(_groups(facts))
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    if "GS103" not in facts.found or not facts.found <= CONSEQUENCES:
+        return
+    groups = _groups(facts)
+    shards = [held for held in facts.held if plain_name(held.param[1]) != held.param[1]]
+    copies = [held for held in facts.held if plain_name(held.param[1]) == held.param[1]]
+    own = {rank: _own_weights(facts, group) for group in groups for rank in group}
+    if not groups or not all(_right_alone(held, own[held.rank]) for held in shards):
+        return
+    if not all(_right_alone(held, own[held.rank]) or _reaches_all(held, own[held.rank]) for held in copies):
+        return
+    first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
+    names = sorted({plain_name(held.param[1]) for held in shards})
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    apart = " | ".join(",".join(map(str, sorted(group))) for group in groups)
+    yield Remark(
+        answer=Answer(
+            explanation=f"Ranks {apart} each count tokens and reduce gradients among themselves. Under one name they "
+            f"hold different values of {shown}, as tensor-parallel shards do, while other parameters began alike on "
+            "all of them. Shards of one model work on one batch, but every rank evaluates other labels.",
+            fix="Feed ranks that hold shards of one model the same batch: give the sampler, and what seeds it, the "
+            "data-parallel rank and not the global one. Where they hold no shards but heads or experts of their own, "
+            "count tokens and reduce what is shared over all ranks.",
+        ),
+        pattern=f"ranks {apart} hold shards of one model and evaluate a batch each",
+        params=frozenset(held.param for held in facts.held),
+        ranks=tuple(sorted(own)),
+        rank=first.loss_rank or 0,
+        event=first.loss,
+        explains=_is_consequence,
+    )
+
+
+def _is_consequence(finding: Finding) -> bool:
+    return finding.code in CONSEQUENCES
+
+
+def _groups(facts: StepFacts) -> list[frozenset[int]]:
+    """The groups of ranks that hold the same shards, where all parameters that are sharded by hand tell the same ones,
+    each rank has tokens of its own, and no activations are exchanged by all-to-all, as for experts; else []."""
+    parts: dict[tuple[int, str], set[frozenset[int]]] = defaultdict(set)
+    for (stage, name), of_rank in facts.data.tracks.items():
+        if plain_name(name) != name:
+            parts[stage, plain_name(name)].add(frozenset(of_rank))
+            if any(track.exchanges for track in of_rank.values()):
+                return []
+    told = {frozenset(found) for found in parts.values()}
+    place, labels = facts.contributions.coordinate, [one.label_hash for one in facts.contributions.by_key.values()]
+    if len(told) != 1 or None in labels or len(set(place.values())) < len(facts.data.events):
+        return []
+    groups = sorted(next(iter(told)), key=min)
+    return groups if len(groups) > 1 and frozenset().union(*groups) == frozenset(facts.data.events) else []
+
+
+def _own_weights(facts: StepFacts, group: frozenset[int]) -> dict[ContributionKey, Fraction]:
+    """What contributions should weigh were the group's the only ones."""
+    place = {facts.contributions.coordinate[rank] for rank in group}
+    counts = {key: c.num_tokens for key, c in facts.contributions.by_key.items() if key[0] in place and c.num_tokens}
+    return expected_weights(facts.context.objective, counts) if counts else {}
+
+
+def _right_alone(held: Held, own: dict[ContributionKey, Fraction]) -> bool:
+    mine = [cell for cell in held.cells if cell.key in own]
+    return all(_weighs(cell, float(own[cell.key])) for cell in mine) and not _reaches_all(held, own)
+
+
+def _weighs(cell: Cell, expected: float) -> bool:
+    return abs(cell.observed / expected - 1) <= max(SAME, 2 * cell.tolerance)
+
+
+def _reaches_all(held: Held, own: dict[ContributionKey, Fraction]) -> bool:
+    """Whether other groups' contributions come to a gradient: it is reduced over all ranks."""
+    return any(abs(cell.ratio) > max(SAME, cell.margin) for cell in held.cells if cell.key not in own)
