@@ -40,7 +40,8 @@ def cases_of(
     right = {cell.key for held in matrix for cell in held.cells} - wrong
     found = own_objective(verdict.contributions, expected, tokens, right)
     own = found.weights if found is not None else None
-    if quiet and not losses_show(together, own, expected):
+    rounded = loss_rounding(verdict.contributions) / 2  # two are put apart by both
+    if quiet and not losses_show(together, own, expected, rounded):
         return []
     if found is None or own is None:
         return _cases(verdict, matrix)
@@ -62,7 +63,7 @@ def cases_of(
         rest = []
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
-    exact = max(EXACT, loss_rounding(verdict.contributions) / 2)  # two are put apart by both
+    exact = max(EXACT, rounded)
     cells = [
         (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
         for held in verdict.held

@@ -24,9 +24,10 @@ def test_means_below_the_noise_of_each_weight_are_seen_in_all_of_them(seed: int)
     assert diagnose(World(NOISY, seed).run()).findings == []
 
 
-def test_a_rank_mean_below_the_noise_is_seen() -> None:
-    case = make_case("mean-of-rank-means", 1034)
-    report = diagnose(World(case.trainer, 1034).run())
+@pytest.mark.parametrize("seed", [1034, 500013])  # of the second a loss in bfloat16 rounds the departure itself
+def test_a_rank_mean_below_the_noise_is_seen(seed: int) -> None:
+    case = make_case("mean-of-rank-means", seed)
+    report = diagnose(World(case.trainer, seed).run())
     assert [finding.code for finding in report.findings] == ["GS302"]
 
 
