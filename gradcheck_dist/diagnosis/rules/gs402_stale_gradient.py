@@ -2,7 +2,8 @@
 
 ## What it does
 Finds gradient buffers that were not emptied between two optimizer steps: the next step's backward adds to them, and the
-optimizer applies the old gradient once more (all of them, where nothing is ever emptied).
+optimizer applies the old gradient once more (all of them, where nothing is ever emptied). So it is with an optimizer
+that evaluates its closure several times a step: each evaluation is to replace the one before.
 
 ## Why it matters
 Every step moves along the sum of all gradients since the start or since the last zero_grad: a momentum of 1 that nobody
@@ -14,37 +15,62 @@ asked for. Adam's normalisation keeps the loss going down for a long while.
         optimizer.step()                     # no optimizer.zero_grad() before the next backward
 
 ## Fix
-Call optimizer.zero_grad() after each optimizer.step(), and for all optimizers and parameters that stepped.
+Call optimizer.zero_grad() after each optimizer.step(), and for all optimizers and parameters that stepped; in a closure
+before its backward pass.
 
 ## References
 - torch.optim.Optimizer.zero_grad; PyTorch recipe "Zeroing out gradients in PyTorch".
+- torch.optim.LBFGS.step: "closure: reevaluates the model and returns the loss"; its example empties gradients first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.events import OptimizerStep
 
 CODE = "GS402"
 NAME = "stale-gradient"
+REEVALUATING = "LBFGS"
+"""The optimizer of torch.optim that evaluates its closure more than once a step."""
+SAME = 1e-3
+"""Relative; what is added up again is off by a whole number."""
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return facts.context.step > 0 and any(held.cells for held in facts.held)
+    return (facts.context.step > 0 or _num_evaluations(facts) > 1) and any(held.cells for held in facts.held)
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    stale = [held for held in facts.held if _is_stale(held)]
+    num = _num_evaluations(facts)
+    stale = [held for held in facts.held if num > 1 or _is_stale(held)]
     if not stale:
         return
     names = sorted({held.param[1] for held in stale})
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     rank = min(held.rank for held in stale)
     steps = [event for event in facts.data.events[rank] if isinstance(event, OptimizerStep)]
+    if num > 1:
+        yield Remark(
+            answer=Answer(
+                explanation=f"{REEVALUATING} evaluated its closure {num} times in this step, and nothing empties .grad "
+                f"of {shown} in between: what it reads is the sum of all evaluations so far.",
+                fix="Call optimizer.zero_grad() in the closure, before its backward pass.",
+            ),
+            pattern=f"the gradients of {num} evaluations of the same batch are added",
+            params=frozenset(held.param for held in stale),
+            ranks=tuple(sorted({held.rank for held in stale})),
+            rank=rank,
+            event=steps[-1] if steps else None,
+            factor=Factor(observed=float(num), exact=str(num)),
+            explains=lambda finding: _is_sum_of(finding, num),
+        )
+        return
     yield Remark(
         answer=Answer(
             explanation=f"When the first backward pass of the step began, .grad of {shown} still held what the "
@@ -57,6 +83,22 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=rank,
         event=steps[-1] if steps else None,
     )
+
+
+def _num_evaluations(facts: StepFacts) -> int:
+    """How often the optimizer evaluated its closure on the same labels, with all of these gradients kept; 1 where it is
+    no such optimizer, or labels do not tell."""
+    steps = [event for events in facts.data.events.values() for event in events if isinstance(event, OptimizerStep)]
+    labels = Counter((one.key[0], one.label_hash) for one in facts.contributions.by_key.values())
+    counts = set(labels.values())
+    told = counts and all(label is not None for _, label in labels)
+    return min(counts) if told and steps and all(event.optimizer == REEVALUATING for event in steps) else 1
+
+
+def _is_sum_of(finding: Finding, num: int) -> bool:
+    """Whether a finding is that the losses of so many evaluations are added."""
+    factor = finding.factor.observed
+    return finding.code == "GS303" and factor is not None and abs(factor / num - 1) <= SAME
 
 
 def _is_stale(held: Held) -> bool:
