@@ -87,7 +87,8 @@ def name_case(case: Case) -> None:
         name = case.context.group_name(size)
         quantities.setdefault(name, float(size))
         near |= {name, *(axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1)}
-        if (copies := case.context.ranks_per_batch(event.group)) > 1:
+        copies = case.context.ranks_per_batch(event.group)
+        if copies > 1 and event.op == "sum" and not case.culprit.unrecorded:  # an average of copies is one of them
             shared = [axis for axis in ("tp", "cp", "ep") if case.context.axes.get(axis) == copies]
             quantities.setdefault(shared[0] if shared else RANKS_PER_BATCH, float(copies))
             near.add(shared[0] if shared else RANKS_PER_BATCH)
