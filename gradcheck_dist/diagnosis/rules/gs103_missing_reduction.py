@@ -60,7 +60,11 @@ def judge(case: Case) -> Answer | None:
         f"of accumulation step(s) {', '.join(map(str, steps))} " if len(steps) < case.context.num_accumulation else ""
     )
     sync = getattr(case.event, "sync", None)
-    why = " (the wrapper was told not to synchronise in this pass)" if sync is False else ""
+    why = (
+        " (the wrapper did not reduce in this pass: told not to, or the model was called past it)"
+        if sync is False
+        else ""
+    )
     others = [cell for held in case.held for cell in held.cells if _is_foreign(case, held.rank, cell.key[0])]
     reduced = any(isinstance(entry.event, Reduce) for held in case.held for entry in held.replay.history(held.rank))
     what = "no reduction over these ranks" if reduced else "no reduction"
