@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from still_source import first_snapshot
-from tiny_runs import write_run, write_unsummed
+from tiny_runs import header, records, write_run, write_unsummed
 
+from gradcheck_dist.events import BEFORE, OptimizerStep, Samples
+from gradcheck_dist.trace.run import create_run_dir
+from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui.step_view import StepView
 
 
@@ -41,3 +46,24 @@ def test_each_of_several_summands_has_its_own_line_in_the_ledger(tmp_path: Path)
     last = step.stops(param, holder, key)[-1]
     ledger = [ratio for cell, ratio in step.ledger_at(param, holder, last) if cell.key == key]
     assert sorted(ledger) == pytest.approx(sorted(of_key), abs=1e-6)
+
+
+def test_what_happened_before_an_event_is_not_laid_to_it(tmp_path: Path) -> None:
+    """Something unrecorded halves the gradient before the optimizer, which samples what it reads."""
+    create_run_dir(tmp_path / "run", {"world_size": 2})
+    for rank in range(2):
+        writer = TraceWriter(trace_path(tmp_path / "run", rank), header(rank), background=False)
+        for batch in records(rank, fault=None):
+            for record in batch:
+                if isinstance(record, Samples):
+                    rows = np.frombuffer(record.rows, "<i4").reshape(-1, 4)
+                    values = np.frombuffer(record.values, "<f8").reshape(len(rows), -1).copy()
+                    values[rows[:, 1] == BEFORE] /= 2
+                    record = msgspec.structs.replace(record, values=values.tobytes())
+                writer.append(record)
+        writer.close()
+    step = view(tmp_path / "run")
+    (param, holder), held = next(iter(step.held_by.items()))
+    last = step.stops(param, holder, held.cells[0].key)[-1]
+    assert isinstance(last.event, OptimizerStep)
+    assert (last.before, last.after) == pytest.approx((0.5, 0.5))
