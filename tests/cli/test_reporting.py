@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from command_line_doubles import Gradcheck
+from sample_reports import report
 from small_runs import write_run
 
+from gradcheck_dist.cli import golden
 from gradcheck_dist.cli.output import FileFormat
 from gradcheck_dist.reports import formats
+from gradcheck_dist.reports.golden import freeze
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +112,22 @@ def test_pairs_need_two_sides_and_a_format_for_eyes(gradcheck: Gradcheck, faulty
 def test_a_frozen_scale_fails_when_it_changes_and_tells_the_factor(
     gradcheck: Gradcheck, faulty: Path, fixed: Path, tmp_path: Path
 ) -> None:
-    golden = tmp_path / "scale.json"
-    assert gradcheck("diagnose", fixed, "--export-golden", golden).code == 0
-    same = gradcheck("diagnose", fixed, "--golden", golden)
+    frozen = tmp_path / "scale.json"
+    assert gradcheck("diagnose", fixed, "--export-golden", frozen).code == 0
+    same = gradcheck("diagnose", fixed, "--golden", frozen)
     assert same.code == 0
     assert "golden: as frozen in" in same.err
-    changed = gradcheck("diagnose", faulty, "--golden", golden, "--format", "json")
+    changed = gradcheck("diagnose", faulty, "--golden", frozen, "--format", "json")
     assert changed.code == 1
     assert "golden: weights x 0.5: 12 of 12" in changed.err
     assert json.loads(changed.out)["verdict"] == "findings"
+
+
+def test_what_could_not_be_judged_is_neither_as_frozen_nor_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = freeze(report([]))
+    unclear = report([], verdict="undetermined", reasons=["no loss was seen"])
+    assert [golden.check(one, frozen, "scale.json") for one in (report([]), report(), unclear)] == [0, 1, 2]
+    assert capsys.readouterr().err.splitlines()[-1] == "golden: could not be judged: no loss was seen"
 
 
 def test_a_golden_file_that_is_missing_is_told_before_the_work(
