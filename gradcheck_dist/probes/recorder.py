@@ -254,6 +254,14 @@ class Recorder(Sampler):
         if self.columns is not None:
             self.columns.flush()
 
+    def release(self) -> None:
+        """Recording is over: let go of the model. Functions that the user imported while they were replaced keep this
+        recorder alive, and a model that the user drops is to be freed all the same."""
+        self.registry = Registry(self.writer.append, 0)
+        self.places, self.read = Places(self.registry), ReadGradients()
+        self.current = self.discovery = self.replicas = self.writes = None
+        self._bundles, self._arrivals, self.ddp_states = {}, {}, {}
+
     def _fold_step(self) -> None:
         """Hand a step without samples to the columns, as soon as its numbers are on the host."""
         if self.sampling or self.columns is None or not (self._unsampled or self._deferred):

@@ -78,6 +78,7 @@ class Session:
         self.recorder.finish()
         self.recorder.emit(RunEnd, reason="detached")
         self.recorder.writer.close()
+        self.recorder.release()
         atexit.unregister(self.detach)
         if _session is self:
             _session = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +80,27 @@ def test_models_that_follow_one_another_are_not_kept_by_modules_without_paramete
             optimizer.step()
             optimizer.zero_grad()
         assert set(session.recorder.registry.known_modules) == {id(module) for module in model.modules()}
+
+
+def test_a_model_is_freed_when_recording_is_over_though_a_replaced_function_was_imported(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = attach(tmp_path, steps=range(2))
+    from torch.nn.functional import cross_entropy
+
+    for _ in range(4):
+        tokens, labels = batch(0, 0)
+        cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [event.step for event in events_of(tmp_path, OptimizerStep)] == [0, 1]
+    assert not events_of(tmp_path, ProbeError)
+    params = [weakref.ref(param) for param in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(param() is not None for param in params) and session.recorder is not None
+    assert cross_entropy is not F.cross_entropy
 
 
 def test_an_error_inside_a_probe_is_recorded_and_training_goes_on(
