@@ -19,6 +19,7 @@ from gradcheck_dist.probes.loss import number
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.regions import main_grad_of
 from gradcheck_dist.probes.registry import ParamInfo, originals
 from gradcheck_dist.probes.sites import caller_site
 
@@ -127,7 +128,12 @@ def stepping(
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
-    missing = [info for info in infos if info.param.grad is None and originals(info)]
+    without = [info for info in infos if info.param.grad is None and originals(info)]
+    kept = {info.id: buffer for info in without if (buffer := main_grad_of(info)) is not None}
+    missing = [info for info in without if info.id not in kept]
+    for info in without if kept else ():
+        if info.id in kept:  # Megatron's, which an optimizer of its own reads
+            recorder.sample(seq, BEFORE, info, kept[info.id])
     called = discovery.called() if missing else set()
     unreached = [info for info in missing if id(info.param) in called and info.param.requires_grad]
     recorder.emit(

@@ -51,6 +51,12 @@ def buffer_of(info: ParamInfo) -> Tensor | None:
     return None
 
 
+def main_grad_of(info: ParamInfo) -> Tensor | None:
+    """Where Megatron's wrappers, and those in their manner, gather a parameter's gradient while `.grad` is empty."""
+    kept = vars(info.param).get("main_grad")
+    return kept if isinstance(kept, Tensor) and kept.shape == info.param.shape and not info.regions else None
+
+
 def gradient_of(info: ParamInfo) -> Tensor | None:
     """Where a parameter's gradient lies now, on this rank."""
     grad = info.param.grad

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import accumulate, judged, record
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 
@@ -84,3 +85,41 @@ def test_what_a_pass_added_to_the_buffer_is_the_contribution(placeholder: str, t
     train(tmp_path / "wrong", placeholder, 0.5)
     report = diagnose(read_run(tmp_path / "wrong"))
     assert [(round(one.factor.observed, 4), one.units) for one in report.findings] == [(0.5, ["inner.weight"])]
+
+
+class ReadsMainGrad(torch.optim.SGD):
+    """What Megatron's optimizers for gathered gradients do: `.grad` is empty all the while."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.add_(param.main_grad, alpha=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_an_optimizer_that_reads_main_grad_is_followed(tmp_path: Path, factor: float) -> None:
+    def gather(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+        param.grad = None
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            if not hasattr(param, "main_grad"):
+                param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(gather)
+        accumulate(model)
+        for param in model.parameters():
+            param.main_grad.mul_(factor)  # type: ignore[attr-defined]
+        optimizer.step()
+        for param in model.parameters():
+            param.main_grad.zero_()  # type: ignore[attr-defined]
+
+    record(step, tmp_path, steps=2, make=ReadsMainGrad)
+    report = judged(tmp_path)
+    if factor == 1.0:
+        assert (report.verdict, report.findings) == ("clean", []), report.reasons
+        assert report.coverage.parameters_observed == report.coverage.parameters_total
+    else:
+        [finding] = report.findings
+        assert finding.factor.observed == pytest.approx(factor)
