@@ -127,6 +127,30 @@ class StageGradient(Event, tag="stage_gradient"):
     stage: Index | None = None
 
 
+class Exchange(Event, tag="exchange"):
+    """Activations were combined over ranks in a forward pass, and their gradients came back through it.
+
+    `function` is the torch.autograd.Function that did it, `defined_at` its backward; "" where a collective changed a
+    tensor in place and backward hands on what arrives. `index` counts those of `group`, in the order of forward, so
+    that it is equal on its ranks. `input_counts` and `output_counts` are the numbers of values of each part, one part
+    for each rank of the group or one in all. `values` are float32 bytes: elements of the input, of the output, of the
+    gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
+    """
+
+    function: str
+    group: tuple[Rank, ...]
+    index: Count
+    accumulation_step: Index
+    microbatch: Index
+    input_counts: tuple[Count, ...]
+    output_counts: tuple[Count, ...]
+    values: bytes
+    dtype: str = "float32"
+    collectives: tuple[str, ...] = ()
+    lost: bool = False
+    defined_at: Site | None = None
+
+
 class Reduce(Event, tag="reduce"):
     """Gradients were combined over ranks.
 
@@ -374,6 +398,7 @@ AnyEvent = (
     | LossGradient
     | Backward
     | StageGradient
+    | Exchange
     | Reduce
     | ScaleGrads
     | GradWrite

@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
 from gradcheck_dist.diagnosis.effect import effect_of_case
+from gradcheck_dist.diagnosis.exchanges import faults
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.hand_clip import HandClip, clip_by_hand, freed, scaling_of, settle, tell_hidden, undone
@@ -213,6 +214,7 @@ def judge_step(
     for one in audit(facts, verdict.units):
         verdict.findings = [finding for finding in verdict.findings if not one.explains(finding)]
         verdict.found(one.finding, one.effect)
+    verdict.reasons += faults(data, contributions, facts.weights_right).reasons
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)

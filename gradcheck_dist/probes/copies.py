@@ -53,7 +53,7 @@ class Copies:
             isinstance(part, Tensor) and part.is_floating_point() for part in parts
         ):
             self._num_exchanges += 1
-            self._with.update(_ranks(group))
+            self._with.update(ranks_of(group))
 
     def called(self, module: nn.Module) -> None:
         """A module is called, in a forward pass in which its parameters are not known yet."""
@@ -177,7 +177,7 @@ def _local(info: ParamInfo) -> Tensor | None:
     return local if tuple(param.shape) == info.shape else None
 
 
-def _ranks(group: Any) -> list[int]:
+def ranks_of(group: Any) -> list[int]:
     """The global ranks of a group, however it is named: a process group or its name, a mesh, a list of ranks."""
     if isinstance(group, str):
         group = getattr(distributed_c10d, "_resolve_process_group")(group)  # noqa: B009

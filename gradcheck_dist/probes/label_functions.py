@@ -43,9 +43,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     @functools.wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        results = original(cls, *args, **kwargs)
-        if recorder.recording and not (recorder.suspended or torch.compiler.is_compiling()):
-            applied(recorder, cls, args, results)
+        if not recorder.recording or recorder.suspended or torch.compiler.is_compiling():
+            return original(cls, *args, **kwargs)
+        watch = recorder.exchanges
+        if watch is None:
+            results = original(cls, *args, **kwargs)
+        else:
+            calls = watch.enter()
+            try:
+                results = original(cls, *args, **kwargs)
+            finally:
+                watch.leave()
+            watch.applied(cls, args, results, calls)
+        applied(recorder, cls, args, results)
         return results
 
     bound = classmethod(apply)

@@ -84,6 +84,7 @@ class Recorder(Sampler):
         self.armed: set[int] = set()  # wrappers whose next backward reduces
         self.reduced = False  # whether gradients were combined over several ranks at all
         self.replicas: Any = None  # set by the replicas probe
+        self.exchanges: Any = None  # set by the exchanges probe
         self.writes: Any = None  # set by the writes probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
@@ -119,6 +120,11 @@ class Recorder(Sampler):
     def next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+    @property
+    def upcoming_step(self) -> int:
+        """The step that a forward pass belongs to that runs now."""
+        return self.step + self._stepped
 
     @property
     def last_seq(self) -> int:

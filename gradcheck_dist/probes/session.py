@@ -47,6 +47,7 @@ PROBES = (
     "redistribute",
     "replicas",
     "copies",
+    "exchanges",
     "recompute",
 )
 DEFAULT_SAMPLE_SIZE = 96

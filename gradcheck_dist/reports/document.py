@@ -12,7 +12,7 @@ from gradcheck_dist.reports.text import number, plural, printable, prose, some, 
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
 MAX_CONSEQUENCES = 8
-UNEXPLAINED, WRONG_BACKWARD = "GS000", "GS801"
+UNEXPLAINED, WRONG_BACKWARD = "GS000", ("GS801", "GS802")
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
 
 
@@ -218,7 +218,7 @@ def _factor(finding: Finding) -> str:
     name = f" = {expression}" if expression else ""
     if expression and finding.code == UNEXPLAINED:  # elsewhere the rule has said which it is
         name += "".join(f" or {printable(other.expression)}" for other in _rivals(finding)[:1])
-    if finding.code == WRONG_BACKWARD:  # no weight of a contribution, and the pattern says it
+    if finding.code in WRONG_BACKWARD:  # no weight of a contribution, and the pattern says it
         return prose(finding.pattern, 300)
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
 

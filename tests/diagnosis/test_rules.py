@@ -48,6 +48,7 @@ ELSEWHERE = {
     "GS702": "probes/test_clips.py",
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS801": "verify",
+    "GS802": "probes/test_exchanges.py",
 }
 """Rules that need more than a simulated step, and where they are tested."""
 

@@ -17,6 +17,10 @@ FROZEN = {
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
+    "exchange": (
+        "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
+        "defined_at seq t_ns step site"
+    ),
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"

@@ -1,0 +1,126 @@
+"""Which exchanges of activations came back wrong, which of them are findings, and which leave a verdict open."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
+from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
+from gradcheck_dist.ledger.exchanges import GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
+from gradcheck_dist.ledger.tracks import StepData
+
+UNDOES = 1e-3
+"""Two factors whose product is nearer to 1 than this may be meant to undo one another."""
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """An exchange whose backward is not its forward's transpose. `shared`: its ranks have one loss, on the same
+    tokens."""
+
+    passed: Passed
+    shared: bool
+
+    @property
+    def name(self) -> str:
+        first = self.passed.first
+        return first.function or f"the {first.collectives[0]} in place"
+
+    @property
+    def where(self) -> str:
+        site = self.passed.first.site
+        return f"{site.file.rsplit('/', 1)[-1]}:{site.line}" if site is not None else "line unknown"
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Equal for applications that are wrong alike and written once."""
+        first = self.passed.first
+        at = first.defined_at or first.site
+        return (first.function, at and (at.file, at.line), self.passed.outcome, f"{self.passed.factor:.4g}")
+
+
+@dataclass
+class Faults:
+    found: list[Faulty] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def could_judge(data: StepData) -> bool:
+    return any(isinstance(event, Exchange) for of_rank in data.events.values() for event in of_rank)
+
+
+def faults(data: StepData, contributions: Contributions, weights_right: bool) -> Faults:
+    """The exchanges of a step that came back wrong.
+
+    What stands between a loss and the root is part of the weight at the loss, and judged with that. A multiple accuses
+    only where all weights came out right and no other exchange undoes it: it may be one half of a convention (losses
+    that ranks add up, experts whose gradients are divided on the way). Of ranks with losses of their own any may be
+    meant to count all or the mean of them.
+    """
+    result = Faults()
+    scaled: list[Faulty] = []
+    for one in passed(data.events):
+        if one.outcome == "right" or _behind_the_loss(data, one):
+            continue
+        shared = len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
+        fault = Faulty(one, shared)
+        if one.outcome == "lost":
+            result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
+        elif one.outcome == "scaled":
+            if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one):
+                scaled.append(fault)
+        else:
+            result.found.append(fault)
+    factors = {fault.place: fault.passed.factor for fault in scaled}
+    undone = any(abs(mine * theirs - 1) < UNDOES for mine, theirs in combinations(factors.values(), 2))
+    for fault in scaled:
+        known = fault.shared or fault.passed.forward == SWAP
+        if weights_right and known and not undone and not _inside_a_loss(data, fault.passed):
+            result.found.append(fault)
+        elif weights_right or undone:
+            result.reasons.append(
+                f"gradients come back through {fault.name} ({fault.where}) x {fault.passed.factor:.6g} of the "
+                f"transpose of its forward, which another line may make up for: {_VERIFY}"
+            )
+    result.reasons = list(dict.fromkeys(result.reasons))
+    return result
+
+
+_VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"
+
+
+def _is_degree(one: Passed) -> bool:
+    """Whether ranks with losses of their own were averaged or counted all."""
+    size = len(one.ranks)
+    whole = one.whole and one.forward in (SUM, GATHER)
+    return abs(one.factor * size - 1) < UNDOES or (whole and abs(one.factor / size - 1) < UNDOES)
+
+
+def _slots(events: Iterable[Event], one: Exchange) -> list[tuple[LossGradient, bool]]:
+    """The losses of an exchange's pass that count something, and whether they were reached before it."""
+    counted = {event.loss_id for event in events if isinstance(event, Loss) and event.reduction != UNKNOWN}
+    return [
+        (event, event.seq < one.seq)
+        for event in events
+        if isinstance(event, LossGradient)
+        and event.loss_id in counted
+        and (event.accumulation_step, event.microbatch) == (one.accumulation_step, one.microbatch)
+    ]
+
+
+def _behind_the_loss(data: StepData, one: Passed) -> bool:
+    """Whether the exchange came between the losses of its pass and the root."""
+    found = [_slots(data.events[rank], event) for rank, event in one.events.items()]
+    return any(of_rank and not any(before for _, before in of_rank) for of_rank in found)
+
+
+def _inside_a_loss(data: StepData, one: Passed) -> bool:
+    """Whether the pass has a loss that nobody could count, and the exchange may be a part of it."""
+    unknown: dict[int, bool] = defaultdict(bool)
+    for rank, event in one.events.items():
+        has_loss = any(isinstance(other, LossGradient) for other in data.events[rank])
+        unknown[rank] = has_loss and not _slots(data.events[rank], event)
+    return any(unknown.values())

@@ -1,0 +1,154 @@
+"""The backward of a collective is not the transpose of its forward.
+
+## What it does
+Compares what a function that combines the ranks' activations (an all-reduce, an all-gather, a reduce-scatter, an
+all-to-all in tensor, sequence, context or expert parallelism) did in forward with what its backward did to the
+gradients. Both are measured on a few elements of all ranks. A sum that every rank goes on with alike hands the gradient
+on; where ranks go on differently with it, their gradients are summands and have to be added up; what was gathered is
+reduce-scattered, what was exchanged is exchanged back.
+
+## Why it matters
+All layers in front of that function learn from another gradient than the loss's: a part of it where a sum is missing,
+a multiple where a sum is taken twice, once more for each layer, another token's where nothing is sent back. What
+arrives at each parameter is reduced and scaled as it should be, so nothing else shows it.
+
+## Example
+    class Gather(torch.autograd.Function):         # keys and values of all context-parallel ranks
+        @staticmethod
+        def forward(ctx, x):
+            return all_gather(x)
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.chunk(world_size, 1)[rank]  # what the other ranks' queries want of x is lost
+
+## Fix
+    all-reduce       <->  nothing, where all ranks go on alike; else all-reduce
+    nothing          <->  all-reduce, where ranks go on with shards (Megatron-LM's f)
+    all-gather       <->  slice, where all ranks go on alike; else reduce-scatter
+    reduce-scatter   <->  all-gather
+    all-to-all       <->  all-to-all, sizes of both sides swapped
+torch.distributed.nn.functional.all_reduce sums in backward too: right for losses that the ranks add up, and once too
+much for one loss that all of them compute. Where ranks should go on alike and do not, look behind the function: a
+column-parallel layer without its all-reduce in backward, dropout from unlike seeds.
+
+## References
+- Megatron-LM, arXiv 1909.08053, section 3 (f and g), and arXiv 2205.05198 (sequence parallelism).
+- pytorch/pytorch#58005 (gradients of torch.distributed.nn.functional.all_reduce); mlfoundations/open_clip#616.
+- torch/distributed/nn/functional.py, _AllGather.backward: on gloo it receives into `empty_like` of gradients, whose
+  memory need not be in order (torch 2.13; seen with keys that attention transposes).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.exchanges import Faulty, could_judge, faults
+from gradcheck_dist.diagnosis.finding import Factor
+from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP
+
+CODE = "GS802"
+NAME = "unpaired-collective"
+_DOES = {
+    SUM: "sums the ranks' inputs",
+    COPY: "hands its input on",
+    GATHER: "gathers the ranks' inputs",
+    SCATTER: "sums the ranks' inputs and leaves each rank a part",
+    SLICE: "leaves each rank a part",
+    SWAP: "exchanges parts between all ranks",
+}
+_OWES = {
+    SUM: "hand on what arrives, or sum it over the ranks where they go on with the result differently",
+    COPY: "sum what arrives over the ranks where they go on differently, else hand it on",
+    GATHER: "reduce-scatter what arrives, or take the own part of it where all ranks go on alike",
+    SCATTER: "all-gather what arrives",
+    SLICE: "all-gather what arrives",
+    SWAP: "exchange what arrives back, with the sizes of both sides swapped",
+}
+
+
+def could_audit(facts: StepFacts) -> bool:
+    return could_judge(facts.data)
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    alike: dict[tuple[object, ...], list[Faulty]] = defaultdict(list)
+    for fault in faults(facts.data, facts.contributions, facts.weights_right).found:
+        alike[fault.place].append(fault)
+    for found in alike.values():
+        first, event = found[0], found[0].passed.first
+        ranks = tuple(sorted({rank for one in found for rank in one.passed.ranks}))
+        yield Remark(
+            answer=Answer(
+                explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
+                f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step.",
+                fix=f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
+                + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
+                + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
+                severity="warning" if first.passed.outcome == "own" and not first.shared else "error",
+            ),
+            pattern=_pattern(first),
+            params=frozenset(),
+            ranks=ranks,
+            rank=ranks[0],
+            event=event,
+            factor=Factor(observed=first.passed.factor if first.passed.outcome == "scaled" else None),
+        )
+
+
+_BEHIND = (
+    " Or, if all ranks should go on alike, look behind it: a column-parallel layer whose backward does not sum its "
+    "input's gradient, or dropout from unlike seeds."
+)
+
+
+_TORCH = (
+    " It is torch's own, which on gloo exchanges gradients that are not contiguous (of a transposed or sliced tensor) "
+    "as if they were: use a function of your own that calls .contiguous() in backward."
+)
+
+
+def _is_torchs(fault: Faulty) -> bool:
+    at = fault.passed.first.defined_at
+    return at is not None and at.file.endswith("torch/distributed/nn/functional.py")
+
+
+def _num(count: int) -> str:
+    return f"{count} application{'s' * (count != 1)}"
+
+
+def _written(fault: Faulty) -> str:
+    at = fault.passed.first.defined_at
+    return f" ({at.file.rsplit('/', 1)[-1]}:{at.line})" if at is not None else ""
+
+
+def _pattern(fault: Faulty) -> str:
+    passed = fault.passed
+    if passed.outcome == "scaled":
+        return f"the gradients that come back through {fault.name} are x {passed.factor:.6g}"
+    if passed.outcome == "own":
+        return f"{fault.name} hands each rank what its own output asks for; the others' share is lost"
+    return f"what comes back through {fault.name} is another gradient than that of its forward"
+
+
+def _what(fault: Faulty) -> str:
+    passed = fault.passed
+    if passed.outcome == "own":
+        whose = "of one loss" if fault.shared else "of each rank's own loss"
+        return (
+            f"All ranks hold the result alike, and the gradients {whose} that arrive there differ: they are summands. "
+            "Backward gives each rank its own summand, so what the others want of its input is lost to all layers in "
+            "front."
+        )
+    if passed.outcome == "scaled":
+        size = len(passed.ranks)
+        twice = " The gradient is whole on every rank before it is summed again." if passed.whole else ""
+        sums = passed.forward in (SUM, COPY, GATHER) and abs(passed.factor / size - 1) < 1e-3
+        named = f", the number of ranks: a sum too many.{twice}" if sums else "."
+        return f"Backward gives x {passed.factor:.6g} of what its forward's transpose does{named} All in front gets it."
+    if passed.handed_on:
+        return "Backward hands on what arrives, though it belongs to other ranks' inputs."
+    return "Backward gives something that is no multiple of what its forward's transpose does."

@@ -1,0 +1,205 @@
+"""What ranks did to activations together in forward, and whether what came back is the transpose of that.
+
+A function that combines the ranks' activations is linear in them, and what it is shows in recorded elements: the sum
+over ranks, one part from each of them, a part of what each holds, or a part for each. Its backward owes each rank the
+gradient of all that depends on its input. Where ranks hold one output alike, what arrives there is either the whole
+gradient, alike on all ranks, or each rank's summand of it; the gradient is the one or the sum of the others (f and g
+of Megatron-LM, arXiv 1909.08053, section 3). Where each holds a part of its own there is nothing to choose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from gradcheck_dist.events import Event, Exchange
+from gradcheck_dist.ledger.solve import EPSILON
+
+ALIKE = 1e-4
+"""Relative difference within which float32 tensors are copies of one another."""
+APART = 0.05
+"""From which they are not, whatever they were computed in."""
+OTHERWISE = 0.2
+"""Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
+
+SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
+
+Parts = dict[int, list[np.ndarray]]
+"""By rank: the sampled elements of each part."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """An exchange on all ranks of its group, and what its backward did.
+
+    `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
+    gradients are summands), "scaled" (by `factor`), "lost" (nothing came), "other". `whole`: what arrived was alike on
+    all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
+    """
+
+    events: Mapping[int, Exchange]
+    forward: str
+    outcome: str
+    factor: float = 1.0
+    whole: bool = False
+    handed_on: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.events))
+
+    @property
+    def first(self) -> Exchange:
+        return self.events[self.ranks[0]]
+
+
+def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
+    """The exchanges of a step that all ranks of their group recorded, as far as forward could be recognised."""
+    found: dict[tuple[object, ...], dict[int, Exchange]] = defaultdict(dict)
+    for rank, of_rank in events.items():
+        for event in of_rank:
+            if isinstance(event, Exchange):
+                place = (event.group, event.accumulation_step, event.microbatch, event.index, event.function)
+                found[place][rank] = event
+    for of_group in found.values():
+        first = next(iter(of_group.values()))
+        if set(of_group) == set(first.group):
+            one = _judge({rank: of_group[rank] for rank in first.group})
+            if one is not None:
+                yield one
+
+
+def _judge(events: dict[int, Exchange]) -> Passed | None:
+    read = {rank: _read(event) for rank, event in events.items()}
+    if any(one is None for one in read.values()):
+        return None
+    given, made, arrived, back = ({rank: one[i] for rank, one in read.items() if one} for i in range(4))
+    near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
+    forward = _forward(given, made, near, any(event.collectives for event in events.values()))
+    if forward is None:
+        return None
+    kind, scale = forward
+    whole = _alike(arrived, near)
+    if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
+        return None
+    expected = _transposed(kind, scale, arrived, summed=not whole)
+    want, have = _flat(expected), _flat(back)
+    if want.shape != have.shape or not np.isfinite(want).all() or not np.isfinite(have).all() or not want.any():
+        return None
+    if not have.any():
+        return Passed(events, kind, "lost", 0.0, whole)
+    factor = float(want @ have / (want @ want))
+    rest = float(np.linalg.norm(have - factor * want) / np.linalg.norm(have))
+    if rest <= near:
+        right = abs(factor - 1) <= max(near, 1e-3)
+        return Passed(events, kind, "right" if right else "scaled", 1.0 if right else factor, whole)
+    if kind in (SUM, COPY, GATHER) and not whole:
+        own = _flat(_transposed(kind, scale, arrived, summed=False))
+        if np.linalg.norm(have - own) <= near * np.linalg.norm(have):
+            return Passed(events, kind, "own", whole=False)
+    if rest < OTHERWISE:
+        return None
+    same = _flat(arrived)
+    return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
+
+
+def _read(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
+    """Input, output, the gradient that arrived and the one that was given, each as parts."""
+    values = np.frombuffer(event.values, np.float32).astype(np.float64)
+    counts = (event.input_counts, event.output_counts, event.output_counts, event.input_counts)
+    if len(values) != sum(map(sum, counts)):
+        return None
+    found, start = [], 0
+    for of_one in counts:
+        ends = start + np.cumsum((0, *of_one))
+        found.append([values[low:high] for low, high in pairwise(ends)])
+        start = int(ends[-1])
+    return tuple(found)
+
+
+def _forward(given: Parts, made: Parts, near: float, communicated: bool) -> tuple[str, float] | None:
+    """What a function does in forward, and by what it multiplies; None where it is nothing of these, or more than one:
+    what is alike on all ranks tells a sum from a copy no more."""
+    ranks = list(given)
+    parts = {len(given[rank]) for rank in ranks}, {len(made[rank]) for rank in ranks}
+    if len(parts[0]) > 1 or len(parts[1]) > 1:
+        return None
+    alike = _alike(given, near)
+    match parts[0].pop(), parts[1].pop():
+        case 1, 1:
+            if not communicated:
+                return (COPY, 1.0) if alike and _near(made, given, near) else None
+            total = {rank: [_total(given, 0)] for rank in ranks}
+            return None if alike else _multiple(SUM, made, total, near)
+        case 1, _:
+            together = {rank: [given[one][0] for one in ranks] for rank in ranks}
+            return (GATHER, 1.0) if not alike and _near(made, together, near) else None
+        case _, 1:
+            if alike:
+                own = {rank: [given[rank][place]] for place, rank in enumerate(ranks)}
+                return (SLICE, 1.0) if not communicated and _near(made, own, near) else None
+            total = {rank: [_total(given, place)] for place, rank in enumerate(ranks)}
+            return _multiple(SCATTER, made, total, near)
+        case _:
+            swapped = {rank: [given[one][place] for one in ranks] for place, rank in enumerate(ranks)}
+            return (SWAP, 1.0) if _near(made, swapped, near) else None
+
+
+def _transposed(kind: str, scale: float, arrived: Parts, *, summed: bool) -> Parts:
+    """What each rank's input is owed. `summed`: what arrived at outputs that are alike are summands."""
+    ranks = list(arrived)
+    if kind in (SUM, COPY):
+        if not summed:
+            return {rank: [scale * arrived[rank][0]] for rank in ranks}
+        return {rank: [scale * _total(arrived, 0)] for rank in ranks}
+    if kind == GATHER:
+        if not summed:
+            return {rank: [arrived[rank][place]] for place, rank in enumerate(ranks)}
+        return {rank: [_total(arrived, place)] for place, rank in enumerate(ranks)}
+    if kind in (SCATTER, SLICE):
+        return {rank: [scale * arrived[one][0] for one in ranks] for rank in ranks}
+    return {rank: [arrived[one][place] for one in ranks] for place, rank in enumerate(ranks)}
+
+
+def _multiple(kind: str, made: Parts, total: Parts, near: float) -> tuple[str, float] | None:
+    mine, theirs = _flat(made), _flat(total)
+    if mine.shape != theirs.shape or not theirs.any():
+        return None
+    scale = float(mine @ theirs / (theirs @ theirs))
+    return (kind, scale) if scale and np.linalg.norm(mine - scale * theirs) <= near * np.linalg.norm(mine) else None
+
+
+def _total(parts: Parts, place: int) -> np.ndarray:
+    """One part, summed over the ranks."""
+    result: np.ndarray = np.stack([of_rank[place] for of_rank in parts.values()]).sum(0)
+    return result
+
+
+def _flat(parts: Parts) -> np.ndarray:
+    return np.concatenate([part for of_rank in parts.values() for part in of_rank])
+
+
+def _near(mine: Parts, theirs: Parts, near: float) -> bool:
+    one, other = _flat(mine), _flat(theirs)
+    return one.shape == other.shape and bool(np.linalg.norm(one - other) <= near * np.linalg.norm(other))
+
+
+def _distance(parts: Parts) -> float:
+    """The largest difference of any rank's values from the first one's, relative; infinite for unlike shapes."""
+    first, *others = (np.concatenate(of_rank) for of_rank in parts.values())
+    if any(one.shape != first.shape for one in others):
+        return np.inf
+    size = max(float(np.linalg.norm(one)) for one in [first, *others])
+    return max(float(np.linalg.norm(one - first)) for one in others) / size if size else 0.0
+
+
+def _alike(parts: Parts, near: float) -> bool:
+    return _distance(parts) <= near
+
+
+def _apart(parts: Parts) -> bool:
+    return _distance(parts) >= APART

@@ -1,0 +1,103 @@
+"""Which parts of a function's input on one rank correspond to which parts of its output on the others.
+
+A function that communicates gives each rank parts of what the ranks put in: an all-gather's output has one part from
+each of them, an all-to-all has one for each on both sides, an all-reduce one on each side. Shapes tell which. Elements
+at the same positions of parts that correspond are compared when a run is judged, so that what the function does
+to its input, and its backward to the gradient, is measured and not taken from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcheck_dist.stats.sampling import sample_positions
+
+NUM_VALUES = 32
+"""Of each part, and fewer where there are many parts."""
+MAX_VALUES = 512
+
+Box = tuple[int, int, int]
+"""(dimension, begin, length) of a part of a tensor; a dimension of -1 is the whole."""
+WHOLE: Box = (-1, 0, 0)
+
+
+def boxes(
+    given: Sequence[Tensor], made: Sequence[Tensor], size: int, splits: tuple[list[int], list[int]] | None
+) -> tuple[list[Box], list[Box]] | None:
+    """The parts of each of a function's inputs and outputs in a group of `size` ranks, None where shapes tell of none.
+
+    Args:
+        splits: lengths of the parts along dimension 0 of an all-to-all, of the output and of the input; empty where
+            they are equal; None where nothing was exchanged between all.
+    """
+    if len(given) == size and len(made) in (1, size) and len({one.dim() for one in given}) == 1 and size > 1:
+        if len(made) == size or made[0].shape == given[0].shape:
+            return [WHOLE] * size, [WHOLE] * len(made)
+        return None
+    if len(given) != 1:
+        return None
+    if len(made) == size and all(one.shape == given[0].shape for one in made):
+        return [WHOLE], [WHOLE] * size
+    if len(made) != 1 or given[0].dim() != made[0].dim():
+        return None
+    return _of_one(tuple(given[0].shape), tuple(made[0].shape), size, splits)
+
+
+def _of_one(
+    given: tuple[int, ...], made: tuple[int, ...], size: int, splits: tuple[list[int], list[int]] | None
+) -> tuple[list[Box], list[Box]] | None:
+    unlike = [dim for dim, (one, other) in enumerate(zip(given, made, strict=True)) if one != other]
+    if splits is not None and set(unlike) <= {0} and given:
+        mine, theirs = _rows(splits[1], given[0], size), _rows(splits[0], made[0], size)
+        return None if mine is None or theirs is None else (mine, theirs)
+    if not unlike:
+        return [WHOLE], [WHOLE]
+    grown = [dim for dim in unlike if made[dim] == given[dim] * size]
+    shrunk = [dim for dim in unlike if made[dim] * size == given[dim]]
+    if len(grown) + len(shrunk) != len(unlike) or len(grown) > 1 or len(shrunk) > 1:
+        return None
+    return (
+        _equal(shrunk[0], given[shrunk[0]], size) if shrunk else [WHOLE],
+        _equal(grown[0], made[grown[0]], size) if grown else [WHOLE],
+    )
+
+
+def _equal(dim: int, length: int, size: int) -> list[Box]:
+    return [(dim, index * length // size, length // size) for index in range(size)]
+
+
+def _rows(lengths: list[int], total: int, size: int) -> list[Box] | None:
+    if not lengths:
+        return _equal(0, total, size) if total % size == 0 else None
+    if len(lengths) != size or sum(lengths) != total:
+        return None
+    ends = np.cumsum(lengths)
+    return [(0, int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
+
+
+def take(tensors: Sequence[Tensor], parts: Sequence[Box]) -> tuple[Tensor, tuple[int, ...]]:
+    """Some elements of each part, as float32, shape (sum of counts,), and how many of each."""
+    num = max(4, min(NUM_VALUES, MAX_VALUES // len(parts)))
+    found, counts = [], []
+    for index, box in enumerate(parts):
+        tensor = tensors[index] if len(tensors) > 1 else tensors[0]
+        where = _positions(tuple(tensor.shape), box, num)
+        found.append(tensor.detach().take(torch.from_numpy(where).to(tensor.device)).float())
+        counts.append(len(where))
+    return torch.cat(found), tuple(counts)
+
+
+def _positions(shape: tuple[int, ...], box: Box, num: int) -> np.ndarray:
+    dim, begin, length = box
+    part = shape if dim < 0 else (*shape[:dim], length, *shape[dim + 1 :])
+    count = int(np.prod(part))
+    inside = sample_positions("exchange", count, num)
+    if dim < 0 or not count:
+        return inside
+    coordinates = list(np.unravel_index(inside, part))
+    coordinates[dim] = coordinates[dim] + begin
+    return np.ravel_multi_index(tuple(coordinates), shape).astype(np.int64)

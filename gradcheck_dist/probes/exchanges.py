@@ -1,0 +1,299 @@
+"""Activations that ranks combine in forward, and the gradients that come back through it.
+
+Tensor, sequence, context and expert parallelism put collectives into the model, in a torch.autograd.Function of its
+own with the conjugate operation in backward (Megatron-LM, arXiv 1909.08053, section 3: f and g). A function is watched
+when it called a collective in forward, or was seen to call one in backward; a few elements of what went in, came out,
+arrived and came back are recorded. Whether one is the transpose of the other is judged when the ranks are together.
+
+A collective that is called on a tensor of the graph changes it in place, and no node knows of it: what arrives at the
+tensor is what goes on. DTensors know what they do, and so do torch's own wrappers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from gradcheck_dist.events import Exchange, Site
+from gradcheck_dist.probes.copies import ranks_of
+from gradcheck_dist.probes.exchange_layout import WHOLE, Box, boxes, take
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.probes.world import several_ranks
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
+)
+MAX_ALIKE = 16
+"""Applications of one function that are recorded in a step."""
+MAX_RECORDED = 64
+MAX_RANKS = 64
+_OWN_SEMANTICS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
+
+
+class Call(NamedTuple):
+    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts."""
+
+    name: str
+    ranks: tuple[int, ...]
+    splits: tuple[list[int], list[int]] | None
+
+
+class Exchanges:
+    """Functions that communicate. `_backward` are those that do in backward, with the ranks; None: not always these."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._open: list[list[Call]] = []
+        self._backward: dict[type, tuple[int, ...] | None] = {}
+        self._step = -1
+        self._alike: Counter[tuple[Any, ...]] = Counter()
+        self._indices: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def listens(self) -> bool:
+        recorder = self.recorder
+        return recorder.sampling and not recorder.suspended and recorder.impulses is None and several_ranks()
+
+    def enter(self) -> list[Call]:
+        """A function is about to be applied."""
+        calls: list[Call] = []
+        self._open.append(calls)
+        return calls
+
+    def leave(self) -> None:
+        calls = self._open.pop()
+        if self._open:
+            self._open[-1].extend(calls)
+
+    def called(self, call: Callable[[], Call]) -> None:
+        """A collective is called."""
+        if self._open:
+            self._open[-1].append(call())
+        elif self.recorder.current is not None:
+            node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            cls = getattr(type(node), "_forward_cls", None)
+            if cls is not None and not cls.__module__.startswith(_OWN_SEMANTICS):
+                ranks = call().ranks
+                self._backward[cls] = ranks if self._backward.get(cls, ranks) == ranks else None
+
+    def applied(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> None:
+        """A function was applied."""
+        if (calls or cls in self._backward) and self.listens:
+            watch(self.recorder, self, cls, args, results, calls)
+
+    def in_place(self, tensor: Any) -> bool:
+        """Whether a collective that is called now changes a tensor of a graph behind autograd's back."""
+        inside = self._open or self.recorder.current is not None
+        return isinstance(tensor, Tensor) and not inside and torch.is_grad_enabled() and tensor.grad_fn is not None
+
+    def number(self, ranks: tuple[int, ...], *alike: Any) -> int | None:
+        """The next number in a group; None where as many were recorded as shall be."""
+        step = self.recorder.upcoming_step
+        if step != self._step:
+            self._step = step
+            self._alike.clear()
+            self._indices.clear()
+        self._alike[alike] += 1
+        if self._alike[alike] > MAX_ALIKE or self._indices.total() >= MAX_RECORDED:
+            return None
+        self._indices[ranks] += 1
+        return self._indices[ranks] - 1
+
+    def group_of(self, cls: type, calls: list[Call]) -> tuple[int, ...] | None:
+        groups = {call.ranks for call in calls} or {self._backward.get(cls) or ()}
+        ranks = groups.pop()
+        return ranks if not groups and 1 < len(ranks) <= MAX_RANKS else None
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    exchanges = recorder.exchanges = Exchanges(recorder)
+
+    def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                if not exchanges.listens:
+                    return original(*args, **kwargs)
+                call = functools.partial(_call, name, signature, args, kwargs)
+                note(recorder, exchanges, call)
+                tensor = args[0] if args else kwargs.get("tensor")
+                if tensor is None or name != "all_reduce" or not exchanges.in_place(tensor):
+                    return original(*args, **kwargs)
+                before = copied(recorder, tensor)
+                result = original(*args, **kwargs)
+                if result is None and before is not None:  # else it is under way
+                    changed(recorder, exchanges, tensor, before, call)
+                return result
+
+            return collective
+
+        return make
+
+    for name in COLLECTIVES:
+        for module in (distributed_c10d, dist):
+            if hasattr(module, name):
+                patches.replace(module, name, watched(name))
+    patches.on_restore(lambda: setattr(recorder, "exchanges", None))
+
+
+def _call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    given = signature.bind(*args, **kwargs).arguments
+    splits = None
+    if name.startswith("all_to_all"):
+        splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
+    return Call(name, tuple(ranks_of(given.get("group"))), splits)
+
+
+@guarded("exchanges")
+def note(_: Recorder, exchanges: Exchanges, call: Callable[[], Call]) -> None:
+    exchanges.called(call)
+
+
+@guarded("exchanges")
+def copied(_: Recorder, tensor: Tensor) -> Tensor | None:
+    return take([tensor], [WHOLE])[0] if _plain(tensor) else None
+
+
+@guarded("exchanges")
+def changed(recorder: Recorder, exchanges: Exchanges, tensor: Tensor, before: Tensor, make: Callable[[], Call]) -> None:
+    """A collective changed a tensor of the graph in place: watch what arrives at it, which goes on as it is."""
+    call = make()
+    index = exchanges.number(call.ranks, call.name)
+    if index is None or len(call.ranks) < 2 or len(call.ranks) > MAX_RANKS:
+        return
+    after, counts = take([tensor], [WHOLE])
+    told = _Watched("", call.ranks, index, counts, counts, (call.name,), None, caller_site())
+
+    def arrived(grad: Tensor | None) -> None:
+        handle.remove()
+        if grad is not None:
+            values = take([grad], [WHOLE])[0]
+            tell(recorder, told, before, after, values, values, str(grad.dtype), lost=False)
+
+    handle = tensor.register_hook(arrived)
+
+
+class _Watched(NamedTuple):
+    function: str
+    group: tuple[int, ...]
+    number: int
+    input_counts: tuple[int, ...]
+    output_counts: tuple[int, ...]
+    collectives: tuple[str, ...]
+    defined_at: Site | None
+    site: Site | None
+
+
+@guarded("exchanges")
+def watch(
+    recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]
+) -> None:
+    """Watch what arrives at a function's outputs and what its backward gives for its inputs."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
+    given = [(place, one) for place, one in enumerate(tensors) if one.requires_grad]
+    found = results if isinstance(results, tuple | list) else (results,)
+    made = [one for one in found if isinstance(one, Tensor) and one.grad_fn is not None and one.is_floating_point()]
+    ranks = exchanges.group_of(cls, calls)
+    if ranks is None or not given or not made or not all(_plain(one) for one in [*tensors, *made]):
+        return
+    if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
+        return
+    if any(one.is_leaf for _, one in given):
+        return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
+    inputs = [one for _, one in given]
+    splits = next((call.splits for call in calls if call.splits is not None), None)
+    parts = boxes(inputs, made, len(ranks), splits)
+    if parts is None:
+        return
+    index = exchanges.number(ranks, cls)
+    if index is None:
+        return
+    before, input_counts = take(inputs, parts[0])
+    after, output_counts = take(made, parts[1])
+    names = tuple(dict.fromkeys(call.name for call in calls))
+    defined_at = _line_of(getattr(cls, "backward", None))
+    told = _Watched(cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site())
+    node: Any = made[0].grad_fn
+    places, numbers = [place for place, _ in given], [one.output_nr for one in made]
+    like = [tuple(one.shape) for one in inputs], [tuple(one.shape) for one in made]
+
+    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        come = [grad_inputs[place] if place < len(grad_inputs) else None for place in places]
+        came(recorder, told, before, after, parts, like, come, [grad_outputs[number] for number in numbers])
+
+    handle = node.register_hook(passed)
+
+
+@guarded("exchanges")
+def came(
+    recorder: Recorder,
+    told: _Watched,
+    before: Tensor,
+    after: Tensor,
+    parts: tuple[list[Box], list[Box]],
+    like: tuple[list[tuple[int, ...]], list[tuple[int, ...]]],
+    grad_inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+) -> None:
+    """Backward ran through a function."""
+    one = next((grad for grad in grad_outputs if grad is not None), None)
+    if one is None or not all(grad is None or _plain(grad) for grad in [*grad_inputs, *grad_outputs]):
+        return
+    given, arrived = (
+        [one.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+        for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
+    )
+    lost = all(grad is None for grad in grad_inputs)
+    values = [take(grads, boxes_of)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
+    tell(recorder, told, before, after, values[0], values[1], str(one.dtype), lost=lost)
+
+
+def tell(
+    recorder: Recorder,
+    told: _Watched,
+    before: Tensor,
+    after: Tensor,
+    arrived: Tensor,
+    given: Tensor,
+    dtype: str,
+    *,
+    lost: bool,
+) -> None:
+    current = recorder.current
+    if current is None or not recorder.sampling:
+        return
+    event: Callable[..., Exchange] = functools.partial(
+        Exchange,
+        seq=recorder.next_seq(),
+        step=recorder.step,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        dtype=dtype.removeprefix("torch."),
+        lost=lost,
+        index=told.number,
+        **{name: value for name, value in told._asdict().items() if name != "number"},
+    )
+    recorder.emit_values(event, torch.cat([before, after, arrived, given]))
+
+
+def _plain(tensor: Tensor) -> bool:
+    return not hasattr(tensor, "_local_tensor") and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _line_of(function: Any) -> Site | None:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None

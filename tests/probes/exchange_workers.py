@@ -1,0 +1,195 @@
+"""Two ranks with collectives inside the model, as people write them, for test_exchanges.py."""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from probe_workers import with_and_without
+from torch import Tensor, nn
+from torch.autograd import Function
+
+WIDTH, WORDS, STEPS, PASSES = 8, 16, 2, 2
+TENSOR = (
+    "tensor parallel",
+    "tensor parallel, summed again in backward",
+    "tensor parallel, no sum in front of the columns",
+    "tensor parallel, averaged in backward",
+    "tensor parallel, bias divided",
+    "tensor parallel, bias on every rank",
+)
+SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated")
+CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back")
+EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward")
+CONTRASTIVE = ("whole contrastive loss", "statistics in place")
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE)
+
+
+def summed(x: Tensor) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x)
+    return x
+
+
+def gathered(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def own_part(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def exchanged(x: Tensor) -> Tensor:
+    result = torch.empty_like(x)
+    dist.all_to_all_single(result, x.contiguous())
+    return result
+
+
+def function(name: str, forward: Any, backward: Any) -> Any:
+    """A torch.autograd.Function out of what it does in either direction."""
+    return type(
+        name,
+        (Function,),
+        {
+            "forward": staticmethod(lambda ctx, x: forward(x)),
+            "backward": staticmethod(lambda ctx, grad: backward(grad)),
+        },
+    )
+
+
+Copy = function("Copy", lambda x: x.view_as(x), summed)
+Sum = function("Sum", summed, lambda grad: grad)
+SumTwice = function("SumTwice", summed, summed)
+MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad) / dist.get_world_size())
+Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
+GatherSliced = function("GatherSliced", gathered, own_part)
+Scatter = function("Scatter", own_part, gathered)
+ReduceScatter = function("ReduceScatter", lambda x: own_part(summed(x)), gathered)
+Repeated = function("Repeated", lambda x: own_part(summed(x)), lambda grad: torch.cat([grad] * 2, 1))
+Swap = function("Swap", exchanged, exchanged)
+SwapHandedOn = function("SwapHandedOn", exchanged, lambda grad: grad)
+SwapDoubled = function("SwapDoubled", exchanged, lambda grad: 2 * exchanged(grad))
+
+
+class Row(nn.Module):
+    """The rows of a linear layer that belong to this rank; its bias is everybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / 4)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, variant: str) -> None:
+        super().__init__()
+        self.variant = variant
+        self.norm = nn.LayerNorm(WIDTH)
+        torch.manual_seed(100 * index + dist.get_rank())
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), Row()
+        torch.manual_seed(index)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if "sequence" in self.variant:
+            enter = GatherSliced if "sliced" in self.variant else Gather
+            leave = Repeated if "repeated" in self.variant else ReduceScatter
+        else:
+            enter = MeanBack if "averaged" in self.variant else Copy
+            leave = SumTwice if "again" in self.variant else Sum
+        x = self.norm(h)
+        if "no sum" not in self.variant:
+            x = enter.apply(x)
+        x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias
+        if "bias divided" in self.variant:
+            return h + leave.apply(F.linear(x, weight, bias / dist.get_world_size()))
+        if "bias on every" in self.variant:
+            return h + leave.apply(F.linear(x, weight, bias))
+        result: Tensor = h + leave.apply(F.linear(x, weight)) + bias
+        return result
+
+
+class Model(nn.Module):
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.variant = variant
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        if variant in TENSOR + SEQUENCE:
+            self.blocks = nn.ModuleList([Block(1, variant), Block(2, variant)])
+        else:
+            self.keys = nn.Linear(WIDTH, WIDTH)
+            torch.manual_seed(7 + dist.get_rank())
+            self.expert = nn.Linear(WIDTH, WIDTH) if "experts" in variant else nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h: Tensor = self.words(ids)
+        if self.variant in TENSOR + SEQUENCE:
+            in_parts = self.variant in SEQUENCE
+            h = Scatter.apply(h) if in_parts else h
+            for block in self.blocks:
+                h = block(h)
+            h = GatherSliced.apply(h) if in_parts else h
+        elif self.variant in CONTEXT:
+            k = self.keys(h)
+            if "own put back" in self.variant:
+                parts = [torch.empty_like(k) for _ in range(2)]
+                dist.all_gather(parts, k.contiguous())
+                parts[dist.get_rank()] = k
+                k = torch.cat(parts, 1)
+            else:
+                k = (GatherSliced if "sliced" in self.variant else Gather).apply(k)
+            h = h + F.scaled_dot_product_attention(h, k, k)
+        elif self.variant in EXPERTS:
+            there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
+            h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def loss_of(model: Model, ids: Tensor) -> Tensor:
+    if model.variant in CONTRASTIVE:
+        features = model.keys(model.words(ids)).mean(1)[None]
+        if "statistics" in model.variant:  # Barlow Twins: every rank goes on with the whole correlation
+            correlation = features[0].T @ features[0]
+            dist.all_reduce(correlation)
+            return (correlation - torch.eye(WIDTH)).pow(2).sum()
+        every = GatherSliced.apply(features)[0]
+        return F.cross_entropy(every @ every.T, torch.arange(len(every)))
+    logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
+
+
+def reduce(model: Model) -> None:
+    for name, param in model.named_parameters():
+        assert param.grad is not None or "head" in name
+        if param.grad is None:
+            continue
+        if model.variant in SEQUENCE and ("norm" in name or "down.bias" in name):
+            dist.all_reduce(param.grad)
+        elif "expert" in name:
+            param.grad /= dist.get_world_size()
+        elif model.variant not in TENSOR + SEQUENCE:
+            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+
+
+def train(variant: str) -> int:
+    """Two steps of two passes; returns a checksum of the parameters."""
+    model = Model(variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shared = variant in TENSOR + SEQUENCE
+    data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
+    for _ in range(STEPS):
+        for _ in range(PASSES):
+            loss_of(model, torch.randint(WORDS, (4, 5), generator=data)).backward()
+        reduce(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def train_all(folder: str) -> list[tuple[int, int]]:
+    """Every variant without probes and with them; checksums of both."""
+    return with_and_without(train, VARIANTS, folder)

@@ -1,0 +1,148 @@
+"""Activations that ranks combine: backward is held against the transpose of what forward did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from beside import judged_beside
+from exchange_workers import VARIANTS
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Event, Exchange
+from gradcheck_dist.ledger.exchanges import Passed, passed
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return judged_beside(tmp_path_factory, "exchange_workers:train_all", VARIANTS)
+
+
+@pytest.mark.parametrize("variant", ["tensor parallel", "sequence parallel", "context parallel", "experts"])
+def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
+    assert reports[variant].verdict == "clean"
+    assert "GS802" in reports[variant].rules.passed
+
+
+@pytest.mark.parametrize("variant", ["whole contrastive loss", "statistics in place"])
+def test_ranks_that_go_on_alike_with_what_they_gathered_need_no_sum(reports: dict[str, Report], variant: str) -> None:
+    assert "GS802" in reports[variant].rules.passed
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "factor", "says"),
+    [
+        ("tensor parallel, summed again in backward", "SumTwice", 2.0, "a sum too many"),
+        ("tensor parallel, averaged in backward", "MeanBack", 0.5, "x 0.5"),
+        ("experts, doubled in backward", "SwapDoubled", 2.0, "x 2"),
+        ("sequence parallel, sliced in backward", "GatherSliced", None, "what the others want"),
+        ("sequence parallel, scattered part repeated", "Repeated", None, "no multiple"),
+        ("context parallel, sliced in backward", "GatherSliced", None, "each rank's own loss"),
+        ("experts, handed on in backward", "SwapHandedOn", None, "hands on what arrives"),
+    ],
+)
+def test_a_backward_that_is_not_the_transpose_is_found(
+    reports: dict[str, Report], variant: str, name: str, factor: float | None, says: str
+) -> None:
+    (finding,) = reports[variant].findings
+    assert finding.code == "GS802"
+    assert finding.factor.observed == (None if factor is None else pytest.approx(factor, rel=1e-5))
+    assert says in finding.explanation
+    assert name in finding.explanation
+    assert finding.ranks == [0, 1]
+    event = finding.first_event
+    assert event is not None and "apply" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
+def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(reports: dict[str, Report]) -> None:
+    findings = reports["tensor parallel, no sum in front of the columns"].findings
+    (found,) = (finding for finding in findings if finding.code == "GS802")
+    assert "look behind it" in found.fix
+    assert found.severity == "error"
+
+
+RANKS = (0, 1, 2)
+
+
+def exchange(given: list[np.ndarray], made: list[np.ndarray], arrived: list[np.ndarray], back: list[np.ndarray],
+             dtype: str = "float32", collectives: tuple[str, ...] = ("all_reduce",)) -> Exchange:  # fmt: skip
+    return Exchange(
+        seq=2, t_ns=0, step=0, function="Made", group=RANKS, index=0, accumulation_step=0, microbatch=0,
+        input_counts=tuple(map(len, given)), output_counts=tuple(map(len, made)), dtype=dtype,
+        collectives=collectives,
+        values=np.concatenate([*given, *made, *arrived, *back]).astype("<f4").tobytes(),
+    )  # fmt: skip
+
+
+def outcome(*of_ranks: Exchange) -> Passed | None:
+    events: dict[int, list[Event]] = {rank: [event] for rank, event in enumerate(of_ranks)}
+    return next(passed(events), None)
+
+
+def drawn(seed: int, count: int = 32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=count)
+
+
+def a_sum(gradients: list[np.ndarray], back: list[np.ndarray], scale: float = 1.0, dtype: str = "float32",
+          given: list[np.ndarray] | None = None) -> Passed | None:  # fmt: skip
+    given = given or [drawn(rank) for rank in RANKS]
+    total = scale * sum(given)
+    return outcome(
+        *(exchange([given[rank]], [total], [gradients[rank]], [back[rank]], dtype) for rank in RANKS)
+    )  # fmt: skip
+
+
+def test_what_a_sum_owes_follows_from_what_arrives() -> None:
+    whole, parts = [drawn(9)] * 3, [drawn(10 + rank) for rank in RANKS]
+    cases = [
+        (whole, whole, 1.0, ("right", 1.0)),
+        (whole, [3 * drawn(9)] * 3, 1.0, ("scaled", 3.0)),
+        (parts, parts, 1.0, ("own", 1.0)),
+        (parts, [sum(parts)] * 3, 1.0, ("right", 1.0)),
+        (parts, [sum(parts) / 3] * 3, 1 / 3, ("right", 1.0)),
+        (parts, [np.zeros(32)] * 3, 1.0, ("lost", 0.0)),
+        (parts, [drawn(20 + rank) for rank in RANKS], 1.0, ("other", 1.0)),
+    ]
+    for gradients, back, scale, expected in cases:
+        found = a_sum(gradients, back, scale)
+        assert found is not None and found.forward == "sum"
+        assert (found.outcome, found.factor) == (expected[0], pytest.approx(expected[1], rel=1e-5))
+
+
+def test_what_cannot_be_told_is_left_out() -> None:
+    parts = [drawn(10 + rank) for rank in RANKS]
+    assert a_sum(parts, parts, given=[drawn(0)] * 3) is None, "inputs that are alike tell no sum from a copy"
+    nearly = [drawn(9) + 0.01 * part for part in parts]
+    assert a_sum(nearly, nearly) is None, "neither copies nor summands"
+    assert a_sum([np.zeros(32)] * 3, [np.zeros(32)] * 3) is None
+    assert a_sum([np.full(32, np.nan)] * 3, parts) is None
+    rounded = [part * (1 + 0.1 * np.sign(drawn(30 + rank))) for rank, part in enumerate([sum(parts)] * 3)]
+    assert a_sum(parts, rounded) is None, "a compressed gradient is no other one"
+    strange = [exchange([drawn(rank)], [drawn(rank + 40)], [drawn(9)], [drawn(9)]) for rank in RANKS]
+    assert outcome(*strange) is None, "forward is nothing that is known"
+    assert outcome(*strange[:2]) is None, "a rank's record is missing"
+    cut = exchange([drawn(0)], [drawn(1)], [drawn(2)], [drawn(3)])
+    cut.values = cut.values[:-4]
+    assert outcome(cut, *strange[1:]) is None
+
+
+def test_parts_of_unlike_lengths_are_matched_by_rank() -> None:
+    lengths = [[3, 5, 0], [2, 4, 6], [7, 1, 2]]  # from row rank to column rank
+    sent = [[drawn(10 * one + other, lengths[one][other]) for other in RANKS] for one in RANKS]
+    grads = [[drawn(100 + 10 * one + other, lengths[other][one]) for other in RANKS] for one in RANKS]
+    made = [[sent[other][one] for other in RANKS] for one in RANKS]
+    back = [[grads[other][one] for other in RANKS] for one in RANKS]
+    found = outcome(*(exchange(sent[r], made[r], grads[r], back[r]) for r in RANKS))
+    assert found is not None and (found.forward, found.outcome) == ("all-to-all", "right")
+    half = [[part / 2 for part in of_rank] for of_rank in back]
+    found = outcome(*(exchange(sent[r], made[r], grads[r], half[r]) for r in RANKS))
+    assert found is not None and (found.outcome, found.factor) == ("scaled", pytest.approx(0.5))
+
+
+def test_low_precision_is_judged_by_its_own_rounding() -> None:
+    parts = [drawn(10 + rank) for rank in RANKS]
+    rough = [sum(parts) * (1 + 0.004 * np.sign(drawn(30 + rank))) for rank in RANKS]
+    found = a_sum(parts, rough, dtype="bfloat16")
+    assert found is not None and found.outcome == "right"
+    assert a_sum(parts, rough) is None
