@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
+import numpy as np
+
+from gradcheck_dist.diagnosis.verified import alike_and_apart
 from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.strangers import OTHER_LOSS
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 UNDOES = 1e-3
 """Two factors whose product is nearer to 1 than this may be meant to undo one another."""
@@ -27,7 +31,7 @@ class Faulty:
     @property
     def name(self) -> str:
         first = self.passed.first
-        return first.function or f"the {first.collectives[0]} in place"
+        return first.function or f"{first.collectives[0]} without a function"
 
     @property
     def where(self) -> str:
@@ -67,7 +71,10 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             continue
         shared = len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)
-        if one.outcome == "lost":
+        if one.outcome == "kept":
+            if not shared and _losses_differ(contributions, one):
+                result.found.append(fault)
+        elif one.outcome == "lost":
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
         elif one.outcome == "scaled":
             if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one):
@@ -90,6 +97,69 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
 
 
 _VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"
+
+
+def _losses_differ(contributions: Contributions, one: Passed) -> bool:
+    """Whether the ranks of an exchange have losses of their own and not one that each computes whole."""
+    slot = (one.first.accumulation_step, one.first.microbatch)
+    keys = {(contributions.coordinate.get(rank, rank), *slot) for rank in one.ranks}
+    found = [contributions.by_key[key].value for key in keys if key in contributions.by_key]
+    values = [value for value in found if value is not None]
+    return len(values) > 1 and max(values) - min(values) > OTHER_LOSS * max(map(abs, values))
+
+
+@dataclass(frozen=True)
+class EqualSummands:
+    """Parameters that each rank adds to its summand of `sum` alike, so that their gradient is the sum of equal parts,
+    and that nothing adds up."""
+
+    sum: Passed
+    params: frozenset[ParamKey]
+
+
+def equal_summands(data: StepData) -> list[EqualSummands]:
+    """Copies of a parameter behind which ranks sum what they made of it: a bias that each tensor-parallel rank adds
+    before the all-reduce. Where the ranks' gradients of it differ, the weights tell."""
+    named: dict[tuple[int, str], list[tuple[ParamKey, Track]]] = defaultdict(list)
+    for key, of_key in data.tracks.items():
+        for rank, track in of_key.items():
+            # Biases that began as zeros have names of their own where their module's weights are shards.
+            named[rank, key[1].split(" ")[0]].append((key, track))
+    found: dict[object, tuple[Passed, set[ParamKey]]] = {}
+    for one in passed(data.events):
+        if one.forward not in (SUM, SCATTER):
+            continue
+        names = [_names(data, named, rank, event.params) for rank, event in one.events.items()]
+        site = one.first.site
+        for name in set.intersection(*names):
+            tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
+            if _are_copies(data, tracks, one.ranks):
+                keys = {key for rank in one.ranks for key, _ in named[rank, name]}
+                found.setdefault((site.file, site.line) if site else None, (one, set()))[1].update(keys)
+    return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
+
+
+def _names(
+    data: StepData, named: Mapping[tuple[int, str], list[tuple[ParamKey, Track]]], rank: int, params: int | None
+) -> set[str]:
+    """The names of a set of parameters on a rank, as far as they are one parameter's alone."""
+    ids = set(data.params_of(rank, params)) if params is not None else set()
+    return {
+        name
+        for (holder, name), tracks in named.items()
+        if holder == rank and len(tracks) == 1 and tracks[0][1].param.id in ids
+    }
+
+
+def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
+    """Whether ranks hold copies of a parameter, in front of the step and behind it, with one gradient."""
+    if not alike_and_apart(data, tracks, ranks):
+        return False
+    left = [tracks[rank].left for rank in ranks]
+    gradients = [leaf.data for _, leaf in tracks[ranks[0]].leaves.values()]
+    return any(np.nan_to_num(one).any() for one in gradients) and all(
+        one is not None and left[0] is not None and np.allclose(one, left[0], rtol=1e-5, atol=0) for one in left
+    )
 
 
 def _is_degree(one: Passed) -> bool:

@@ -155,7 +155,7 @@ def not_summed(data: StepData) -> list[str]:
             # Biases that began as zeros have names of their own where their module's weights are shards.
             alike = [tracks for key, tracks in data.tracks.items() if key[1].split(" ")[0] == name]
             of_rank = {rank: track for tracks in alike for rank, track in tracks.items()}
-            if all(rank in of_rank for rank in check.group) and _alike_and_apart(data, of_rank, check.group):
+            if all(rank in of_rank for rank in check.group) and alike_and_apart(data, of_rank, check.group):
                 found[check.group].add(name)
     return [
         f"verify: the gradient of {_some(sorted(names))} {SUMMAND} "
@@ -165,7 +165,7 @@ def not_summed(data: StepData) -> list[str]:
     ]
 
 
-def _alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
+def alike_and_apart(data: StepData, of_rank: Mapping[int, Track], group: tuple[int, ...]) -> bool:
     """Whether the ranks hold equal values and gradients of a parameter, and no reduction joins them."""
     first, *others = (of_rank[rank] for rank in group)
     for rank in group:

@@ -37,8 +37,9 @@ class Passed:
     """An exchange on all ranks of its group, and what its backward did.
 
     `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
-    gradients are summands), "scaled" (by `factor`), "lost" (nothing came), "other". `whole`: what arrived was alike on
-    all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
+    gradients are summands), "kept" (a gather without a gradient but for the own part), "scaled" (by `factor`), "lost"
+    (nothing came), "other". `whole`: what arrived was alike on all ranks. `handed_on`: what was given is what arrived,
+    though forward moved it to other ranks.
     """
 
     events: Mapping[int, Exchange]
@@ -74,6 +75,8 @@ def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
 
 
 def _judge(events: dict[int, Exchange]) -> Passed | None:
+    if all(event.put_back for event in events.values()):
+        return Passed(events, GATHER, "kept")
     read = {rank: _read(event) for rank, event in events.items()}
     if any(one is None for one in read.values()):
         return None

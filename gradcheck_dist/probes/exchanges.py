@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import Exchange, Site
+from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.copies import ranks_of
 from gradcheck_dist.probes.exchange_layout import WHOLE, Box, boxes, take
+from gradcheck_dist.probes.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
@@ -34,6 +36,8 @@ COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
 )
+DIRECT = ("all_reduce", "all_gather")
+"""Watched where they are called on a tensor of the graph, too."""
 MAX_ALIKE = 16
 """Applications of one function that are recorded in a step."""
 MAX_RECORDED = 64
@@ -42,11 +46,14 @@ _OWN_SEMANTICS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.d
 
 
 class Call(NamedTuple):
-    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts."""
+    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
+    all-reduce or an all-gather was given, `parts` the list that this fills."""
 
     name: str
     ranks: tuple[int, ...]
     splits: tuple[list[int], list[int]] | None
+    tensor: Tensor | None = None
+    parts: list[Any] | None = None
 
 
 class Exchanges:
@@ -56,6 +63,7 @@ class Exchanges:
         self.recorder = recorder
         self._open: list[list[Call]] = []
         self._backward: dict[type, tuple[int, ...] | None] = {}
+        self.gathered: tuple[Call, _Watched, Tensor] | None = None
         self._step = -1
         self._alike: Counter[tuple[Any, ...]] = Counter()
         self._indices: Counter[tuple[int, ...]] = Counter()
@@ -79,7 +87,7 @@ class Exchanges:
     def called(self, call: Callable[[], Call]) -> None:
         """A collective is called."""
         if self._open:
-            self._open[-1].append(call())
+            self._open[-1].append(call()._replace(tensor=None, parts=None))
         elif self.recorder.current is not None:
             node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
             cls = getattr(type(node), "_forward_cls", None)
@@ -92,10 +100,10 @@ class Exchanges:
         if (calls or cls in self._backward) and self.listens:
             watch(self.recorder, self, cls, args, results, calls)
 
-    def in_place(self, tensor: Any) -> bool:
-        """Whether a collective that is called now changes a tensor of a graph behind autograd's back."""
-        inside = self._open or self.recorder.current is not None
-        return isinstance(tensor, Tensor) and not inside and torch.is_grad_enabled() and tensor.grad_fn is not None
+    @property
+    def inside(self) -> bool:
+        """Whether a function is being applied."""
+        return bool(self._open)
 
     def number(self, ranks: tuple[int, ...], *alike: Any) -> int | None:
         """The next number in a group; None where as many were recorded as shall be."""
@@ -125,17 +133,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
             @functools.wraps(original)
             def collective(*args: Any, **kwargs: Any) -> Any:
-                if not exchanges.listens:
+                if torch.compiler.is_compiling() or not exchanges.listens:
                     return original(*args, **kwargs)
                 call = functools.partial(_call, name, signature, args, kwargs)
                 note(recorder, exchanges, call)
-                tensor = args[0] if args else kwargs.get("tensor")
-                if tensor is None or name != "all_reduce" or not exchanges.in_place(tensor):
-                    return original(*args, **kwargs)
-                before = copied(recorder, tensor)
+                before = begins(recorder, exchanges, call) if name in DIRECT else None
                 result = original(*args, **kwargs)
-                if result is None and before is not None:  # else it is under way
-                    changed(recorder, exchanges, tensor, before, call)
+                if before is not None and result is None:  # else it is under way
+                    is_over(recorder, exchanges, before, call())
                 return result
 
             return collective
@@ -148,40 +153,74 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 patches.replace(module, name, watched(name))
     patches.on_restore(lambda: setattr(recorder, "exchanges", None))
 
+    def begin(recorder: Recorder, *_: Any) -> None:
+        look_back(recorder, exchanges)
+
+    autograd.OPEN_LISTENERS.append(begin)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+
 
 def _call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     given = signature.bind(*args, **kwargs).arguments
     splits = None
     if name.startswith("all_to_all"):
         splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
-    return Call(name, tuple(ranks_of(given.get("group"))), splits)
+    tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
+    return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
 
 
 @guarded("exchanges")
-def note(_: Recorder, exchanges: Exchanges, call: Callable[[], Call]) -> None:
+def note(recorder: Recorder, exchanges: Exchanges, call: Callable[[], Call]) -> None:
     exchanges.called(call)
+    look_back(recorder, exchanges)
 
 
 @guarded("exchanges")
-def copied(_: Recorder, tensor: Tensor) -> Tensor | None:
-    return take([tensor], [WHOLE])[0] if _plain(tensor) else None
+def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -> Tensor | None:
+    """Some elements of a tensor of the graph that a collective is about to take; None for any other."""
+    tensor = make().tensor
+    inside = exchanges.inside or recorder.current is not None or not torch.is_grad_enabled()
+    if inside or not isinstance(tensor, Tensor) or tensor.grad_fn is None or not _plain(tensor):
+        return None
+    return take([tensor], [WHOLE])[0]
 
 
 @guarded("exchanges")
-def changed(recorder: Recorder, exchanges: Exchanges, tensor: Tensor, before: Tensor, make: Callable[[], Call]) -> None:
-    """A collective changed a tensor of the graph in place: watch what arrives at it, which goes on as it is."""
-    call = make()
-    index = exchanges.number(call.ranks, call.name)
-    if index is None or len(call.ranks) < 2 or len(call.ranks) > MAX_RANKS:
+def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, call: Call) -> None:
+    """A collective took a tensor of the graph. One that changed it in place hands on what arrives; a gather hands back
+    nothing, and a rank that wants its own part's gradient puts that in the place of the copy, which is seen later."""
+    if not 1 < len(call.ranks) <= MAX_RANKS or call.tensor is None:
         return
-    after, counts = take([tensor], [WHOLE])
-    told = _Watched("", call.ranks, index, counts, counts, (call.name,), None, caller_site())
+    index = exchanges.number(call.ranks, call.name)
+    if index is None:
+        return
+    counts = (len(before),)
+    made = () if call.parts is not None else counts
+    told = _Watched("", call.ranks, index, counts, made, (call.name,), None, caller_site())
+    if call.parts is not None:
+        exchanges.gathered = (call, told, before)
+    else:
+        after = take([call.tensor], [WHOLE])[0]
+        _watch_tensor(recorder, call.tensor, told, before, after)
 
+
+@guarded("exchanges")
+def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
+    """Whether the last all-gather's own part was put back."""
+    if exchanges.gathered is None:
+        return
+    (call, told, before), exchanges.gathered = exchanges.gathered, None
+    own = (call.parts or [])[call.ranks.index(dist.get_rank())]
+    if isinstance(own, Tensor) and own.requires_grad:
+        _watch_tensor(recorder, own, told._replace(put_back=True), before, before[:0])
+
+
+def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Tensor, after: Tensor) -> None:
     def arrived(grad: Tensor | None) -> None:
         handle.remove()
-        if grad is not None:
+        if grad is not None and _plain(grad):
             values = take([grad], [WHOLE])[0]
-            tell(recorder, told, before, after, values, values, str(grad.dtype), lost=False)
+            tell(recorder, told, before, after, values[: len(after)], values, str(grad.dtype), lost=False)
 
     handle = tensor.register_hook(arrived)
 
@@ -195,6 +234,8 @@ class _Watched(NamedTuple):
     collectives: tuple[str, ...]
     defined_at: Site | None
     site: Site | None
+    params: int | None = None
+    put_back: bool = False
 
 
 @guarded("exchanges")
@@ -225,7 +266,9 @@ def watch(
     after, output_counts = take(made, parts[1])
     names = tuple(dict.fromkeys(call.name for call in calls))
     defined_at = _line_of(getattr(cls, "backward", None))
-    told = _Watched(cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site())
+    infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
+    params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
+    told = _Watched(cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site(), params)
     node: Any = made[0].grad_fn
     places, numbers = [place for place, _ in given], [one.output_nr for one in made]
     like = [tuple(one.shape) for one in inputs], [tuple(one.shape) for one in made]

@@ -62,6 +62,22 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     assert found.severity == "error"
 
 
+def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict[str, Report]) -> None:
+    (finding,) = reports["context parallel, own put back"].findings
+    assert (finding.code, finding.severity) == ("GS802", "warning")
+    assert "from that loss alone" in finding.explanation
+
+
+@pytest.mark.parametrize("variant", ["tensor parallel, bias divided", "tensor parallel, bias on every rank"])
+def test_a_bias_that_every_rank_adds_to_its_summand_is_found(reports: dict[str, Report], variant: str) -> None:
+    (finding,) = reports[variant].findings
+    assert (finding.code, finding.factor.exact) == ("GS703", "1/2")
+    assert "blocks.0.down.bias and 1 more" in finding.explanation
+    assert finding.num_parameters == 4, "each rank's copy has a name of its own: all began as zeros"
+    event = finding.first_event
+    assert event is not None and "leave.apply" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
 RANKS = (0, 1, 2)
 
 

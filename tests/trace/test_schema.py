@@ -19,7 +19,7 @@ FROZEN = {
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
     "exchange": (
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
-        "defined_at seq t_ns step site"
+        "defined_at params put_back seq t_ns step site"
     ),
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "

@@ -5,6 +5,8 @@ Finds parameters whose gradient on each rank holds that rank's summand alone, al
 share these tokens (tensor, sequence or expert parallel) make the gradient: norm weights under sequence parallelism, a
 router behind a `to_local()`, anything replicated that sees only a part of the activations. A matrix that is embedding
 on the first pipeline stage and output head on the last is one parameter too, and both stages' parts are its gradient.
+Also a bias that each tensor-parallel rank adds to its summand of a row-parallel layer's output, before the sum: its
+parts are equal, and no rank's copy looks wrong.
 
 ## Why it matters
 Each rank steps with another part, about 1/sqrt(tp) of the norm: the copies of the parameter drift apart, and every
@@ -31,8 +33,13 @@ With DTensors: `parallelize_module(model, tp_mesh, {"norm": SequenceParallel()})
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.exchanges import equal_summands
+from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS703"
@@ -42,6 +49,30 @@ GONE = 1e-3
 
 def triggered(context: StepContext) -> bool:
     return any(len(one.ranks) > 1 for one in context.contributions.by_key.values())
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    """Summands that are equal on all ranks look like copies of the whole gradient."""
+    for found in equal_summands(facts.data):
+        names = sorted({name.split(" ")[0] for _, name in found.params})
+        ranks = found.sum.ranks
+        yield Remark(
+            answer=Answer(
+                explanation=f"Ranks {', '.join(map(str, ranks))} hold copies of {names[0]}"
+                + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                + ", and each adds it to its own summand of what is then summed over them: in all it counts "
+                f"{len(ranks)} times, and its gradient is the sum of {len(ranks)} equal parts, of which each rank has "
+                "one. Divided beforehand the output is right, and the gradient divided as well.",
+                fix="Add it once, behind the sum: a row-parallel layer's bias after the all-reduce or reduce-scatter. "
+                "Else all-reduce (sum) its gradient over these ranks.",
+            ),
+            pattern=f"{len(ranks)} equal parts of one gradient that nobody sums",
+            params=found.params,
+            ranks=ranks,
+            rank=ranks[0],
+            event=found.sum.first,
+            factor=Factor(observed=1 / len(ranks), exact=f"1/{len(ranks)}"),
+        )
 
 
 def judge(case: Case) -> Answer | None:

@@ -84,11 +84,15 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             answer=Answer(
                 explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
                 f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step.",
-                fix=f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                fix=(
+                    _KEPT
+                    if first.passed.outcome == "kept"
+                    else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                )
                 + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
                 + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
-                severity="warning" if first.passed.outcome == "own" and not first.shared else "error",
+                severity="warning" if first.passed.outcome in ("own", "kept") and not first.shared else "error",
             ),
             pattern=_pattern(first),
             params=frozenset(),
@@ -105,6 +109,10 @@ _BEHIND = (
 )
 
 
+_KEPT = (
+    "Gather with a gradient: a torch.autograd.Function whose backward reduce-scatters. (Where every rank computes the "
+    "whole loss, putting the own part back is enough; where what others send is a constant on purpose, this is meant.)"
+)
 _TORCH = (
     " It is torch's own, which on gloo exchanges gradients that are not contiguous (of a transposed or sliced tensor) "
     "as if they were: use a function of your own that calls .contiguous() in backward."
@@ -129,13 +137,18 @@ def _pattern(fault: Faulty) -> str:
     passed = fault.passed
     if passed.outcome == "scaled":
         return f"the gradients that come back through {fault.name} are x {passed.factor:.6g}"
-    if passed.outcome == "own":
+    if passed.outcome in ("own", "kept"):
         return f"{fault.name} hands each rank what its own output asks for; the others' share is lost"
     return f"what comes back through {fault.name} is another gradient than that of its forward"
 
 
 def _what(fault: Faulty) -> str:
     passed = fault.passed
+    if passed.outcome == "kept":
+        return (
+            "It has no gradient. Each rank put its own part back and goes on to a loss of its own, so its input learns "
+            "from that loss alone: what the others' losses want of it is lost."
+        )
     if passed.outcome == "own":
         whose = "of one loss" if fault.shared else "of each rank's own loss"
         return (

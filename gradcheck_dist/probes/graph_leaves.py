@@ -1,0 +1,29 @@
+"""Which leaves an autograd graph leads to, up to functions of somebody's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+MAX_NODES = 256
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def leaves_in_front(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a tensor was computed from by torch's own functions alone; what lies in front of a
+    torch.autograd.Function is left out, for nobody knows what it does to a gradient."""
+    found: list[Tensor] = []
+    stack: list[Any] = [tensor.grad_fn]
+    seen = set(stack)
+    while stack and len(seen) < MAX_NODES:
+        node = stack.pop()
+        if node is None or hasattr(type(node), "_forward_cls"):
+            continue
+        if node.name() == _LEAF:
+            found.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return found
