@@ -12,8 +12,8 @@ import numpy as np
 from gradcheck_dist.diagnosis.verified import alike_and_apart
 from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
-from gradcheck_dist.ledger.exchanges import GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
-from gradcheck_dist.ledger.strangers import OTHER_LOSS
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
+from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 UNDOES = 1e-3
@@ -66,19 +66,29 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     """
     result = Faults()
     scaled: list[Faulty] = []
-    for one in passed(data.events):
+    found = list(passed(data.events))
+    unlike = {one.ranks for one in found if one.forward in (SUM, SCATTER)}  # whose inputs are known to differ
+    for one in found:
         if one.outcome == "right" or _behind_the_loss(data, one):
             continue
-        shared = len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
+        if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
+            continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
+        apart = _losses_differ(data, one)
+        shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)
         if one.outcome == "kept":
-            if not shared and _losses_differ(contributions, one):
+            if apart:
                 result.found.append(fault)
         elif one.outcome == "lost":
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
         elif one.outcome == "scaled":
             if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one):
                 scaled.append(fault)
+        elif one.outcome == "own" and not shared and not one.first.function:
+            result.reasons.append(
+                f"{fault.name} at {fault.where} changes a tensor of the graph in place and has no gradient, so that "
+                f"each rank's input learns from its own loss alone (meant for statistics, wrong for a sum): {_VERIFY}"
+            )
         else:
             result.found.append(fault)
     factors = {fault.place: fault.passed.factor for fault in scaled}
@@ -99,13 +109,11 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
 _VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"
 
 
-def _losses_differ(contributions: Contributions, one: Passed) -> bool:
+def _losses_differ(data: StepData, one: Passed) -> bool:
     """Whether the ranks of an exchange have losses of their own and not one that each computes whole."""
     slot = (one.first.accumulation_step, one.first.microbatch)
-    keys = {(contributions.coordinate.get(rank, rank), *slot) for rank in one.ranks}
-    found = [contributions.by_key[key].value for key in keys if key in contributions.by_key]
-    values = [value for value in found if value is not None]
-    return len(values) > 1 and max(values) - min(values) > OTHER_LOSS * max(map(abs, values))
+    found = [loss_values(data, rank).get(slot, ()) for rank in one.ranks]
+    return any(max(values) - min(values) > OTHER_LOSS * max(map(abs, values)) for values in zip(*found, strict=False))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def _copies(of_rank: dict[int, Track], one: int, other: int) -> bool:
 
 
 def _losses_differ(data: StepData, one: int, other: int) -> bool:
-    mine, theirs = _loss_values(data, one), _loss_values(data, other)
+    mine, theirs = loss_values(data, one), loss_values(data, other)
     return any(
         abs(first - second) > OTHER_LOSS * max(abs(first), abs(second))
         for slot in mine.keys() & theirs.keys()
@@ -75,7 +75,8 @@ def _losses_differ(data: StepData, one: int, other: int) -> bool:
     )
 
 
-def _loss_values(data: StepData, rank: int) -> dict[Slot, list[float]]:
+def loss_values(data: StepData, rank: int) -> dict[Slot, list[float]]:
+    """The values of a rank's own losses, by (accumulation step, microbatch)."""
     return {
         slot: [loss.value for _, loss in pairs if loss is not None and loss.value is not None]
         for slot, pairs in losses_of_rank(data.events[rank]).items()

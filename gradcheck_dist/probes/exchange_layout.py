@@ -8,6 +8,7 @@ to its input, and its backward to the gradient, is measured and not taken from i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,19 +86,20 @@ def take(tensors: Sequence[Tensor], parts: Sequence[Box]) -> tuple[Tensor, tuple
     found, counts = [], []
     for index, box in enumerate(parts):
         tensor = tensors[index] if len(tensors) > 1 else tensors[0]
-        where = _positions(tuple(tensor.shape), box, num)
-        found.append(tensor.detach().take(torch.from_numpy(where).to(tensor.device)).float())
+        where = _positions(tuple(tensor.shape), box, num, tensor.device)
+        found.append(tensor.detach().take(where).float())
         counts.append(len(where))
     return torch.cat(found), tuple(counts)
 
 
-def _positions(shape: tuple[int, ...], box: Box, num: int) -> np.ndarray:
+@functools.lru_cache(maxsize=4096)
+def _positions(shape: tuple[int, ...], box: Box, num: int, device: torch.device) -> Tensor:
     dim, begin, length = box
     part = shape if dim < 0 else (*shape[:dim], length, *shape[dim + 1 :])
     count = int(np.prod(part))
     inside = sample_positions("exchange", count, num)
-    if dim < 0 or not count:
-        return inside
-    coordinates = list(np.unravel_index(inside, part))
-    coordinates[dim] = coordinates[dim] + begin
-    return np.ravel_multi_index(tuple(coordinates), shape).astype(np.int64)
+    if dim >= 0 and count:
+        coordinates = list(np.unravel_index(inside, part))
+        coordinates[dim] = coordinates[dim] + begin
+        inside = np.ravel_multi_index(tuple(coordinates), shape).astype(np.int64)
+    return torch.from_numpy(inside).to(device)

@@ -196,7 +196,7 @@ def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, call: Call
         return
     counts = (len(before),)
     made = () if call.parts is not None else counts
-    told = _Watched("", call.ranks, index, counts, made, (call.name,), None, caller_site())
+    told = _Watched("", call.ranks, index, counts, made, (call.name,), None, caller_site(), _coarsest([call.tensor]))
     if call.parts is not None:
         exchanges.gathered = (call, told, before)
     else:
@@ -220,7 +220,7 @@ def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Te
         handle.remove()
         if grad is not None and _plain(grad):
             values = take([grad], [WHOLE])[0]
-            tell(recorder, told, before, after, values[: len(after)], values, str(grad.dtype), lost=False)
+            tell(recorder, told, before, after, values[: len(after)], values, lost=False)
 
     handle = tensor.register_hook(arrived)
 
@@ -234,6 +234,7 @@ class _Watched(NamedTuple):
     collectives: tuple[str, ...]
     defined_at: Site | None
     site: Site | None
+    dtype: str
     params: int | None = None
     put_back: bool = False
 
@@ -268,7 +269,10 @@ def watch(
     defined_at = _line_of(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
-    told = _Watched(cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site(), params)
+    dtype = _coarsest([*inputs, *made])
+    told = _Watched(
+        cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site(), dtype, params
+    )
     node: Any = made[0].grad_fn
     places, numbers = [place for place, _ in given], [one.output_nr for one in made]
     like = [tuple(one.shape) for one in inputs], [tuple(one.shape) for one in made]
@@ -302,7 +306,7 @@ def came(
     )
     lost = all(grad is None for grad in grad_inputs)
     values = [take(grads, boxes_of)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
-    tell(recorder, told, before, after, values[0], values[1], str(one.dtype), lost=lost)
+    tell(recorder, told, before, after, values[0], values[1], lost=lost)
 
 
 def tell(
@@ -312,7 +316,6 @@ def tell(
     after: Tensor,
     arrived: Tensor,
     given: Tensor,
-    dtype: str,
     *,
     lost: bool,
 ) -> None:
@@ -325,7 +328,6 @@ def tell(
         step=recorder.step,
         accumulation_step=recorder.accumulation_step,
         microbatch=current.microbatch,
-        dtype=dtype.removeprefix("torch."),
         lost=lost,
         index=told.number,
         **{name: value for name, value in told._asdict().items() if name != "number"},
@@ -335,6 +337,11 @@ def tell(
 
 def _plain(tensor: Tensor) -> bool:
     return not hasattr(tensor, "_local_tensor") and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _coarsest(tensors: Sequence[Tensor]) -> str:
+    """The type that rounds most, which gradients are of, too."""
+    return str(max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
 
 
 def _line_of(function: Any) -> Site | None:

@@ -18,11 +18,12 @@ TENSOR = (
     "tensor parallel, averaged in backward",
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
+    "tensor parallel, one seed",
 )
 SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated")
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back")
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward")
-CONTRASTIVE = ("whole contrastive loss", "statistics in place")
+CONTRASTIVE = ("whole contrastive loss", "statistics in place", "own losses on statistics in place")
 VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE)
 
 
@@ -88,7 +89,7 @@ class Block(nn.Module):
         super().__init__()
         self.variant = variant
         self.norm = nn.LayerNorm(WIDTH)
-        torch.manual_seed(100 * index + dist.get_rank())
+        torch.manual_seed(100 * index + (0 if "one seed" in variant else dist.get_rank()))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), Row()
         torch.manual_seed(index)
 
@@ -155,7 +156,8 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
         if "statistics" in model.variant:  # Barlow Twins: every rank goes on with the whole correlation
             correlation = features[0].T @ features[0]
             dist.all_reduce(correlation)
-            return (correlation - torch.eye(WIDTH)).pow(2).sum()
+            own = torch.eye(WIDTH) * (1 + dist.get_rank()) if "own" in model.variant else torch.eye(WIDTH)
+            return F.cross_entropy(correlation + own, torch.arange(WIDTH))
         every = GatherSliced.apply(features)[0]
         return F.cross_entropy(every @ every.T, torch.arange(len(every)))
     logits = model(ids[:, :-1])

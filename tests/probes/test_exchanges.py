@@ -19,7 +19,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return judged_beside(tmp_path_factory, "exchange_workers:train_all", VARIANTS)
 
 
-@pytest.mark.parametrize("variant", ["tensor parallel", "sequence parallel", "context parallel", "experts"])
+@pytest.mark.parametrize(
+    "variant", ["tensor parallel", "tensor parallel, one seed", "sequence parallel", "context parallel", "experts"]
+)
 def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
     assert reports[variant].verdict == "clean"
     assert "GS802" in reports[variant].rules.passed
@@ -60,6 +62,12 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     (found,) = (finding for finding in findings if finding.code == "GS802")
     assert "look behind it" in found.fix
     assert found.severity == "error"
+
+
+def test_statistics_that_are_summed_in_place_leave_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["own losses on statistics in place"]
+    assert report.verdict == "undetermined"
+    assert any("learns from its own loss alone" in reason for reason in report.reasons)
 
 
 def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict[str, Report]) -> None:
