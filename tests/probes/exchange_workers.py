@@ -157,9 +157,9 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
             correlation = features[0].T @ features[0]
             dist.all_reduce(correlation)
             own = torch.eye(WIDTH) * (1 + dist.get_rank()) if "own" in model.variant else torch.eye(WIDTH)
-            return F.cross_entropy(correlation + own, torch.arange(WIDTH))
+            return F.cross_entropy(correlation + own, torch.arange(WIDTH)) / PASSES
         every = GatherSliced.apply(features)[0]
-        return F.cross_entropy(every @ every.T, torch.arange(len(every)))
+        return F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
     logits = model(ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
 
