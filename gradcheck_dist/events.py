@@ -135,8 +135,9 @@ class Exchange(Event, tag="exchange"):
     that it is equal on its ranks. `input_counts` and `output_counts` are the numbers of values of each part, one part
     for each rank of the group or one in all. `values` are float32 bytes: elements of the input, of the output, of the
     gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
-    `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather, which
-    has no gradient, behind which the rank put its own input back; there is no output then.
+    `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
+    which has no gradient, behind which the rank put its own input back; there is no output then. A `group` of this rank
+    alone: a function that hands its input on, and may scale the gradient that others' backward scaled.
     """
 
     function: str

@@ -66,10 +66,14 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     """
     result = Faults()
     scaled: list[Faulty] = []
+    scalers: list[float] = []  # of functions that hand their input on and communicate with nobody
     found = list(passed(data.events))
     unlike = {one.ranks for one in found if one.forward in (SUM, SCATTER)}  # whose inputs are known to differ
     for one in found:
         if one.outcome == "right" or _behind_the_loss(data, one):
+            continue
+        if len(one.ranks) == 1:
+            scalers.append(one.factor)
             continue
         if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
             continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
@@ -92,7 +96,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         else:
             result.found.append(fault)
     factors = {fault.place: fault.passed.factor for fault in scaled}
-    undone = any(abs(mine * theirs - 1) < UNDOES for mine, theirs in combinations(factors.values(), 2))
+    pairs = combinations([*factors.values(), *set(scalers)], 2)
+    undone = any(abs(mine * theirs - 1) < UNDOES for mine, theirs in pairs)
     for fault in scaled:
         known = fault.shared or fault.passed.forward == SWAP
         if weights_right and known and not undone and not _inside_a_loss(data, fault.passed):

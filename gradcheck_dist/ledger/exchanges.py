@@ -197,7 +197,7 @@ def _distance(parts: Parts) -> float:
     if any(one.shape != first.shape for one in others):
         return np.inf
     size = max(float(np.linalg.norm(one)) for one in [first, *others])
-    return max(float(np.linalg.norm(one - first)) for one in others) / size if size else 0.0
+    return max((float(np.linalg.norm(one - first)) for one in others), default=0.0) / size if size else 0.0
 
 
 def _alike(parts: Parts, near: float) -> bool:

@@ -97,7 +97,7 @@ class Exchanges:
 
     def applied(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> None:
         """A function was applied."""
-        if (calls or cls in self._backward) and self.listens:
+        if (calls or cls in self._backward or _hands_on(args, results)) and self.listens:
             watch(self.recorder, self, cls, args, results, calls)
 
     @property
@@ -119,7 +119,9 @@ class Exchanges:
         return self._indices[ranks] - 1
 
     def group_of(self, cls: type, calls: list[Call]) -> tuple[int, ...] | None:
-        groups = {call.ranks for call in calls} or {self._backward.get(cls) or ()}
+        if not calls and cls not in self._backward:
+            return (dist.get_rank(),)
+        groups = {call.ranks for call in calls} or {self._backward[cls] or ()}
         ranks = groups.pop()
         return ranks if not groups and 1 < len(ranks) <= MAX_RANKS else None
 
@@ -333,6 +335,14 @@ def tell(
         **{name: value for name, value in told._asdict().items() if name != "number"},
     )
     recorder.emit_values(event, torch.cat([before, after, arrived, given]))
+
+
+def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
+    """Whether a function gives its only differentiable input on as it is."""
+    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not _plain(results):
+        return False
+    return _plain(given[0]) and results.data_ptr() == given[0].data_ptr()
 
 
 def _plain(tensor: Tensor) -> bool:
