@@ -372,6 +372,13 @@ UNSEEN_UPDATE = (
     "parameters are changed by no optimizer of torch.optim, and .grad was emptied before anybody saw what was read. "
     "Leave gradients there until the next forward pass, or empty them with zero_grad() or .grad = None"
 )
+UPDATED_INSIDE = (
+    "parameters are changed inside of the backward pass, by no step of an optimizer of torch.optim: what such an "
+    "update reads is not followed"
+)
+KEPT_BY_OPTIMIZER = "optimizer_keeps"
+"""What is told under this probe's name, as not active, is an optimizer that keeps gradients for a later step."""
+MOVED_NOTHING = "was given gradients and moved no parameter"
 CUDA_GRAPHS = "cuda_graphs"
 """What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
 

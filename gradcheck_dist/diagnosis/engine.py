@@ -34,13 +34,13 @@ from gradcheck_dist.diagnosis.hand_clip import HandClip, clip_by_hand, freed, sc
 from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
-from gradcheck_dist.diagnosis.open_steps import passes_unmatched, replayed, tokens_known, why_not
+from gradcheck_dist.diagnosis.open_steps import out_of_sight, passes_unmatched, tokens_known, why_not
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
-from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together
+from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together, without_keepers
 from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
@@ -100,7 +100,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
         notes.append(f"step(s) {ranges(cut)} did not reach the optimizer on every rank and are left out")
         verdicts = whole
-    verdicts, behind = until_apart(verdicts)
+    verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     weigh(verdicts)
@@ -149,7 +149,7 @@ def judge_step(
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
     (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
-    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or replayed(data):
+    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
         return verdict
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)

@@ -11,10 +11,10 @@ from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
+    KEPT_BY_OPTIMIZER,
     OWN_OPTIMIZER_PROBE,
     UNNAMED,
-    UNSEEN_UPDATE,
-    Event,
+    UPDATED_INSIDE,
     OptimizerStep,
     PipelineStep,
     ProbeStatus,
@@ -59,6 +59,7 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     reasons += summary.foreign(run, data)
     if not data.complete:
         reasons.append(_not_reached(data))
+    reasons += told(data, KEPT_BY_OPTIMIZER)
     if replayed(data):
         reasons.append(f"a part of the step {REPLAYED}")
     alone = ", ".join(map(str, passes_unmatched(data)))
@@ -94,19 +95,27 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
 
 
 def _not_reached(data: StepData) -> str:
-    if any(_tells(event, OWN_OPTIMIZER_PROBE) for of_rank in data.events.values() for event in of_rank):
-        return f"what was read of a step's gradients is not known: {UNSEEN_UPDATE}"
+    own = told(data, OWN_OPTIMIZER_PROBE)
+    if own:
+        return f"what was read of a step's gradients is not known: {own[0]}"
     return f"step {data.step} did not reach the optimizer on every rank"
 
 
-def _tells(event: Event, probe: str) -> bool:
-    """Whether an event tells what a probe did not see."""
-    return isinstance(event, ProbeStatus) and event.probe == probe and not event.active
+def told(data: StepData, probe: str) -> list[str]:
+    """What a probe tells that it did not see, in each of the step's events."""
+    statuses = (event for of_rank in data.events.values() for event in of_rank if isinstance(event, ProbeStatus))
+    return [event.reason for event in statuses if event.probe == probe and not event.active]
 
 
 def replayed(data: StepData) -> bool:
     """Whether some of the step's gradients, or its optimizer's step, came out of a CUDA graph."""
-    return any(_tells(event, CUDA_GRAPHS) for of_rank in data.events.values() for event in of_rank)
+    return bool(told(data, CUDA_GRAPHS))
+
+
+def out_of_sight(data: StepData) -> bool:
+    """Whether the step's gradients came out of a CUDA graph, or were read inside of the backward pass by no optimizer
+    of torch's: whatever is left of them says nothing."""
+    return replayed(data) or UPDATED_INSIDE in told(data, OWN_OPTIMIZER_PROBE)
 
 
 def passes_unmatched(data: StepData) -> list[int]:

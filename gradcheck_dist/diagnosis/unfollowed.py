@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import SIGMAS, Held
-from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.events import MOVED_NOTHING, Event, OptimizerStep, Reduce, Replica, StepEnd
 from gradcheck_dist.ledger.tracks import StepData
 
 NOT_ATTACHED = "was never put into its own .grad"
@@ -38,6 +39,22 @@ def from_before(measured: Sequence[Held]) -> str | None:
         "from their buffers before, and nothing of those that came afterwards: where gradients are applied a step late "
         "(to overlap their reduction), that is meant, and which tokens belong to which step is not known"
     )
+
+
+def without_keepers(verdicts: list[StepVerdict]) -> list[StepVerdict]:
+    """Leave all steps open where an optimizer keeps what it reads in one of them, to move parameters in a later one:
+    what several of its steps add up to, and what that is divided by, only it knows."""
+    kept = {one.context.step: words for one in verdicts for words in one.reasons if MOVED_NOTHING in words}
+    if kept:
+        step, words = min(kept.items())
+        reason = (
+            f"step {step}: {words}. It adds up the gradients of several steps (accumulation in its own state, virtual "
+            "steps), and what it divides their sum by is not followed: none of them is judged alone"
+        )
+        for verdict in verdicts:
+            verdict.findings, verdict.changes, verdict.without_lost, verdict.alone = [], [], None, None
+            verdict.reasons = [reason, *(words for words in verdict.reasons if MOVED_NOTHING not in words)]
+    return verdicts
 
 
 def stepped_together(data: StepData) -> str | None:

@@ -22,6 +22,7 @@ from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.regions import main_grad_of
 from gradcheck_dist.probes.registry import ParamInfo, originals
 from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.probes.updates import Updates, updates_begin, updates_end
 
 HYPERPARAMETERS: tuple[str, ...] = (
     "weight_decay",
@@ -38,6 +39,7 @@ CLIP_EPSILON = 1e-6
 def install(recorder: Recorder, patches: Patches) -> None:
     waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # made, and not known to be watched whole
     under_way: list[tuple[Optimizer, int | None]] = []  # steps that have begun, the outermost first
+    updates = Updates()
 
     def watch_making(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -57,11 +59,14 @@ def install(recorder: Recorder, patches: Patches) -> None:
             around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
             seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None)
             under_way[:] = [*around, (optimizer, seq)]
+            updates_begin(recorder, updates, optimizer)
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder.closure_passes = None
         if _closure(args, kwargs):
             stepping(recorder, optimizer, waiting)
+        else:
+            updates_end(recorder, updates, optimizer)
         under_way[:] = [(other, seq) for other, seq in under_way if other is not optimizer]
         stepped(recorder, optimizer)
 
@@ -120,6 +125,12 @@ def stepping(
         return None
     recorder.between_passes = False
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
+    inside_pass, before = recorder.current is not None, recorder.read.in_step(recorder.step)
+    if inside_pass or before:
+        # One that steps each parameter as soon as its gradient is there has no use for the others, nor for it again.
+        infos = [one for one in infos if one.param.grad is not None or not (inside_pass or one.id in before)]
+        if not infos:
+            return None
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
     recorder.read.note(recorder.step, infos)

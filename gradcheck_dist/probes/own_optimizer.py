@@ -6,7 +6,8 @@ What it read are the gradients that still lie in `.grad`, or did until they were
 until a module is called to compute the next loss, so that they take no memory beside its activations.
 
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
-Where torch.optim is in use, this probe rests.
+Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
+read is not known. Where torch.optim is in use, this probe rests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gradcheck_dist.events import BEFORE, OWN_OPTIMIZER, OWN_OPTIMIZER_PROBE, UNSEEN_UPDATE, OptimizerStep
+from gradcheck_dist.events import (
+    BEFORE,
+    OWN_OPTIMIZER,
+    OWN_OPTIMIZER_PROBE,
+    UNSEEN_UPDATE,
+    UPDATED_INSIDE,
+    OptimizerStep,
+)
 from gradcheck_dist.probes import autograd
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
@@ -33,6 +41,8 @@ from gradcheck_dist.stats.sampling import sample_positions
 
 MAX_PARAMS, MAX_VALUES = 8, 16
 """Whose values are looked at, and how many of each."""
+Noted = tuple[Tensor, Tensor, Tensor | tuple[int, int]]
+"""A parameter, the places that are looked at, and what it held there."""
 
 
 class OwnOptimizer:
@@ -41,14 +51,31 @@ class OwnOptimizer:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._begun = False  # whether a backward pass came since the last step
-        self._noted: list[tuple[Tensor, Tensor, Tensor | tuple[int, int]]] = []
+        self._noted: list[Noted] = []
         self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by parameter
         self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
         self._zero: set[int] = set()  # parameters whose gradient is zero as it came
         self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
+        self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
+        self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
+
+    def opens(self) -> None:
+        """A backward pass begins."""
+        infos = (info for info in self._recorder.registry.infos() if info.param.requires_grad and not info.regions)
+        known = [param for param, _, _ in self._before]
+        params = _some([info.param for info in infos])
+        same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
+        self._before = _again(self._before) if same else _values(params)
 
     def passed(self, touched: dict[int, ParamInfo]) -> None:
         """A backward pass is over."""
+        if self.looks_inside and self._before and 2 * _num_changed(self._before) > len(self._before):
+            self._begun, self.grads = False, {}
+            self._recorder.status(OWN_OPTIMIZER_PROBE, False, UPDATED_INSIDE)
+            self._recorder.end_step()
+            return
+        if self._recorder.own_optimizer is None:
+            return
         self._emptied.clear()
         held = {info.id: info for info, _ in self.grads.values()} | touched
         self.grads = {key: (info, grad) for key, info in held.items() if (grad := info.param.grad) is not None}
@@ -76,17 +103,9 @@ class OwnOptimizer:
     def note(self, params: list[Tensor] | None = None) -> None:
         """Note what parameters hold when a step has begun; None: of those that were noted before."""
         self._begun = True
-        if params is None:
-            self._noted = [(param, which, _state(param, which)) for param, which, _ in self._noted]
-            return
-        chosen = params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
-        if list(map(id, chosen)) == [id(param) for param, _, _ in self._noted]:
-            self.note()
-            return
-        found = [(param, local) for param in chosen if (local := _local(param)) is not None]
-        places = [torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)) for _, local in found]
-        on_device = [which.to(local.device) for which, (_, local) in zip(places, found, strict=True)]
-        self._noted = [(param, which, _state(param, which)) for (param, _), which in zip(found, on_device, strict=True)]
+        chosen = None if params is None else _some(params)
+        same = chosen is None or list(map(id, chosen)) == [id(param) for param, _, _ in self._noted]
+        self._noted = _again(self._noted) if chosen is None or same else _values(chosen)
 
     def emptied(self, grad: Tensor) -> None:
         """A tensor is about to be filled with zeros by hand; it may be a gradient."""
@@ -107,8 +126,7 @@ class OwnOptimizer:
             look(self._recorder, self)
 
     def compare(self) -> None:
-        changed = sum(not _same(state, _state(param, which)) for param, which, state in self._noted)
-        if 2 * changed >= len(self._noted):
+        if 2 * _num_changed(self._noted) >= len(self._noted):
             self._stepped()
 
     def _stepped(self) -> None:
@@ -153,6 +171,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         own.rest()
         own.grads.clear()
 
+    def stop(*_: Any) -> None:
+        rest()
+        own.looks_inside = False
+
     def watch_making(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
         def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -174,16 +196,27 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return zero_
 
+    def opened(recorder: Recorder, *_: Any) -> None:
+        if own.looks_inside:
+            opens(recorder, own)
+
     def closed(recorder: Recorder, current: BackwardPass) -> None:
-        if recorder.own_optimizer is not None:
+        if own.looks_inside:
             passed(recorder, own, current)
 
     patches.replace(Optimizer, "__init__", watch_making)
-    patches.on_restore(register_optimizer_step_pre_hook(rest).remove)
+    patches.on_restore(register_optimizer_step_pre_hook(stop).remove)
     patches.replace(Tensor, "zero_", watch_zero)
     patches.on_restore(rest)
+    autograd.OPEN_LISTENERS.append(opened)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(opened))
     autograd.CLOSE_LISTENERS.append(closed)
     patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(closed))
+
+
+@guarded("own_optimizer")
+def opens(recorder: Recorder, own: OwnOptimizer) -> None:
+    own.opens()
 
 
 @guarded("own_optimizer")
@@ -201,12 +234,36 @@ def look(recorder: Recorder, own: OwnOptimizer) -> None:
     own.compare()
 
 
+def _some(params: list[Tensor]) -> list[Tensor]:
+    return params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
+
+
+def _values(params: list[Tensor]) -> list[Noted]:
+    """What these hold at places of their own."""
+    noted: list[Noted] = []
+    for param in params:
+        local = _local(param)
+        if local is not None:
+            which = torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)).to(local.device)
+            noted.append((param, which, _state(param, which)))
+    return noted
+
+
+def _again(noted: list[Noted]) -> list[Noted]:
+    """What these hold now."""
+    return [(param, which, _state(param, which)) for param, which, _ in noted]
+
+
+def _num_changed(noted: list[Noted]) -> int:
+    return sum(not _same(state, _state(param, which)) for param, which, state in noted)
+
+
 def _local(tensor: Tensor) -> Tensor | None:
-    """What this rank holds of a tensor; None where that is nothing."""
+    """What this rank holds of a tensor; None where that is nothing, or no plain tensor."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    if local.is_meta or not local.numel() or local.layout is not torch.strided or not local.untyped_storage().size():
+    if type(local) is not Tensor or local.layout is not torch.strided:
         return None
-    return local
+    return local if local.numel() and not local.is_meta and local.untyped_storage().size() else None
 
 
 def _state(param: Tensor, which: Tensor) -> Tensor | tuple[int, int]:

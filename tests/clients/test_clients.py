@@ -103,7 +103,7 @@ INSTALLED = [
     replace(TITAN, nproc=4, args=degrees(tp=2, shard=2)),
     MEGATRON,
     replace(
-        MEGATRON, fault="own-tokens", code="GS305", expression="num_tokens/N_r", line="torch.distributed.all_reduce("
+        MEGATRON, fault="own-tokens", code="GS305", expression="num_tokens/N_r", line="self.grad_data *= scaling_factor"
     ),
     replace(MEGATRON, env={"DISTRIBUTED": "1", "BF16": "1"}),
     PIPELINE,
