@@ -30,11 +30,13 @@ class StepFacts:
     held: list[Held]
     found: frozenset[str]
     on_the_way: Transits
+    made_up: bool = False
+    """Whether weights were off at the loss that an exchange of activations may make up for."""
 
     @property
     def weights_right(self) -> bool:
         """Whether every weight that could be told is as it should be."""
-        return not self.found and any(held.cells for held in self.held)
+        return not self.found and not self.made_up and any(held.cells for held in self.held)
 
 
 @dataclass(frozen=True)

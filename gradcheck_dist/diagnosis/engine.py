@@ -27,7 +27,7 @@ from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
 from gradcheck_dist.diagnosis.effect import effect_of_case
-from gradcheck_dist.diagnosis.exchanges import faults
+from gradcheck_dist.diagnosis.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.hand_clip import HandClip, clip_by_hand, freed, scaling_of, settle, tell_hidden, undone
@@ -191,6 +191,9 @@ def judge_step(
         cases = [case for case in cases if not case.culprit.absent]
     verdict.reasons += [unread.not_known(case, data) for case in cases if unread.may_be_made_up(case, data)]
     cases = [case for case in cases if not unread.may_be_made_up(case, data)]
+    made_up = {id(case): reason for case in cases if (reason := makes_up_for(case, data)) is not None}
+    verdict.reasons += made_up.values()
+    cases = [case for case in cases if id(case) not in made_up]
     if not data.complete:
         # It could still have come, and been made up for, before an optimizer that never came.
         cases = [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
@@ -210,7 +213,7 @@ def judge_step(
         step, verdict.held, verdict.units, contributions, None if target.relative else expected
     )
     found = frozenset(finding.code for finding in verdict.findings)
-    facts = StepFacts(context, data, contributions, norms, verdict.held, found, on_the_way)
+    facts = StepFacts(context, data, contributions, norms, verdict.held, found, on_the_way, bool(made_up))
     for one in audit(facts, verdict.units):
         verdict.findings = [finding for finding in verdict.findings if not one.explains(finding)]
         verdict.found(one.finding, one.effect)

@@ -9,10 +9,11 @@ from itertools import combinations
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.verified import alike_and_apart
 from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
-from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
+from gradcheck_dist.ledger.exchanges import APART, COPY, GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
 from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
@@ -109,6 +110,41 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             )
     result.reasons = list(dict.fromkeys(result.reasons))
     return result
+
+
+def makes_up_for(case: Case, data: StepData) -> str | None:
+    """Why a factor may be right: the sum of whole gradients on the way to these parameters multiplies by as much.
+
+    One loss that all ranks compute, divided by their number, under an all-reduce that sums in backward too: in front of
+    that a weight at the loss is not what arrives. There lie shards, and copies whose gradients are summands.
+    """
+    if case.pattern.kind != "uniform" or case.terms:
+        return None
+    for one in passed(data.events):
+        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > max(UNDOES, case.pattern.tolerance):
+            continue
+        if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+            fault = Faulty(one, shared=True)
+            return (
+                f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
+                f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
+                f"in front of that: {_VERIFY}"
+            )
+    return None
+
+
+def _are_parts(of_rank: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
+    """Whether no two of the ranks got one gradient of a parameter."""
+    tracks = [of_rank[rank] for rank in ranks if rank in of_rank]
+    slots = set.intersection(*(set(track.leaves) for track in tracks)) if tracks else set()
+    return all(_unlike(one.leaves[slot][1].data, other.leaves[slot][1].data)
+               for slot in slots for one, other in combinations(tracks, 2))  # fmt: skip
+
+
+def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
+    both = np.isfinite(mine) & np.isfinite(theirs)
+    size = max(float(np.linalg.norm(mine[both])), float(np.linalg.norm(theirs[both])))
+    return float(np.linalg.norm(mine[both] - theirs[both])) >= APART * size
 
 
 _VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"

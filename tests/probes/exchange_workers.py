@@ -19,6 +19,7 @@ TENSOR = (
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
     "tensor parallel, one seed",
+    "tensor parallel, losses added up",
 )
 SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated")
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back")
@@ -99,9 +100,9 @@ class Block(nn.Module):
             leave = Repeated if "repeated" in self.variant else ReduceScatter
         else:
             enter = MeanBack if "averaged" in self.variant else Copy
-            leave = SumTwice if "again" in self.variant else Sum
+            leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
         x = self.norm(h)
-        if "no sum" not in self.variant:
+        if "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)
         x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias
         if "bias divided" in self.variant:
@@ -161,7 +162,8 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
         every = GatherSliced.apply(features)[0]
         return F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
     logits = model(ids[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
+    return loss / dist.get_world_size() if "added up" in model.variant else loss
 
 
 def reduce(model: Model) -> None:
@@ -169,7 +171,9 @@ def reduce(model: Model) -> None:
         assert param.grad is not None or "head" in name
         if param.grad is None:
             continue
-        if model.variant in SEQUENCE and ("norm" in name or "down.bias" in name):
+        of_parts = model.variant in SEQUENCE and ("norm" in name or "down.bias" in name)
+        of_shares = "added up" in model.variant and "up." not in name and "down.weight" not in name
+        if of_parts or of_shares:
             dist.all_reduce(param.grad)
         elif "expert" in name:
             param.grad /= dist.get_world_size()

@@ -64,6 +64,12 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     assert found.severity == "error"
 
 
+def test_a_share_of_one_loss_that_a_sum_in_backward_makes_up_for_accuses_nobody(reports: dict[str, Report]) -> None:
+    report = reports["tensor parallel, losses added up"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("makes up for it in front of that" in reason for reason in report.reasons)
+
+
 def test_statistics_that_are_summed_in_place_leave_the_verdict_open(reports: dict[str, Report]) -> None:
     report = reports["own losses on statistics in place"]
     assert report.verdict == "undetermined"
