@@ -141,10 +141,10 @@ def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
     return ["verify: no module's backward could be checked"] if asked and not modules else []
 
 
-def not_summed(data: StepData) -> list[str]:
-    """Parameters whose gradient is right as a summand of several ranks only, though these hold equal values and equal
-    gradients of it and nothing adds them up: shards that began alike, or copies that miss a sum (a bias that each
-    tensor-parallel rank adds a part of). Where the ranks' gradients differ, the weights tell."""
+def unsummed(data: StepData) -> dict[tuple[int, ...], set[str]]:
+    """By ranks, parameters whose gradient is right as a summand of several ranks only, though these hold equal values
+    and equal gradients of it and nothing adds them up: shards that began alike, or copies that miss a sum (a bias that
+    each tensor-parallel rank adds a part of). Where the ranks' gradients differ, the weights tell."""
     checks = [check for _, check in _checks(data.events) if check.target == "parameter" and check.outcome == "right"]
     whole = {check.module for check in checks if not check.shape}
     found: dict[tuple[int, ...], set[str]] = defaultdict(set)
@@ -157,11 +157,16 @@ def not_summed(data: StepData) -> list[str]:
             of_rank = {rank: track for tracks in alike for rank, track in tracks.items()}
             if all(rank in of_rank for rank in check.group) and alike_and_apart(data, of_rank, check.group):
                 found[check.group].add(name)
+    return found
+
+
+def not_summed(data: StepData) -> list[str]:
+    """The same in words."""
     return [
         f"verify: the gradient of {_some(sorted(names))} {SUMMAND} "
         f"{', '.join(map(str, group))}, which hold equal values of it, and nothing adds them up: right if these are "
         f"shards that began alike, x 1/{len(group)} if they are copies of one parameter"
-        for group, names in found.items()
+        for group, names in unsummed(data).items()
     ]
 
 

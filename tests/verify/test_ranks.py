@@ -92,7 +92,7 @@ def test_a_bias_of_which_each_rank_adds_a_part_is_named(tmp_path: Path) -> None:
     report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run bias divided"))
     (reason,), (finding,) = report.reasons, report.findings
     assert "layers.1.bias is right only as a summand of ranks 0, 1" in reason and "x 1/2" in reason
-    assert finding.code == "GS801" and reason.removeprefix("verify: ") in finding.explanation
+    assert (finding.code, finding.factor.exact) == ("GS703", "1/2") and "layers.1.bias" in finding.explanation
 
 
 def test_a_factor_between_pipeline_stages_is_told_once(tmp_path: Path) -> None:

@@ -47,9 +47,17 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.backward_words import RECEIVED, explain, fix, is_group_size, pattern
+from gradcheck_dist.diagnosis.exchanges import equal_summands
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.diagnosis.verified import ALL_PARAMETERS, not_summed, parameters_of, was_verified, wrong_modules
+from gradcheck_dist.diagnosis.verified import (
+    ALL_PARAMETERS,
+    not_summed,
+    parameters_of,
+    unsummed,
+    was_verified,
+    wrong_modules,
+)
 from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
 
 CODE = "GS801"
@@ -65,6 +73,8 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     seen = [hop.factor for hop in facts.on_the_way.all_hops]
     summands = [reason.removeprefix("verify: ") for reason in not_summed(facts.data)]
+    told = {name.split(" ")[0] for one in equal_summands(facts.data) for _, name in one.params}
+    all_told = all(names <= told for names in unsummed(facts.data).values())
     for wrong in wrong_modules(facts.data.events):
         check = wrong.first
         if check.shape == "redrawn" and _is_recomputed(facts):
@@ -73,6 +83,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             continue  # told by GS202, with both ends
         if is_group_size(check) and not facts.weights_right:
             continue  # a loss divided by the ranks that all hold it makes such a sum right: one finding says so
+        if summands and all_told and check.target == "parameters":
+            continue  # told by GS703, with the sum that they go into
         names = parameters_of(wrong, facts.data.tracks)
         meant = _may_be_meant(check)
         severity = _severity(check, meant, _is_lost(facts, names))
