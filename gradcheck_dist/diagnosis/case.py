@@ -179,7 +179,8 @@ def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Fact
         return Factor(observed=ratios[len(ratios) // 2], expression=f"{lead}{count}", tolerance=tolerance)
     wrong = sorted(cell.ratio for _, cell in case.cells if not cell.right)
     if wrong and abs(pattern.factor - 1) <= 2 * tolerance:  # most are right; what is told is the factor of the rest
-        return Factor(observed=wrong[len(wrong) // 2], tolerance=tolerance)
+        middle = wrong[len(wrong) // 2]
+        return Factor(observed=0.0 if abs(middle) <= tolerance else middle, tolerance=tolerance)  # and no -2e-34
     return Factor(
         observed=pattern.factor,
         exact=exact_fraction(pattern.factor, 2 * tolerance),
