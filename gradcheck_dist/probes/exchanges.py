@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Exchange, Site
 from gradcheck_dist.probes import autograd
@@ -29,7 +30,8 @@ from gradcheck_dist.probes.exchange_layout import WHOLE, Box, boxes, take
 from gradcheck_dist.probes.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
-from gradcheck_dist.probes.sites import caller_site
+from gradcheck_dist.probes.sites import caller_site, defined_at
+from gradcheck_dist.probes.stand_ins import is_transformed
 from gradcheck_dist.probes.world import several_ranks
 
 COLLECTIVES = (
@@ -95,10 +97,9 @@ class Exchanges:
                 ranks = call().ranks
                 self._backward[cls] = ranks if self._backward.get(cls, ranks) == ranks else None
 
-    def applied(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> None:
-        """A function was applied."""
-        if (calls or cls in self._backward or _hands_on(args, results)) and self.listens:
-            watch(self.recorder, self, cls, args, results, calls)
+    def may_communicate(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> bool:
+        """Whether a function called a collective, was seen to do so in backward, or may in this one."""
+        return bool(calls) or cls in self._backward or _hands_on(args, results)
 
     @property
     def inside(self) -> bool:
@@ -224,7 +225,7 @@ def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Te
             values = take([grad], [WHOLE])[0]
             tell(recorder, told, before, after, values[: len(after)], values, lost=False)
 
-    handle = tensor.register_hook(arrived)
+    handle = tensor.register_hook(unserializable_hook(arrived))
 
 
 class _Watched(NamedTuple):
@@ -245,7 +246,9 @@ class _Watched(NamedTuple):
 def watch(
     recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]
 ) -> None:
-    """Watch what arrives at a function's outputs and what its backward gives for its inputs."""
+    """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
+    if not exchanges.listens or not exchanges.may_communicate(cls, args, results, calls):
+        return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
     given = [(place, one) for place, one in enumerate(tensors) if one.requires_grad]
     found = results if isinstance(results, tuple | list) else (results,)
@@ -268,12 +271,12 @@ def watch(
     before, input_counts = take(inputs, parts[0])
     after, output_counts = take(made, parts[1])
     names = tuple(dict.fromkeys(call.name for call in calls))
-    defined_at = _line_of(getattr(cls, "backward", None))
+    written = defined_at(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
     dtype = _coarsest([*inputs, *made])
     told = _Watched(
-        cls.__name__, ranks, index, input_counts, output_counts, names, defined_at, caller_site(), dtype, params
+        cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
     )
     node: Any = made[0].grad_fn
     places, numbers = [place for place, _ in given], [one.output_nr for one in made]
@@ -303,7 +306,7 @@ def came(
     if one is None or not all(grad is None or _plain(grad) for grad in [*grad_inputs, *grad_outputs]):
         return
     given, arrived = (
-        [one.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+        [one.new_zeros(()).expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
         for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
     )
     lost = all(grad is None for grad in grad_inputs)
@@ -346,14 +349,11 @@ def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
 
 
 def _plain(tensor: Tensor) -> bool:
-    return not hasattr(tensor, "_local_tensor") and tensor.layout is torch.strided and not tensor.is_meta
+    """Whether a tensor has values of its own, side by side in memory: no DTensor, fake one or one in a transform."""
+    known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)
+    return known and tensor.layout is torch.strided
 
 
 def _coarsest(tensors: Sequence[Tensor]) -> str:
     """The type that rounds most, which gradients are of, too."""
     return str(max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
-
-
-def _line_of(function: Any) -> Site | None:
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None

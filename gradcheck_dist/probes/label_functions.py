@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.probes.exchanges import watch
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
@@ -45,16 +46,16 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if not recorder.recording or recorder.suspended or torch.compiler.is_compiling():
             return original(cls, *args, **kwargs)
-        watch = recorder.exchanges
-        if watch is None:
+        watched = recorder.exchanges
+        if watched is None:
             results = original(cls, *args, **kwargs)
         else:
-            calls = watch.enter()
+            calls = watched.enter()
             try:
                 results = original(cls, *args, **kwargs)
             finally:
-                watch.leave()
-            watch.applied(cls, args, results, calls)
+                watched.leave()
+            watch(recorder, watched, cls, args, results, calls)
         applied(recorder, cls, args, results)
         return results
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import sysconfig
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import typing_extensions
@@ -50,6 +52,12 @@ def caller_site() -> Site | None:
     code = frame.f_code
     called_from = _users_line(frame) if _is_installed(code.co_filename) else None
     return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
+
+
+def defined_at(function: Any) -> Site | None:
+    """Where a function is written; None where that is not in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None
 
 
 def _users_line(frame: FrameType | None) -> str | None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from beside import judged_beside
 from exchange_workers import VARIANTS
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import Event, Exchange
+from gradcheck_dist.events import Event, Exchange, ProbeError
 from gradcheck_dist.ledger.exchanges import Passed, passed
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +128,39 @@ def a_sum(gradients: list[np.ndarray], back: list[np.ndarray], scale: float = 1.
     return outcome(
         *(exchange([given[rank]], [total], [gradients[rank]], [back[rank]], dtype) for rank in RANKS)
     )  # fmt: skip
+
+
+class HandedOn(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_functions_of_tensors_without_memory_run_as_without_probes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr("gradcheck_dist.probes.exchanges.several_ranks", lambda: ranks > 1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
+    model = nn.Linear(4, 3)
+    with attach(tmp_path / "run") as session:
+        F.cross_entropy(HandedOn.apply(model(torch.ones(2, 4))), torch.tensor([0, 1])).backward()
+        of_three = torch.func.vmap(torch.func.grad(lambda x: HandedOn.apply(x).sum()))(torch.ones(2, 3))
+        with FakeTensorMode():
+            HandedOn.apply(torch.empty(3, requires_grad=True))
+        assert session.recorder.exchanges is not None
+    assert torch.equal(of_three, torch.ones(2, 3))
+    failures = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, ProbeError)]
+    assert failures == []
 
 
 def test_what_a_sum_owes_follows_from_what_arrives() -> None:
