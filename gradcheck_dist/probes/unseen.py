@@ -179,6 +179,8 @@ _COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "Logsu
 def _ends(found: _Found, node: Any) -> bool | None:
     """Whether a node belongs to a loss that is counted, or told as another one; None: that is to be seen behind it."""
     name = _name(node)
+    if _is_squared_logsumexp(node):
+        return False
     if (
         autograd.is_recorded(node)
         or LABELLED in node.metadata
@@ -187,6 +189,14 @@ def _ends(found: _Found, node: Any) -> bool | None:
     ):
         return True
     return False if name in _MODEL else None
+
+
+def _is_squared_logsumexp(node: Any) -> bool:
+    """Whether a node squares a logsumexp: a z-loss (ST-MoE, arXiv 2202.08906), and no half of a cross-entropy."""
+    if _name(node) not in ("PowBackward", "MulBackward"):
+        return False
+    operands = [_seen_through(following) for following, _ in node.next_functions]
+    return bool(operands) and all(_name(operand) == "LogsumexpBackward" for operand in operands)
 
 
 def _name(node: Any) -> str:
