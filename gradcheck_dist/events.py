@@ -95,6 +95,21 @@ class LossGradient(Event, tag="loss_gradient"):
     num_factors: Count = 0
 
 
+class LossTerm(Event, tag="loss_term"):
+    """A summand of a backward root that is no loss with a count of tokens (a balance loss, a penalty).
+
+    `weight` is the gradient that arrived at it, behind all constants that multiply it; `op` the operation that it comes
+    from, as autograd names it. `ordinal` numbers the terms of one pass.
+    """
+
+    accumulation_step: Index
+    microbatch: Index
+    ordinal: Index
+    op: str
+    weight: float
+    stage: Index | None = None
+
+
 class Backward(Event, tag="backward"):
     """One backward pass: the leaves of one contribution (accumulation step, microbatch) arrived.
 
@@ -411,6 +426,7 @@ AnyEvent = (
     | Backward
     | StageGradient
     | Exchange
+    | LossTerm
     | Reduce
     | ScaleGrads
     | GradWrite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from gradcheck_dist.diagnosis import summary, unread
@@ -37,9 +38,10 @@ from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import out_of_sight, passes_unmatched, tokens_known, why_not
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.diagnosis.several_losses import loss_by_loss, losses_beside
+from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
+from gradcheck_dist.diagnosis.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together, without_keepers
 from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.windows import tell_windows
@@ -143,19 +145,22 @@ def judge_step(
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.reasons += not_summed(data)
-    verdict.remarks += [*not_verified(data.events), *contributions.problems, *losses_beside(contributions)]
+    verdict.remarks += [*not_verified(data.events), *contributions.problems]
+    beside = functools.partial(losses_beside, contributions, data.events)
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
     (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        verdict.remarks += beside()
         return verdict
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)
     measured = measure(data, contributions, on_the_way)
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
+        verdict.remarks += beside()
         return verdict
     means = loss_by_loss(aim(objective, data, contributions, measured, drop_lost=drop_lost), objective, data, measured)
     target, expected = means.aim, means.aim.expected
@@ -165,6 +170,7 @@ def judge_step(
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]
     verdict.held = judge(measured, target.contributions, expected)
+    verdict.remarks += beside(verdict.held)
     verdict.reasons += summary.unseen(verdict.held, expected, own)
     verdict.units = summary.unit_of(verdict.held)
     cases = cases_of(verdict, measured, expected, target.tokens)

@@ -178,17 +178,3 @@ def _usual(
         return 1.0
     alike = {ratio: sum(abs(other / ratio - 1) <= SAME for other, _ in found) for ratio, _ in found}
     return max(found, key=lambda item: (alike[item[0]], abs(item[0] / item[1] - 1) <= SAME if item[1] else False))[0]
-
-
-def losses_beside(contributions: Contributions) -> list[str]:
-    """What is said where other losses than those that count tokens enter the same backward passes."""
-    beside = [one.gradient for one in contributions.by_key.values() if one.gradient and one.gradient.other_losses]
-    if not beside:
-        return []
-    site = beside[0].site
-    where = f" (backward at {site.file}:{site.line})" if site is not None else ""
-    return [
-        f"beside the losses that count tokens, {max(one.other_losses for one in beside)} other term(s) enter a "
-        f"backward pass{where}: what they weigh is not judged. gradcheck_dist.mark_loss(loss_sum, num_tokens, "
-        "term=..., coefficient=...) on each tells"
-    ]

@@ -2,51 +2,105 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
+
+from gradcheck_dist.events import LossTerm
+from gradcheck_dist.probes.loss import number
+from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 
 MAX_NODES = 100
 """Nodes behind a root, or behind one of its terms, that are looked at; a trainer's losses lie within ten of it."""
+MAX_TERMS = 16
+"""Terms of one backward pass whose weights are recorded."""
 _SUMS = {"AddBackward", "SubBackward"}
 _FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
 
 
-def uncounted_terms(root: Any, name_of: Callable[[Any], str], ends: Callable[[Any], bool | None]) -> int:
-    """How many of the summands of a root are no counted losses: a distance, a penalty, another task's loss.
+class End(Enum):
+    """What a node behind a root is, where nothing is looked for behind it."""
+
+    COUNTED = "a loss that counts tokens"
+    NAMED = "a loss of another kind"
+    MODEL = "a part of the model"
+
+
+class Terms:
+    """The summands of a root that are no counted losses: `named` hold a loss of a kind that is known, `others` (a
+    distance, a penalty) do not."""
+
+    def __init__(self) -> None:
+        self.named: list[Any] = []
+        self.others: list[Any] = []
+
+
+def uncounted_terms(root: Any, name_of: Callable[[Any], str], end_of: Callable[[Any], End | None]) -> Terms:
+    """The summands of a root that are no counted losses; none where the root is no sum.
 
     Args:
         root: the autograd node of a scalar.
         name_of: a node's name.
-        ends: True for a node of a counted loss, False for one behind which none is looked for, else None.
+        end_of: what a node is; None where that is to be seen behind it.
 
-    0 where the root is no sum. A summand is followed through factors that have no gradient.
+    A summand is followed through factors that have no gradient.
     """
-    if root is None:
-        return 0
     summands: list[Any] = []
-    todo = [root]
+    todo = [root] if root is not None else []
     while todo and len(summands) < MAX_NODES:
         node = todo.pop()
         operands = [following for following, _ in node.next_functions if following is not None]
         name = name_of(node)
-        if ends(node) is None and (name in _SUMS or (name in _FACTORS and len(operands) == 1)):
+        if end_of(node) is None and (name in _SUMS or (name in _FACTORS and len(operands) == 1)):
             todo += operands
         else:
             summands.append(node)
-    return sum(not _is_counted(node, ends) for node in summands) if len(summands) > 1 else 0
+    found = Terms()
+    for node in summands if len(summands) > 1 else ():
+        ends = _ends(node, end_of)
+        if End.COUNTED not in ends:
+            (found.named if End.NAMED in ends else found.others).append(node)
+    return found
 
 
-def _is_counted(node: Any, ends: Callable[[Any], bool | None]) -> bool:
-    queue, visited = deque([node]), set[Any]()
-    while queue and len(visited) < MAX_NODES:
+def _ends(node: Any, end_of: Callable[[Any], End | None]) -> set[End]:
+    """What lies behind a node, up to the first counted loss."""
+    queue, visited, ends = deque([node]), set[Any](), set[End]()
+    while queue and len(visited) < MAX_NODES and End.COUNTED not in ends:
         one = queue.popleft()
         if one is None or one in visited:
             continue
         visited.add(one)
-        end = ends(one)
-        if end:
-            return True
+        end = end_of(one)
         if end is None:
             queue.extend(following for following, _ in one.next_functions)
-    return False
+        else:
+            ends.add(end)
+    return ends
+
+
+def watch_terms(recorder: Recorder, current: BackwardPass, nodes: Sequence[Any], op_of: Callable[[Any], str]) -> None:
+    """Record what arrives at these summands in the pass that begins."""
+    for ordinal, node in enumerate(nodes[:MAX_TERMS]):
+        arrived = functools.partial(_arrived, recorder, current, ordinal, op_of(node))
+        current.handles.append(node.register_prehook(arrived))
+
+
+@guarded("unseen")
+def _arrived(recorder: Recorder, current: BackwardPass, ordinal: int, op: str, grads: tuple[Any, ...]) -> None:
+    """The term of a root that is no scalar has a weight for each element: it is left out."""
+    grad = grads[0]
+    if recorder.current is not current or not recorder.recording or grad is None or grad.numel() != 1:
+        return
+    recorder.emit(
+        LossTerm,
+        site=current.site,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        ordinal=ordinal,
+        op=op,
+        weight=number(getattr(grad, "_local_tensor", grad).detach().reshape(())),
+        stage=current.stage,
+    )

@@ -21,7 +21,7 @@ from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes import autograd, log_probs, means
 from gradcheck_dist.probes.label_functions import LABELLED, Labelled, is_labelled
 from gradcheck_dist.probes.loss import gradient_arrived, label_hash, number
-from gradcheck_dist.probes.loss_terms import MAX_NODES, uncounted_terms
+from gradcheck_dist.probes.loss_terms import MAX_NODES, End, uncounted_terms, watch_terms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 
@@ -118,7 +118,9 @@ def look(
         _watch_soft_targets(recorder, soft.pop())
     current.other_losses += len(found.others) + len(soft)
     if (found.known or found.cross_entropies or picks) and len(roots) == 1:
-        current.other_losses += uncounted_terms(roots[0].grad_fn, _name, functools.partial(_ends, found))
+        terms = uncounted_terms(roots[0].grad_fn, _name, functools.partial(_end, found))
+        current.other_losses += len(terms.others)
+        watch_terms(recorder, current, [*terms.others, *terms.named], _op)
     current.computed = found.is_computed()
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
@@ -173,22 +175,24 @@ def _search(roots: Sequence[Tensor]) -> _Found:
     return found
 
 
-_COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward", *_OTHERS}
+_COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward"}
 
 
-def _ends(found: _Found, node: Any) -> bool | None:
-    """Whether a node belongs to a loss that is counted, or told as another one; None: that is to be seen behind it."""
+def _end(found: _Found, node: Any) -> End | None:
+    """What a node is; None: that is to be seen behind it."""
     name = _name(node)
     if _is_squared_logsumexp(node):
-        return False
+        return End.MODEL
     if (
         autograd.is_recorded(node)
         or LABELLED in node.metadata
         or name in _COUNTED
         or (name in _PICKS and _source(node) in found.logsumexp_inputs)
     ):
-        return True
-    return False if name in _MODEL else None
+        return End.COUNTED
+    if name in _OTHERS:
+        return End.NAMED
+    return End.MODEL if name in _MODEL else None
 
 
 def _is_squared_logsumexp(node: Any) -> bool:
@@ -201,6 +205,12 @@ def _is_squared_logsumexp(node: Any) -> bool:
 
 def _name(node: Any) -> str:
     return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
+
+
+def _op(node: Any) -> str:
+    """The operation that a node differentiates, in words."""
+    name = _name(node)
+    return _OTHERS.get(name) or name.removesuffix("Backward").lower()
 
 
 def _source(node: Any) -> Any:

@@ -21,6 +21,7 @@ FROZEN = {
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
         "defined_at params put_back seq t_ns step site"
     ),
+    "loss_term": "accumulation_step microbatch ordinal op weight stage seq t_ns step site",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"

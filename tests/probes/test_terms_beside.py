@@ -1,0 +1,88 @@
+"""Terms of a loss that nobody declared: their weight in a step is told, and nobody is accused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import LossTerm
+from gradcheck_dist.trace.run import read_run
+
+STEPS = 3
+LABELS = torch.arange(6) % 5
+Loss = Callable[[Tensor, int], Tensor]
+
+
+def run_of(folder: Path, loss: Loss) -> Report:
+    """Two optimizer steps of three backward passes each over as many labels."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_dist.attach(folder):
+        for _ in range(2):
+            for k in range(STEPS):
+                loss(model(torch.randn(6, 4)), k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(folder))
+
+
+def main(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, LABELS)
+
+
+def penalty(logits: Tensor) -> Tensor:
+    return 0.01 * logits.abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda x, k: main(x) / STEPS + penalty(x), "mean weighs 0.01 in each of 3 passes, together 0.03"),
+        (lambda x, k: (main(x) + penalty(x)) / STEPS, "mean weighs 0.003333 in each of 3 passes, together 0.01"),
+        (lambda x, k: main(x) / STEPS - F.mse_loss(x, x.detach() + 1), "mse_loss weighs -1 in each of 3 passes"),
+    ],
+)
+def test_a_term_is_weighed_and_accuses_nobody(tmp_path: Path, loss: Loss, told: str) -> None:
+    report = run_of(tmp_path / "run", loss)
+    assert (report.verdict, report.findings) == ("clean", [])
+    (problem,) = report.coverage.problems  # the same in every step: once
+    assert "1 other term(s)" in problem and told in problem
+
+
+def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:
+    def loss(x: Tensor, k: int) -> Tensor:
+        return main(x) / STEPS + 0.5 * (x - 1).abs().sum() + 0.25 * x.logsumexp(-1).square().mean()
+
+    report = run_of(tmp_path / "run", loss)
+    (problem,) = report.coverage.problems
+    assert "sum weighs 0.5 in each of 3 passes, together 1.5" in problem
+    assert "mean weighs 0.25 in each of 3 passes, together 0.75" in problem
+
+
+def test_a_term_that_weighs_otherwise_in_each_pass_has_no_number(tmp_path: Path) -> None:
+    report = run_of(tmp_path / "run", lambda x, k: main(x) / STEPS + (k + 1) * x.abs().mean())
+    (problem,) = report.coverage.problems
+    assert "what they weigh is not judged" in problem
+    (trace,) = read_run(tmp_path / "run").ranks.values()
+    assert [one.weight for one in trace.events if isinstance(one, LossTerm)] == [1.0, 2.0, 3.0] * 2
+
+
+def test_a_declared_term_is_not_weighed_twice(tmp_path: Path) -> None:
+    def loss(x: Tensor, k: int) -> Tensor:
+        penalty = x.abs().sum()
+        gradcheck_dist.mark_loss(penalty, 30, term="penalty", coefficient=0.01)
+        return main(x) / STEPS + 0.01 * penalty / 30 / STEPS
+
+    report = run_of(tmp_path / "run", loss)
+    (trace,) = read_run(tmp_path / "run").ranks.values()
+    assert not [one for one in trace.events if isinstance(one, LossTerm)]
+    assert (report.verdict, report.coverage.problems) == ("clean", [])
