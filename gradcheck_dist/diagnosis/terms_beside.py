@@ -35,12 +35,13 @@ def losses_beside(
     if not beside:
         return []
     site = beside[0].site
-    where = f" (backward at {site.file}:{site.line})" if site is not None else ""
-    weighs = _weights(contributions, events, held) or "what they weigh is not judged"
+    where = f"; backward at {site.file}:{site.line}" if site is not None else ""
+    weighs = _weights(contributions, events, held)
+    right = " (right if that is its coefficient, whatever the number of passes)" if "together" in weighs else ""
+    weighs = f"with all constants, {weighs}{right}" if weighs else "what they weigh is not judged"
     return [
-        f"beside the losses that count tokens, {max(one.other_losses for one in beside)} other term(s) enter a "
-        f"backward pass{where}: {weighs}. Whether that is meant, gradcheck_dist.mark_loss(loss_sum, num_tokens, "
-        "term=..., coefficient=...) on each tells"
+        f"{max(one.other_losses for one in beside)} other term(s) enter a backward pass beside the losses that count "
+        f"tokens: {weighs}. gradcheck_dist.mark_loss(..., term=, coefficient=) on each tells what is meant{where}"
     ]
 
 
