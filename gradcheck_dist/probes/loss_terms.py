@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.probes.loss import number
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
@@ -18,6 +20,8 @@ MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
 _SUMS = {"AddBackward", "SubBackward"}
 _FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
+_HANDS_ON = "_DDPSinkBackward"
+"""Behind all outputs of a DDP module; gives each back as it is (torch/nn/parallel/distributed.py)."""
 
 
 class End(Enum):
@@ -37,23 +41,25 @@ class Terms:
         self.others: list[Any] = []
 
 
-def uncounted_terms(root: Any, name_of: Callable[[Any], str], end_of: Callable[[Any], End | None]) -> Terms:
+def uncounted_terms(root: Tensor, name_of: Callable[[Any], str], end_of: Callable[[Any], End | None]) -> Terms:
     """The summands of a root that are no counted losses; none where the root is no sum.
 
     Args:
-        root: the autograd node of a scalar.
+        root: the scalar that is differentiated.
         name_of: a node's name.
         end_of: what a node is; None where that is to be seen behind it.
 
     A summand is followed through factors that have no gradient.
     """
     summands: list[Any] = []
-    todo = [root] if root is not None else []
+    todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
-        node = todo.pop()
-        operands = [following for following, _ in node.next_functions if following is not None]
+        node, output = todo.pop()
+        operands = [edge for edge in node.next_functions if edge[0] is not None]
         name = name_of(node)
-        if end_of(node) is None and (name in _SUMS or (name in _FACTORS and len(operands) == 1)):
+        if name == _HANDS_ON and node.next_functions[output][0] is not None:
+            todo.append(node.next_functions[output])
+        elif end_of(node) is None and (name in _SUMS or (name in _FACTORS and len(operands) == 1)):
             todo += operands
         else:
             summands.append(node)

@@ -118,7 +118,7 @@ def look(
         _watch_soft_targets(recorder, soft.pop())
     current.other_losses += len(found.others) + len(soft)
     if (found.known or found.cross_entropies or picks) and len(roots) == 1:
-        terms = uncounted_terms(roots[0].grad_fn, _name, functools.partial(_end, found))
+        terms = uncounted_terms(roots[0], _name, functools.partial(_end, found))
         current.other_losses += len(terms.others)
         watch_terms(recorder, current, [*terms.others, *terms.named], _op)
     current.computed = found.is_computed()

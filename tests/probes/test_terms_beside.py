@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,3 +87,28 @@ def test_a_declared_term_is_not_weighed_twice(tmp_path: Path) -> None:
     (trace,) = read_run(tmp_path / "run").ranks.values()
     assert not [one for one in trace.events if isinstance(one, LossTerm)]
     assert (report.verdict, report.coverage.problems) == ("clean", [])
+
+
+def test_a_term_is_found_behind_the_outputs_of_a_ddp_module(tmp_path: Path) -> None:
+    class WithLoss(nn.Linear):
+        """As transformers' models: what forward gives holds the loss and the terms that it is made of."""
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = super().forward(x)
+            term = penalty(logits)
+            return logits, main(logits) / STEPS + term, term
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with gradcheck_dist.attach(tmp_path / "run"):
+            model = nn.parallel.DistributedDataParallel(WithLoss(4, 5), find_unused_parameters=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for k in range(STEPS):
+                model.require_backward_grad_sync = k == STEPS - 1
+                model(torch.randn(6, 4))[1].backward()
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert any("mean weighs 0.01 in each of 3 passes, together 0.03" in one for one in report.coverage.problems)
