@@ -76,9 +76,10 @@ class Session:
             self.recorder.own_optimizer.look()  # which rests when patches are taken back
         self._patches.restore()
         self.recorder.suspended += 1  # functions that the user imported while they were replaced pass everything on
-        self.recorder.finish()
-        self.recorder.emit(RunEnd, reason="detached")
-        self.recorder.writer.close()
+        if not self.recorder.writer.is_inherited:  # a forked child neither writes nor waits for its parent's device
+            self.recorder.finish()
+            self.recorder.emit(RunEnd, reason="detached")
+            self.recorder.writer.close()
         self.recorder.release()
         atexit.unregister(self.detach)
         if _session is self:

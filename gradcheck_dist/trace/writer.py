@@ -54,6 +54,12 @@ class TraceWriter:
         if background:
             threading.Thread(target=self._flush_regularly, name="gradcheck-trace", daemon=True).start()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that writes. The locks here may then be held for good, by a
+        thread that only the other one has."""
+        return self._fd >= 0 and self._pid != os.getpid()
+
     def append(self, record: AnyRecord) -> None:
         self._records.append(record)
 
@@ -70,10 +76,12 @@ class TraceWriter:
             self._write(head(payload), payload)
 
     def close(self) -> None:
+        if self.is_inherited:
+            return
         self._stop.set()
         self.flush()
         with self._lock:
-            if self._fd >= 0 and self._pid == os.getpid():
+            if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -147,6 +149,24 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
             session.recorder.writer.flush()
             os._exit(0)
         os.waitpid(child, 0)
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.trace")) == before
+
+
+def test_a_forked_child_ends_although_the_writer_was_at_work(tmp_path: Path) -> None:
+    with attach(tmp_path) as session:
+        before = sum(file.stat().st_size for file in tmp_path.glob("*.trace"))
+        with session.recorder.writer._lock:  # as the thread that writes holds it, which the child does not have
+            child = os.fork()
+            if child == 0:
+                session.detach()  # what atexit does in a child that ends by itself
+                os._exit(0)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
         assert sum(file.stat().st_size for file in tmp_path.glob("*.trace")) == before
 
 
