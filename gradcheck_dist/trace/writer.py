@@ -40,7 +40,7 @@ class TraceWriter:
         self.num_unwritable = 0
         self._records: list[Record] = []
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may detach in the midst of a write of the same thread
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._fd = -1

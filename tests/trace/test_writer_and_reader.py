@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import SCHEMA_VERSION, Backward, Header, Param, Samples, Site, StepEnd
+from gradcheck_dist.events import SCHEMA_VERSION, Backward, Header, Param, Record, Samples, Site, StepEnd
 from gradcheck_dist.trace.frames import MAGIC, frame
 from gradcheck_dist.trace.reader import TraceTail, decode_values, read_trace
 from gradcheck_dist.trace.run import before_restart, create_run_dir, read_run
@@ -177,6 +178,28 @@ def test_a_forked_child_stays_silent(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.flush()
     writer.close()
     assert path.stat().st_size == size
+
+
+def test_a_signal_handler_may_close_in_the_midst_of_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-00000.trace"
+    writer = TraceWriter(path, header(), background=False)
+    encode, encoded = writer._encode, list[int]()
+
+    def interrupted(records: list[Record]) -> bytes:
+        payload = encode(records)
+        encoded.append(len(records))
+        if len(encoded) == 1:
+            writer.append(backward(2))
+            writer.flush()  # a lock that is not reentrant would never be had here
+        return payload
+
+    monkeypatch.setattr(writer, "_encode", interrupted)
+    writer.append(backward(1))
+    thread = threading.Thread(target=writer.flush, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert sorted(event.seq for event in read_trace(path).events) == [1, 2]
 
 
 def test_bfloat16_values_are_read_exactly() -> None:
