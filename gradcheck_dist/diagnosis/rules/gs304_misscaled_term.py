@@ -2,7 +2,8 @@
 
 ## What it does
 Finds terms (load balance, router z-loss, multi-token prediction) whose weight at the loss, over their declared
-coefficient and number of positions, is off from the main loss's by a common factor. The main loss is right.
+coefficient and number of positions, is off from the main loss's by a common factor. The main loss is right. A term that
+nobody declared has no coefficient to be held against: the report tells what it weighs in one pass and in the step.
 
 ## Why it matters
 The coefficient that somebody tuned is not the one that is trained with, and the real one moves with the number of
