@@ -392,8 +392,10 @@ UPDATED_INSIDE = (
     "update reads is not followed"
 )
 KEPT_BY_OPTIMIZER = "optimizer_keeps"
-"""What is told under this probe's name, as not active, is an optimizer that keeps gradients for a later step."""
+"""What is told under this probe's name, as not active, is an optimizer that keeps gradients for a later step; as
+active, that one which was told so does not."""
 MOVED_NOTHING = "was given gradients and moved no parameter"
+MOVES_NOW = "moves parameters in one step after the other"
 CUDA_GRAPHS = "cuda_graphs"
 """What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
 

@@ -41,6 +41,17 @@ class StepContext:
     command: tuple[str, ...] = ()
     scenario: str | None = None
 
+    def judged_on(self, contributions: Contributions) -> None:
+        """Take these for the step's contributions. Passes that were left out because their gradients were thrown away
+        and their tokens evaluated again (sharpness-aware training) are no accumulation steps, and no degree."""
+        left = {key: c for key, c in self.contributions.by_key.items() if key not in contributions.by_key}
+        if any(c.weight != 0 for c in left.values()):
+            steps: dict[int, set[int]] = {}
+            for coordinate, step, _ in contributions.by_key:
+                steps.setdefault(coordinate, set()).add(step)
+            self.quantities["accumulation_steps"] = float(max(map(len, steps.values()), default=1))
+        self.contributions = contributions
+
     def ranks_per_batch(self, group: Sequence[int]) -> int:
         """How many ranks of a group evaluate each batch: 1 where all have one of their own, or not all equally many."""
         place = [self.contributions.coordinate.get(rank, -1 - rank) for rank in group]

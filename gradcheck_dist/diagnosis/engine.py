@@ -42,7 +42,7 @@ from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.terms_beside import losses_beside
-from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together, without_keepers
+from gradcheck_dist.diagnosis.unfollowed import from_before, moving, not_attached, stepped_together, without_keepers
 from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
@@ -145,7 +145,7 @@ def judge_step(
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.reasons += not_summed(data)
-    verdict.remarks += [*not_verified(data.events), *contributions.problems]
+    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems]
     beside = functools.partial(losses_beside, contributions, data.events)
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
@@ -164,7 +164,8 @@ def judge_step(
         return verdict
     means = loss_by_loss(aim(objective, data, contributions, measured, drop_lost=drop_lost), objective, data, measured)
     target, expected = means.aim, means.aim.expected
-    verdict.contributions = context.contributions = target.contributions
+    context.judged_on(target.contributions)
+    verdict.contributions = target.contributions
     context.relative, context.of_means = target.relative, target.of_means
     name_places(measured, data, target.contributions, expected)
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]

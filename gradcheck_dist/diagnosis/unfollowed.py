@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.cells import SIGMAS, Held
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
-from gradcheck_dist.events import MOVED_NOTHING, Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.events import (
+    KEPT_BY_OPTIMIZER,
+    MOVED_NOTHING,
+    MOVES_NOW,
+    Event,
+    OptimizerStep,
+    ProbeStatus,
+    Reduce,
+    Replica,
+    StepEnd,
+)
 from gradcheck_dist.ledger.tracks import StepData
 
 NOT_ATTACHED = "was never put into its own .grad"
@@ -41,10 +52,26 @@ def from_before(measured: Sequence[Held]) -> str | None:
     )
 
 
+def moving(data: StepData) -> list[str]:
+    """What is told of optimizers that had moved no parameter before, and do so in every step now."""
+    statuses = (event for of_rank in data.events.values() for event in of_rank if isinstance(event, ProbeStatus))
+    return [event.reason for event in statuses if event.probe == KEPT_BY_OPTIMIZER and event.active]
+
+
 def without_keepers(verdicts: list[StepVerdict]) -> list[StepVerdict]:
     """Leave all steps open where an optimizer keeps what it reads in one of them, to move parameters in a later one:
-    what several of its steps add up to, and what that is divided by, only it knows."""
-    kept = {one.context.step: words for one in verdicts for words in one.reasons if MOVED_NOTHING in words}
+    what several of its steps add up to, and what that is divided by, only it knows. One that moves them in each step
+    from then on only began its state: its steps are judged."""
+    told = [(words, one) for one in verdicts for words in one.reasons if MOVED_NOTHING in words]
+    moves = Counter(words.removesuffix(MOVES_NOW) for one in verdicts for words in one.remarks if MOVES_NOW in words)
+    stopped = Counter(words.removesuffix(MOVED_NOTHING) for words, _ in told)
+    began = {words for words, _ in told if moves[name := words.removesuffix(MOVED_NOTHING)] >= stopped[name]}
+    for verdict in verdicts:
+        first = [f"{words}, and did in the steps after it" for words in verdict.reasons if words in began]
+        verdict.reasons = [words for words in verdict.reasons if words not in began]
+        verdict.remarks = [words for words in verdict.remarks if MOVES_NOW not in words]
+        verdict.remarks += [f"step {verdict.context.step}: {words}" for words in dict.fromkeys(first)]
+    kept = {one.context.step: words for words, one in told if words not in began}
     if kept:
         step, words = min(kept.items())
         reason = (

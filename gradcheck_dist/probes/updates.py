@@ -1,7 +1,8 @@
 """Whether an optimizer's step moves parameters at all.
 
 One that adds up what it reads and moves parameters only every so many calls (optimi's optimizer accumulation, Opacus'
-virtual steps, hivemind) makes one step out of several: which of them belong together, only it knows.
+virtual steps, hivemind) makes one step out of several: which of them belong together, only it knows. One that moves
+them in two steps in a row does not: where it moved nothing before, it began its state (SOAP takes its first bases so).
 
 Optimizers change parameters in place, and autograd counts that. Where it never counts one (updates through `.data`, or
 in kernels of their own), the element with the largest gradient of a few parameters tells, on CPU.
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING
+from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW
 from gradcheck_dist.probes.recorder import Recorder, guarded
 
 MAX_PARAMS, MAX_VALUES = 4, 1 << 16
 """Whose values are looked at, and among how many of each."""
 FINE = (torch.float32, torch.float64)
 """What a small update does not leave as it was by rounding."""
+NEVER = -2
 
 
 class Updates:
@@ -30,14 +32,15 @@ class Updates:
 
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._told: set[int] = set()
+        self._told: dict[int, int] = {}  # optimizers that moved nothing once; the step before, where they did
+        self._settled: set[int] = set()  # those of them that moved in the step after it, too
         self._begun: tuple[Optimizer, list[Tensor], int, list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
         self._begun = None
         groups = optimizer.param_groups
         skips = getattr(optimizer, "found_inf", None) is not None  # a GradScaler's fused step may skip
-        if skips or id(optimizer) in self._told or any(_is_zero(group.get("lr")) for group in groups):
+        if skips or id(optimizer) in self._settled or any(_is_zero(group.get("lr")) for group in groups):
             return
         read = [param for group in groups for param in group["params"] if param.grad is not None]
         noted = [] if self._counts.get(optimizer) else list(_largest(read[:MAX_PARAMS]))
@@ -52,9 +55,16 @@ class Updates:
         moves = _version(read) != version
         self._counts[optimizer] = moves or bool(counted)
         same = bool(noted) and all(torch.equal(param.detach().flatten()[place], was) for param, place, was in noted)
-        if not moves and (counted or same):
-            self._told.add(id(optimizer))
-            recorder.status(KEPT_BY_OPTIMIZER, False, f"{type(optimizer).__name__} {MOVED_NOTHING}")
+        moved = moves or (bool(noted) and not counted and not same)
+        name, before = type(optimizer).__name__, self._told.get(id(optimizer))
+        if before is None and not moves and (counted or same):
+            recorder.status(KEPT_BY_OPTIMIZER, False, f"{name} {MOVED_NOTHING}")
+            self._told[id(optimizer)] = NEVER
+        elif before is not None:
+            self._told[id(optimizer)] = recorder.step if moved else NEVER
+            if moved and before == recorder.step - 1:
+                recorder.status(KEPT_BY_OPTIMIZER, True, f"{name} {MOVES_NOW}")
+                self._settled.add(id(optimizer))
 
 
 def _is_zero(rate: object) -> bool:

@@ -258,6 +258,23 @@ def test_evaluating_a_batch_twice_throws_no_tokens_away(tmp_path: Path) -> None:
     assert judged(tmp_path).verdict == "clean"
 
 
+def test_passes_that_were_evaluated_again_are_no_accumulation_steps(tmp_path: Path) -> None:
+    """Sharpness-aware minimisation over an accumulation: the second time, its losses are too large by its length."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            data = [batch(0, 3 * step + k) for k in range(3)]
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in data)
+            for times in (1, 3):
+                optimizer.zero_grad()
+                for one in data:
+                    (times * F.cross_entropy(*logits_of(model, one), reduction="sum") / num_tokens).backward()
+            optimizer.step()
+    [finding] = judged(tmp_path).findings
+    assert (finding.code, finding.factor.exact, finding.factor.expression) == ("GS303", "3", "accumulation_steps")
+
+
 @pytest.mark.parametrize(("steps", "found"), [([0], []), ([0, 1, 2], ["GS401"])])
 def test_a_warm_up_is_no_fault_and_a_zero_grad_in_every_step_is(
     tmp_path: Path, steps: list[int], found: list[str]

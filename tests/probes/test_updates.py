@@ -60,6 +60,22 @@ class Gathering(torch.optim.Optimizer):
                 total.zero_()
 
 
+class Beginning(torch.optim.Optimizer):
+    """Only looks at the gradients of its first step (SOAP)."""
+
+    def __init__(self, params: Any, through_data: bool) -> None:
+        super().__init__(params, {"lr": RATE})
+        self.through_data = through_data
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if "basis" in self.state[param]:
+                target = param.data if self.through_data else param
+                target -= RATE * param.grad
+            self.state[param]["basis"] = param.grad.clone()
+
+
 class InHooks(torch.optim.Optimizer):
     """As LOMO does it: a hook that runs when the next gradient comes, and once more behind backward; no `step`."""
 
@@ -124,6 +140,25 @@ def test_an_optimizer_that_keeps_gradients_for_a_later_step_accuses_nobody(
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert diagnose_run(tmp_path).verdict == "undetermined"  # step by step, as commands do
     assert any("Gathering was given gradients and moved no parameter" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_optimizer_that_only_begins_its_state_in_the_first_step_is_judged(
+    tmp_path: Path, through_data: bool
+) -> None:
+    def beginning(model: nn.Module, loss: Callable[[int], Tensor]) -> None:
+        optimizer = Beginning(model.parameters(), through_data)
+        for k in range(4):
+            loss(k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = judged(tmp_path / "right", beginning)
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+    assert any("step 0: Beginning was given gradients and moved no" in problem for problem in report.coverage.problems)
+    [finding] = judged(tmp_path / "wrong", beginning, divisor=3).findings
+    assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "1/3", [0, 1, 2])
+    assert diagnose_run(tmp_path / "wrong").findings  # step by step, as commands do
 
 
 def test_an_optimizer_that_moves_parameters_past_autograd_is_judged(tmp_path: Path) -> None:
