@@ -156,8 +156,9 @@ def _until_then(cells: Sequence[Cell]) -> str:
         return "Up to there it is one"
     if all(cell.right for cell in cells):
         return "Up to there its weights are right"
-    ratios = sorted(cell.ratio for cell in cells)
-    return f"Up to there its weights are x {ratios[0]:.4g} to x {ratios[-1]:.4g}, which what follows may make up for"
+    ratios = {cell.ratio if abs(cell.ratio) > cell.tolerance else 0.0 for cell in cells}
+    sizes = " to ".join(dict.fromkeys(f"x {ratio:.4g}" for ratio in (min(ratios), max(ratios))))
+    return f"Up to there its weights are {sizes}, which what follows may make up for"
 
 
 def _by_hand(case: Case) -> bool:

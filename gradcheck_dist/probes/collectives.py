@@ -91,6 +91,31 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return reduce
 
+    def watch_coalesced(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def all_reduce_coalesced(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.recording or recorder.suspended:
+                return original(*args, **kwargs)
+            call = bound(recorder, signature, args, kwargs)
+            opened: list[tuple[Tensor, list[Region] | None]] = []
+            if call is not None:
+                tensors, op = call["tensors"], call["op"]
+                if recorder.current is not None:
+                    note_hook(recorder, op)
+                for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+                    opened.append((tensor, before_manual(recorder, pending, tensor, "all_reduce", op, call["group"])))
+            result = original(*args, **kwargs)
+            for tensor, regions in opened:
+                if regions is not None and call is not None:
+                    after_manual(recorder, pending, regions, tensor, regions, call["async_op"])
+            return result
+
+        return all_reduce_coalesced
+
+    if hasattr(dist, "all_reduce_coalesced"):  # deprecated, and no longer in every torch
+        _replace(patches, "all_reduce_coalesced", watch_coalesced)
     _replace(patches, "all_reduce", watch_all_reduce)
     _replace(patches, "reduce", watch_reduce)
     # The second is the older name; where both are, it calls the first through its module.

@@ -37,6 +37,9 @@ def train(variant: str, run_dir: str) -> None:
                     dist.broadcast(param.grad, 0)
                 if "own loss" in variant:
                     param.grad.mul_(1 / (1 + float(loss.detach())))
+            if "all at once" in variant:
+                op = dist.ReduceOp.AVG if "averaged" in variant else dist.ReduceOp.SUM
+                dist.all_reduce_coalesced([param.grad for param in params if param.grad is not None], op=op)
             if "one steps" not in variant or rank == 0:
                 optimizer.step()
             optimizer.zero_grad()

@@ -26,6 +26,8 @@ RANKS = {
     "with a critic": ("clean", []),
     "with a critic, never reduced": ("findings", ["GS103"]),
     "a wrapper, then by its own loss": ("findings", ["GS000"]),
+    "all at once": ("clean", []),
+    "all at once, averaged": ("findings", ["GS101"]),
 }
 
 
