@@ -11,6 +11,7 @@ from torch import Tensor
 from gradcheck_dist.probes.flat_copies import FlatCopies
 from gradcheck_dist.probes.regions import Region, gradient_of, whole
 from gradcheck_dist.probes.registry import ParamInfo, Registry
+from gradcheck_dist.stats.inputs import is_dense
 
 Place = tuple[Sequence[Region], Tensor]
 """(what a tensor is made of, the tensor)"""
@@ -46,7 +47,7 @@ class Places:
         self._asked_since_pass = False
 
     def overlapping(self, tensor: Tensor, likely: Iterable[ParamInfo] = ()) -> list[Place]:
-        """The gradients, and the gradients of optimizers' copies, that share memory with a contiguous tensor. `likely`:
+        """The gradients, and the gradients of optimizers' copies, that share memory with a dense tensor. `likely`:
         parameters whose gradients may have come since."""
         begin, end = _span(tensor)
         if begin == end:
@@ -153,8 +154,9 @@ def _place(info: ParamInfo, is_copy: bool) -> Place | None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and the one behind the last; (0, 0) where elements do not lie side by side."""
-    if tensor.layout is not torch.strided or not tensor.data_ptr() or not tensor.is_contiguous():
+    """Addresses of the first byte and the one behind the last; (0, 0) where elements do not lie side by side, in
+    whatever order."""
+    if tensor.layout is not torch.strided or not tensor.data_ptr() or not is_dense(tensor):
         return 0, 0
     begin = tensor.data_ptr()
     return begin, begin + tensor.numel() * tensor.element_size()

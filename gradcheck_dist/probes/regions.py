@@ -66,10 +66,12 @@ def gradient_of(info: ParamInfo) -> Tensor | None:
 def in_memory(tensor: Tensor, held: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
     """What of `tensor` is known: overlaps with tensors whose regions are known, by address.
 
-    Only contiguous tensors of one type are compared.
+    Only contiguous tensors of one type are compared, and others (channels last) with what has their shape and strides.
     """
-    if tensor.layout is not torch.strided or not tensor.data_ptr() or not tensor.is_contiguous():
+    if tensor.layout is not torch.strided or not tensor.data_ptr():
         return []
+    if not tensor.is_contiguous():
+        return [region for regions, other in held if _same_place(tensor, other) for region in regions]
     size, begin = tensor.element_size(), tensor.data_ptr()
     end = begin + tensor.numel() * size
     found = []
@@ -88,6 +90,13 @@ def in_memory(tensor: Tensor, held: Iterable[tuple[Sequence[Region], Tensor]]) -
             if part is not None:
                 found.append(part)
     return found
+
+
+def _same_place(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    if other.layout is not torch.strided or other.dtype != tensor.dtype or other.data_ptr() != tensor.data_ptr():
+        return False
+    return other.shape == tensor.shape and other.stride() == tensor.stride()
 
 
 class Finder:

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradcheck_dist.events import AnyRecord
 from gradcheck_dist.probes.places import MOST_FRUITLESS, Places
+from gradcheck_dist.probes.regions import in_memory
 from gradcheck_dist.probes.registry import Registry
 
 NUM_LAYERS = 20
@@ -115,13 +116,23 @@ def test_a_flat_buffer_holds_all_and_a_part_of_it_those_that_it_cuts(model: nn.M
     assert names(places, padded) == every
 
 
+def test_a_gradient_in_channels_last_is_found() -> None:
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    net(torch.ones(1, 3, 5, 5).to(memory_format=torch.channels_last)).sum().backward()
+    places, _ = places_of(net)
+    assert net.weight.grad is not None and not net.weight.grad.is_contiguous()
+    assert names(places, net.weight.grad) == ["weight"]
+    assert names(places, torch.ones(4, 3, 3, 3).to(memory_format=torch.channels_last)) == []
+
+
 def test_what_is_no_gradient_or_cannot_be_compared_is_nobodys(model: nn.Module) -> None:
     places, _ = places_of(model)
     weight = model[0].weight.grad
     assert weight is not None
     assert names(places, torch.zeros(100)) == []
     assert names(places, torch.zeros(0)) == []
-    assert names(places, weight.t()) == []  # not side by side in its own order
+    turned = weight.t()
+    assert in_memory(turned, places.overlapping(turned)) == []  # the same memory in another order
     model[0].weight.grad = torch.zeros(4, 4).to_sparse()
     assert names(places, weight) == []
 

@@ -196,3 +196,12 @@ def test_a_view_is_known_by_its_place_in_memory_and_not_by_its_values() -> None:
     assert in_memory(buffer[4:9], [(known, buffer[2:6])]) == [Region(known[0].info, 2, 0, 2)]
     assert in_memory(torch.zeros(12), [(known, buffer[2:6])]) == []
     assert in_memory(buffer.view(3, 4).t(), [(known, buffer[2:6])]) == []
+
+
+def test_channels_last_is_known_by_its_place_where_it_is_all_of_a_gradient() -> None:
+    grad = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    known = [Region(info(0, grad), 0, 0, grad.numel())]
+    assert in_memory(grad.detach(), [(known, grad)]) == known
+    in_order = grad.as_strided((grad.numel(),), (1,))
+    assert in_memory(in_order, [(known, grad)]) == []
+    assert in_memory(grad.clone(memory_format=torch.channels_last), [(known, grad)]) == []
