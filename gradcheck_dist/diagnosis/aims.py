@@ -18,6 +18,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.bare_means import added_means
 from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.diagnosis.clips import is_round
 from gradcheck_dist.diagnosis.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
@@ -163,10 +164,11 @@ def _by_class_weights(contributions: Contributions) -> Contributions | None:
     by_key: dict[ContributionKey, Contribution] = {}
     for key, contribution in contributions.by_key.items():
         loss, count = contribution.loss, contribution.num_tokens
-        if loss is None or not loss.num_weighted_tokens or not count or contribution.weight is None:
+        if loss is None or loss.num_weighted_tokens is None or count is None or contribution.weight is None:
             return None
         total = Fraction(loss.num_weighted_tokens).limit_denominator(10**9)
-        weight = contribution.weight * (count / float(total) if loss.reduction == "mean" else 1.0)
+        of_mean = loss.reduction == "mean" and total > 0  # a pass whose labels are all ignored has neither
+        weight = contribution.weight * (count / float(total) if of_mean else 1.0)
         by_key[key] = replace(contribution, num_tokens=total, weight=weight)  # type: ignore[arg-type]
     return replace(contributions, by_key=by_key) if by_key else None
 
@@ -231,13 +233,24 @@ def _documented(group: list[Transfer]) -> int:
 
 def may_be_meant(case: Case) -> bool:
     """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or targets are soft."""
-    if case.culprit.kind != "loss" or case.culprit.unrecorded or case.pattern.kind != "uniform":
+    culprit = case.culprit
+    if culprit.unrecorded or case.pattern.kind != "uniform":
         return False
+    if culprit.kind != "loss":
+        # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
+        average = case.reduce is not None and case.recorded and case.everywhere
+        return average and is_round(case.pattern.factor) and _beside_others(case)
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         return True  # distillation is multiplied by the temperature's square, and more
     if _added(case):
         return True
+    return _beside_others(case)
+
+
+def _beside_others(case: Case) -> bool:
+    """Whether a factor below 1 may be a coefficient, since losses that count nothing stand beside all that do."""
+    counted = case.context.contributions.by_key.values()
     return 0 < case.pattern.factor < 1 and all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
 
 
@@ -256,8 +269,9 @@ def coefficient_unknown(case: Case) -> str:
             "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
             "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
         )
+    wrong = "a wrong normaliser" if case.culprit.kind == "loss" else "the average over ranks is one division too many"
     return (
         f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
-        "(beside other losses, or for a temperature) or a wrong normaliser is not known. "
+        f"(beside other losses, or for a temperature) or {wrong} is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its coefficient tells"
     )

@@ -36,6 +36,12 @@ from gradcheck_dist.diagnosis.handmade import name_places, note, weigh
 from gradcheck_dist.diagnosis.left_over import say_lost
 from gradcheck_dist.diagnosis.norms import step_norms
 from gradcheck_dist.diagnosis.open_steps import out_of_sight, passes_unmatched, tokens_known, why_not
+from gradcheck_dist.diagnosis.other_steps import (
+    conduct_of,
+    leave_schedules_open,
+    tell_by_other_steps,
+    tell_other_counts,
+)
 from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
@@ -106,6 +112,9 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     weigh(verdicts)
+    tell_by_other_steps(verdicts)
+    leave_schedules_open(verdicts)
+    tell_other_counts(verdicts)
     tell_windows(verdicts)
     confirm(verdicts)
     report = report_of(run, verdicts, objective, objective_from, skipped)
@@ -174,6 +183,7 @@ def judge_step(
     verdict.remarks += beside(verdict.held)
     verdict.reasons += summary.unseen(verdict.held, expected, own)
     verdict.units = summary.unit_of(verdict.held)
+    verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     cases = cases_of(verdict, measured, expected, target.tokens)
     norms = step_norms(run, data, contributions.coordinate)
     by_hand = clip_by_hand(cases, data, norms)

@@ -17,6 +17,8 @@ SURE = 0.02
 """What chance would make more often than this convicts nobody."""
 BY_CHANCE = 0.25
 """A kind of name is not tried where so many of its kind would hit a number by chance."""
+TOKENS = "num_tokens"
+SMALL = 16
 SPAN = 9.0
 """The logarithms of factors that occur lie within this width: 1/90 to 90."""
 
@@ -96,6 +98,8 @@ def name_number(
             choices, numbers = _products(tuple(sorted(usable.items())), count, most)
             for index in np.flatnonzero(np.abs(numbers / value - 1.0) <= tolerance):
                 powers, number = choices[index], float(numbers[index])
+                if _coincides(powers, number):
+                    continue
                 far = sum(name not in near for name, _ in powers)
                 miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
                 cost = sum(abs(power) for _, power in powers) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
@@ -103,6 +107,15 @@ def name_number(
         if found:
             break
     return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+
+
+def _coincides(powers: tuple[tuple[str, int], ...], number: float) -> bool:
+    """Whether a product of a token count with squares is a fraction of small numbers, which few tokens make up easily:
+    4/12 is 1/3."""
+    if not any(name == TOKENS for name, _ in powers) or max(abs(power) for _, power in powers) == 1:
+        return False
+    fraction = Fraction(number).limit_denominator(SMALL)
+    return fraction.numerator <= SMALL and abs(float(fraction) / number - 1) < 1e-9
 
 
 def chance(name: Name, quantities: Mapping[str, float], tolerance: float) -> float:

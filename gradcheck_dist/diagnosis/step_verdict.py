@@ -12,6 +12,7 @@ from gradcheck_dist.diagnosis.consequence import consequence
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
+from gradcheck_dist.diagnosis.other_steps import Conduct
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -88,6 +89,7 @@ class StepVerdict:
     assumed: Assumed | None = None
     divided: dict[Place, frozenset[str]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    conduct: Conduct | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
 
     def found(self, finding: Finding, effect: Effect | None) -> None:

@@ -12,6 +12,10 @@ from gradcheck_dist.events import Event, OptimizerStep
 from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import Solution
 
+GONE, GONE_SIGMAS, VAGUE = 1e-3, 6.0, 0.05
+"""A share of what a buffer held before that is no more than this, or than so many standard errors, is none, where these
+are not more than that."""
+
 
 @dataclass
 class Column:
@@ -81,6 +85,16 @@ class Buffer:
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
         self.columns += [replace(column, nominal=column.nominal * factor) for column in other.columns]
+
+    def find_leftover(self, solution: Solution) -> None:
+        """See whether what was there before the step's first contribution is part of what a sample shows; where an
+        earlier sample told, that stays."""
+        shares = [
+            GONE_SIGMAS * error <= VAGUE and abs(coefficient) <= max(GONE, GONE_SIGMAS * error)
+            for column, coefficient, error in zip(self.columns, solution.coefficients, solution.stderr, strict=True)
+            if column.weights is not None and not column.weights.any()
+        ]
+        self.leftover = self.leftover and not (shares and all(shares))
 
     @property
     def foreign(self) -> float:

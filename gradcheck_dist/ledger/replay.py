@@ -271,12 +271,14 @@ class _Machine:
         first = all(point.seq <= seq for seq, _ in self.track.leaves.values())
         if order == BEFORE_ORDER and event is None and first:
             # Before a step's first backward pass: contributions of no step. (Behind it: a reduction that broke off.)
+            # What that pass brings has its number, and came later.
             zeros = np.zeros(len(self.basis))
-            buffer.columns = [Column(point.values.data, zeros, zeros, 1.0)]
+            buffer.columns = [Column(point.values.data, zeros, zeros, 1.0), *buffer.columns]
             buffer.leftover = bool(np.nan_to_num(point.values.data).any())
             entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
             return
         weights, stderr, entry.own, solution = self._measure(point, buffer)
+        entry.leftover = buffer.leftover
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
         errors = stderr if stderr is not None else np.zeros(len(self.basis))
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
@@ -285,6 +287,7 @@ class _Machine:
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
         if chain is not None and chain[3].residual <= HEALTHY * self.result.epsilon:
+            buffer.find_leftover(chain[3])
             return chain
         if chain is None and all(column.weights is not None for column in buffer.columns):
             return None, None, None, None  # too few elements for its few columns: more columns cannot help
@@ -293,6 +296,8 @@ class _Machine:
             Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
         ]
         direct = self._solve(point, everything, buffer.nominal[arrived])
+        if direct is None and not self._holds_all(buffer, arrived):
+            return None, None, None, None  # too few elements to say that what others may have brought is not in it
         foreign = buffer.foreign
         if direct is not None and foreign and direct[3].chance(foreign * direct[3].num_rows ** 0.5) > SELDOM:
             # It was no combination before: that it is one again is chance sooner than that somebody took the rest away.
@@ -300,11 +305,19 @@ class _Machine:
         if direct is not None and not direct[3].checked:
             direct = None  # so many contributions make up any few elements
         if direct is not None and direct[3].fits and (chain is None or direct[3].sigma < 0.5 * chain[3].sigma):
+            buffer.leftover = False  # all of it came in this step: what was there before has been replaced
             return direct
         if chain is not None and chain[3].fits and direct is not None:
+            buffer.find_leftover(chain[3])
             return chain  # nor do all contributions explain what is left of it: it is noise
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
+
+    @staticmethod
+    def _holds_all(buffer: Buffer, arrived: list[int]) -> bool:
+        """Whether every contribution that can be in a buffer is in one of the columns it is known to be made of."""
+        held = [column.weights[arrived] != 0 for column in buffer.columns if column.weights is not None]
+        return bool(held) and bool(np.any(held, axis=0).all())
 
     def _arrived(self, point: Point) -> list[int]:
         """The contributions that can be in a buffer by now: what has not happened yet must not explain it."""

@@ -95,3 +95,11 @@ def test_a_chain_of_scalings_is_measured_as_its_product(
         assert (report.verdict == "clean") == (abs(composed - 1) < 1e-5)
     healthy = replace(trainer, hands=())
     assert diagnose(World(healthy, seed).run()).verdict == "clean"
+
+
+def test_a_few_tokens_over_squares_are_no_name_of_a_small_fraction() -> None:
+    counted = {"num_tokens": 12.0, "dp_replicate": 2.0}
+    assert name_number(1 / 3, counted, 1e-6) == []
+    assert [name.expression for name in name_number(6.0, counted, 1e-6)] == ["num_tokens/dp_replicate"]
+    many = {"num_tokens": 8111.0, "dp_replicate": 2.0}
+    assert [name.expression for name in name_number(8111 / 4, many, 1e-6)] == ["num_tokens/dp_replicate^2"]

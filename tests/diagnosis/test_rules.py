@@ -92,6 +92,13 @@ def test_the_culprit_of_a_reduction_is_its_line() -> None:
     assert event.observed_factor == pytest.approx(0.5, rel=1e-4)
 
 
+def test_a_division_by_another_number_than_the_ranks_is_told_as_it_is() -> None:
+    (finding,) = judged(replace(FOUR, impl="fsdp", divide=2.0, root=global_mean())).findings
+    assert (finding.code, finding.factor.exact) == ("GS101", "1/2")
+    assert "divides its sum by 2, over 4 ranks" in finding.explanation
+    assert "multiply the loss by 2 (c = 2/N)" in finding.fix
+
+
 def test_the_culprit_of_a_repetition_is_the_first_that_was_too_much() -> None:
     event = judged(CASES["GS102"][1]).findings[0].first_event
     assert event is not None and event.accumulation_step == 1

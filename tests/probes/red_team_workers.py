@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -60,6 +61,8 @@ class Overlapped:
 
 def wrapped(variant: str) -> Any:
     model = Net()
+    if variant == "distilled" or variant == "halved later":
+        return DistributedDataParallel(model)
     if variant == "hooks":
         for param in model.parameters():
             param.register_hook(reduce_in_hook)
@@ -72,11 +75,29 @@ def wrapped(variant: str) -> Any:
     return model
 
 
-def loss_of(variant: str, model: Any, k: int, num_tokens: float) -> Tensor:
+def distilled(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens).flatten(0, 1)
+    soft = F.kl_div(logits.log_softmax(-1), torch.full_like(logits, 1 / 20), reduction="batchmean")
+    return (0.5 * F.cross_entropy(logits, tokens.flatten()) + 0.5 * soft) / ACCUMULATION
+
+
+def reduced_one_by_one(model: nn.Module, divide: bool) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        if divide:
+            param.grad /= dist.get_world_size()
+
+
+def loss_of(variant: str, model: Any, k: int, num_tokens: float, step: int) -> Tensor:
     rank, world = dist.get_rank(), dist.get_world_size()
+    if variant == "distilled":
+        return distilled(model, batch(rank, k)[0])
     if "squared" in variant:
         return model(batch(rank, k)[0]).pow(2).mean() / ACCUMULATION
     loss = token_sum(model, batch(rank, k)) / num_tokens
+    if variant == "halved later":
+        return loss * world / (2 if step else 1)
     return loss if variant == "composable, averaged twice" else loss * world
 
 
@@ -93,15 +114,17 @@ def train(variant: str, run_dir: str | None) -> int:
         valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(ACCUMULATION))
         total = torch.tensor(float(valid))
         dist.all_reduce(total)
-        for _ in range(STEPS):
+        for step in range(STEPS):
             for k in range(ACCUMULATION):
                 overlapped.on = k == ACCUMULATION - 1
                 quiet = variant == "squared, never reduced" or ("squared" in variant and k < ACCUMULATION - 1)
                 with model.no_sync() if quiet else contextlib.nullcontext():
-                    loss_of(variant, model, k, total.item()).backward()
+                    loss_of(variant, model, k, total.item(), step).backward()
             overlapped.wait()
             if variant.startswith("flat"):
                 flat_reduce(model, dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1))
+            if variant == "divided at first":
+                reduced_one_by_one(model, divide=step == 0)
             if variant.startswith("gathered"):
                 gather(model, "first" in variant)
             optimizer.step()

@@ -262,6 +262,37 @@ def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(orde
         assert report.findings[0].factor.expression == "1/loss_scale"
 
 
+@pytest.mark.parametrize(
+    ("scale", "max_norm", "first", "found"),
+    [
+        (1024.0, 0.1, "clip", ["GS604"]),
+        (1024.0, 0.1, "division", []),
+        (1024.0, 0.1 * 1024, "clip", []),
+        (4.0, 0.1, "clip", []),
+    ],
+)
+def test_a_loss_scale_by_hand_is_taken_out_before_the_clip(
+    scale: float, max_norm: float, first: str, found: list[str], tmp_path: Path
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(NUM_STEPS):
+            accumulate(model, scale=scale)
+            if first == "clip":
+                utils.clip_grad_norm_(model.parameters(), max_norm)
+            torch._foreach_div_([param.grad for param in model.parameters()], scale)
+            if first == "division":
+                utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == found
+    if found:
+        assert report.findings[0].factor.observed == pytest.approx(1 / scale)
+        assert "Divide the gradients by the loss scale before clipping" in report.findings[0].fix
+
+
 def test_a_part_that_is_cut_off_is_a_remark_and_the_verdict_stays_clean(tmp_path: Path) -> None:
     class Cut(Net):
         def __init__(self) -> None:

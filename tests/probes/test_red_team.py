@@ -63,6 +63,14 @@ def class_weighted_sum(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     return F.cross_entropy(*logits_of(model, data), weight=weight, reduction="sum") / whole
 
 
+def class_weighted_without_labels(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    """All labels of the second microbatch are ignored."""
+    weight, (logits, labels) = torch.linspace(0.5, 1.5, 20), logits_of(model, data)
+    first = batch(0, 0)[1].flatten()
+    labels = labels if torch.equal(labels, first) else torch.full_like(labels, -100)
+    return F.cross_entropy(logits, labels, weight=weight, reduction="sum") / weight[first[first >= 0]].sum()
+
+
 def distillation(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     logits, labels = logits_of(model, data)
     kept = logits[labels >= 0]
@@ -109,6 +117,7 @@ def gradient_penalty(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
 RIGHT: dict[str, tuple[Loss, str]] = {
     "a mask over unreduced losses": (masked, "clean"),
     "class weights over their sum": (class_weighted_sum, "clean"),
+    "class weights where a microbatch has no labels": (class_weighted_without_labels, "clean"),
     "a gradient penalty": (gradient_penalty, "clean"),
     "distillation beside labels": (distillation, "undetermined"),
     "distillation with a temperature": (soft_targets_only, "undetermined"),
@@ -347,3 +356,63 @@ def test_what_happens_behind_a_loss_that_counts_nothing_is_found_all_the_same(tm
     assert {weight.expected for weight in report.weights} == {None}
     assert not {"GS301", "GS302", "GS303"} & set(report.rules.passed)
     assert "Weight of each contribution's own gradient in step" in plain.render(build(report))
+
+
+@pytest.mark.parametrize("count", ["own", "of the step before"])
+def test_tokens_of_another_step_are_named(tmp_path: Path, count: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = 0
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            data = batch(0, step)
+            num_tokens = int((data[1] >= 0).sum())
+            divisor = (before or num_tokens) if count == "of the step before" else num_tokens
+            (F.cross_entropy(*logits_of(model, data), reduction="sum") / divisor).backward()
+            before = num_tokens
+            optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    if count == "own":
+        assert (report.verdict, report.findings) == ("clean", [])
+        return
+    (finding,) = report.findings
+    assert (finding.code, finding.steps) == ("GS303", [1, 2])
+    assert finding.factor.expression == "num_tokens/num_tokens of step 0"
+    assert "8 tokens are those of step 0; this step has 12" in finding.explanation
+
+
+@pytest.mark.parametrize(("schedule", "found"), [((1 / 3, 2 / 3, 1), []), ((1, 1, 2 / 3), ["GS303"])])
+def test_a_coefficient_that_follows_a_schedule_is_not_accused(
+    tmp_path: Path, schedule: tuple[float, ...], found: list[str]
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for coefficient in schedule:
+            (coefficient * F.cross_entropy(*logits_of(model, batch(0, 0)))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert codes(report) == found
+    assert report.verdict == ("findings" if found else "undetermined")
+    assert found or any("x 0.333333 of a mean" in reason for reason in report.reasons)
+
+
+def test_a_gradient_that_is_replaced_is_not_stale(tmp_path: Path) -> None:
+    """Gradients are gathered in buffers of the loop's own, while .grad still holds the last step's."""
+    model = Net()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(STEPS):
+            gathered = [torch.zeros_like(param) for param in params]
+            num_tokens = sum(int((batch(0, k)[1] >= 0).sum()) for k in range(ACCUMULATION))
+            for k in range(ACCUMULATION):
+                loss = F.cross_entropy(*logits_of(model, batch(0, k)), reduction="sum") / num_tokens
+                torch._foreach_add_(gathered, torch.autograd.grad(loss, params))
+            for param, gradient in zip(params, gathered, strict=True):
+                param.grad = gradient
+            optimizer.step()
+    report = judged(tmp_path)
+    assert (report.verdict, codes(report)) == ("clean", [])

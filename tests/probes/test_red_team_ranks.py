@@ -19,6 +19,9 @@ EXPECTED = {
     "composable, averaged twice": ("findings", ["GS101"]),
     "overlapped": ("clean", []),
     "overlapped, one left out": ("findings", ["GS103"]),
+    "distilled": ("undetermined", []),
+    "halved later": ("findings", ["GS303"]),
+    "divided at first": ("findings", ["GS000"]),
     "squared": ("undetermined", []),
     "squared, never reduced": ("findings", ["GS103"]),
 }
@@ -40,5 +43,14 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
         (finding,) = report.findings
         assert (finding.ranks, finding.first_event and finding.first_event.unrecorded) == ([0, 1], True)
         assert finding.pattern.startswith("contributions of data rank(s) 1 x 0, the rest x ")
+    if variant == "distilled":
+        assert any("the average over ranks is one division too many is not known" in why for why in report.reasons)
+    if variant in ("halved later", "divided at first"):
+        (finding,) = report.findings
+        factor = 0.5 if variant == "halved later" else 2.0
+        assert (finding.steps, finding.first_event and finding.first_event.kind) == ([1], "loss")
+        assert finding.factor.observed == pytest.approx(factor)
+        assert "in step 0, whose weights are right" in finding.explanation
+        assert ("red_team_workers.py" in finding.explanation) == (variant == "divided at first")
     if variant == "squared":
         assert {round(weight.observed or 0, 6) for weight in report.weights} == {0.5}  # what DDP's average leaves

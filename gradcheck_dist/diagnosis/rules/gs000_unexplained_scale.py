@@ -75,6 +75,9 @@ def judge(case: Case) -> Answer:
         if culprit.write is not None:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
             fix = DROP_IT
+            right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
+            if right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
+                fix = f"Let it multiply by {right:.6g}, by which the weights come right, or change the loss's constant."
         if culprit.spared is not None:
             where = (
                 f"Between the {culprit.kind} event and {end} other gradients of the same contributions are multiplied "

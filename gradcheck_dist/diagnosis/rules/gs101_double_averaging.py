@@ -62,6 +62,9 @@ def judge(case: Case) -> Answer | None:
     if not factor < 1 or abs(case.pattern.factor / factor - 1) > max(1e-3, 2 * case.pattern.tolerance):
         return None
     size = len(event.group) * (len(event.replicate_group) or 1)
+    averages = abs(factor * size - 1) <= 1e-6
+    divisor = f"{size}" if averages else f"{1 / factor:.6g}"
+    does = f"averages over {size}" if averages else f"divides its sum by {divisor}, over {size}"
     name = case.names[0].expression if case.names else f"{factor:.6g}"
     wrapper = event.impl.upper() if event.hook != BY_AUTOGRAD else "the DTensor's redistribution"
     sum_instead = (
@@ -75,9 +78,10 @@ def judge(case: Case) -> Answer | None:
         else "op=ReduceOp.SUM"
     )
     return Answer(
-        explanation=f"The loss already divides by the tokens of all ranks, and {wrapper} then averages over {size} "
-        f"ranks: the gradient is {name} of the objective's.",
-        fix=f"Use {sum_instead}, or multiply the loss by {size} (c = R/N) so that the average undoes it.",
+        explanation=f"The loss already divides by the tokens of all ranks, and {wrapper} then {does} ranks: the "
+        f"gradient is {name} of the objective's.",
+        fix=f"Use {sum_instead}, or multiply the loss by {divisor} (c = {'R' if averages else divisor}/N) so that the "
+        f"{'average' if averages else 'division'} undoes it.",
     )
 
 

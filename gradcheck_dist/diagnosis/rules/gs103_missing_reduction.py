@@ -76,9 +76,11 @@ def judge(case: Case) -> Answer | None:
         if not case.everywhere and not reduced
         else ""
     )
+    text = case.pattern.text
+    text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
-        f"backward{why}. {case.pattern.text[0].upper()}{case.pattern.text[1:]}.{apart}",
+        f"backward{why}. {text}.{apart}",
         fix="Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )

@@ -49,8 +49,8 @@ def could_audit(facts: StepFacts) -> bool:
 def audit(facts: StepFacts) -> Iterator[Remark]:
     num = _num_evaluations(facts)
     stale = [held for held in facts.held if num > 1 or _is_stale(held)]
-    if not stale:
-        return
+    if not any(num > 1 or held.observed is not None for held in stale):
+        return  # what could not be measured may have been replaced as well
     names = sorted({held.param[1] for held in stale})
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     rank = min(held.rank for held in stale)

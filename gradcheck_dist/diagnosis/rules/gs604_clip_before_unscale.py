@@ -2,8 +2,9 @@
 
 ## What it does
 Finds clips that come before the GradScaler's unscaling of the same parameters and act: they scale gradients that are S
-times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. A max_norm that is a written
-number times S is taken to be meant.
+times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. A line of the trainer's own that
+divides by a power of two from 32 on behind the clip, and whose division makes the weights right, unscales as well. A
+max_norm that is a written number times S is taken to be meant.
 
 ## Why it matters
 Nearly every step is clipped, to a norm S times below the one that was asked for: the update depends on max_norm and S
@@ -28,6 +29,7 @@ accelerate: `accelerator.clip_grad_norm_` unscales by itself. FSDP: `ShardedGrad
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log2
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.clips import ACTS, is_round
@@ -35,15 +37,19 @@ from gradcheck_dist.diagnosis.effect import effect_of_clip
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms import ClipCall
 from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.events import AmpUnscale, Event, GradWrite
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
+LEAST_POWER = 5
+"""Smaller powers of two are numbers of ranks or accumulation steps as well."""
 
 
 def could_audit(facts: StepFacts) -> bool:
     return bool(facts.norms.clips) and any(
-        isinstance(event, AmpUnscale) for events in facts.data.events.values() for event in events
+        isinstance(event, AmpUnscale) or _scale_of(event) is not None
+        for events in facts.data.events.values()
+        for event in events
     )
 
 
@@ -57,6 +63,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if not wrong:
         return
     call, scale = min(wrong, key=lambda one: (one[0].rank, one[0].event.seq))
+    by_hand = not any(isinstance(event, AmpUnscale) for event in facts.data.events[call.rank])
     event = call.event
     norm = event.total_norm / scale
     right = min(1.0, event.max_norm / norm)
@@ -67,7 +74,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             f"(norm {event.total_norm:.6g}), and unscaled afterwards: the optimizer gets the norm "
             f"{event.max_norm / scale:.6g}. Unscaled their norm is {norm:.6g}, "
             + (f"to be clipped to {event.max_norm:g}." if right < 1 else "and nothing was to be clipped."),
-            fix="Call scaler.unscale_(optimizer) before clipping.",
+            fix="Call scaler.unscale_(optimizer) before clipping."
+            if not by_hand
+            else "Divide the gradients by the loss scale before clipping.",
         ),
         pattern=f"all gradients x {event.coefficient / right:.4g}: clipped by the norm of scaled gradients",
         params=frozenset(part.key for one, _ in wrong for part in one.parts),
@@ -94,4 +103,20 @@ def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
             continue
         if clipped & set(facts.data.params_of(call.rank, event.params)):
             return event.scale if event.seq > call.event.seq else None
+    if not facts.weights_right:
+        return None  # what the loss never carried is no scale
+    for event in facts.data.events[call.rank]:
+        scale = _scale_of(event)
+        if scale is None or event.seq < call.event.seq:
+            continue
+        if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params or 0)):
+            return scale
     return None
+
+
+def _scale_of(event: Event) -> float | None:
+    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
+    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
+        return None
+    power = round(-log2(event.factor))
+    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None
