@@ -30,6 +30,7 @@ from gradcheck_dist.events import (
     StepEnd,
     StepShape,
 )
+from gradcheck_dist.trace.frames import encoder
 
 CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (Loss, "num_tokens", "<i8"),
@@ -114,7 +115,7 @@ class ColumnWriter:
         self._write = write
         self._shapes: dict[bytes, _Shape] = {}
         self._open: _Open | None = None
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = encoder()
 
     def add(self, step: int, events: list[AnyEvent]) -> None:
         """One step, its events in order of seq."""

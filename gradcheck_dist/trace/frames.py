@@ -8,10 +8,13 @@ A payload is a msgpack list of records (events.py). The mark lets a reader find 
 
 from __future__ import annotations
 
+import operator
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 MAGIC = b"GCTRACE\n"
 MARK = b"\xf7GC\x01"
@@ -91,3 +94,9 @@ def _next_frame(data: bytes, view: memoryview, search: int) -> int:
             return search
         search += 1
     return len(view)
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    """Encodes records. Whole numbers of numpy's and others' types are written as int: a trainer may have made its
+    process groups from an array of ranks."""
+    return msgspec.msgpack.Encoder(enc_hook=operator.index)

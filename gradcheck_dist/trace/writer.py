@@ -11,7 +11,7 @@ import msgspec
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, Record, StepShape
-from gradcheck_dist.trace.frames import MAGIC, head
+from gradcheck_dist.trace.frames import MAGIC, encoder, head
 
 FLUSH_INTERVAL_S = 0.05
 
@@ -39,7 +39,7 @@ class TraceWriter:
         self.num_bytes = 0
         self.num_unwritable = 0
         self._records: list[Record] = []
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = encoder()
         self._lock = threading.RLock()  # a signal's handler may detach in the midst of a write of the same thread
         self._pid = os.getpid()
         self._stop = threading.Event()

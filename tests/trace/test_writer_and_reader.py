@@ -8,10 +8,12 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import SCHEMA_VERSION, Backward, Header, Param, Record, Samples, Site, StepEnd
+from gradcheck_dist.events import SCHEMA_VERSION, Backward, Header, Param, Record, Reduce, Samples, Site, StepEnd
+from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.frames import MAGIC, frame
 from gradcheck_dist.trace.reader import TraceTail, decode_values, read_trace
 from gradcheck_dist.trace.run import before_restart, create_run_dir, read_run
@@ -166,6 +168,22 @@ def test_a_record_that_cannot_be_encoded_does_not_take_the_others_with_it(tmp_pa
     writer.close()
     assert writer.num_unwritable == 1
     assert [event.seq for event in read_trace(path).events] == [1, 3]
+
+
+def test_ranks_of_groups_that_were_made_from_an_array_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.trace"
+    writer = TraceWriter(path, header(), background=False)
+    group = tuple(np.arange(2))
+    reduced = Reduce(seq=1, t_ns=1, step=0, impl="all_reduce", op="sum", group=group, params=0)
+    writer.append(reduced)
+    columns = ColumnWriter(writer.append)
+    for step in (1, 2):
+        columns.add(step, [msgspec.structs.replace(reduced, seq=step + 1, step=step)])
+    columns.flush()
+    writer.close()
+    assert writer.num_unwritable == 0
+    [read, *_] = read_trace(path).events
+    assert isinstance(read, Reduce) and read.group == (0, 1)
 
 
 def test_a_forked_child_stays_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
