@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from importlib import resources
@@ -84,6 +85,9 @@ def _no_report(name: str, reason: str) -> GradcheckError:
 def build_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of both documents, made from the model."""
     references, components = msgspec.json.schema_components([Report, ScenarioReport], ref_template="#/$defs/{name}")
+    for component in components.values():  # docstrings keep their indentation up to Python 3.12
+        if "description" in component:
+            component["description"] = inspect.cleandoc(component["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gradcheck report",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from still_source import StillSource, first_snapshot, screen_text
 from textual.pilot import Pilot
+from textual.widgets import Input
 from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_unsummed
 
 from gradcheck_dist.tui.app import SCREENS, WatchApp
@@ -31,6 +32,8 @@ def drive(snapshot: Snapshot, steps: Steps, *, size: tuple[int, int] = (80, 24),
     """Run the app over one snapshot and let `steps` press keys."""
 
     async def run() -> None:
+        if (eager := getattr(asyncio, "eager_task_factory", None)) is not None:  # Python 3.12: as App.run does
+            asyncio.get_running_loop().set_task_factory(eager)
         app = WatchApp(StillSource(snapshot), "run", mode=mode)
         async with app.run_test(size=size) as pilot:
             await settled(app, pilot)
@@ -161,6 +164,19 @@ def test_brackets_ask_for_the_neighbouring_step(snapshot: Snapshot) -> None:
     async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
         await pilot.press("left_square_bracket", "right_square_bracket")
         assert app.source.asked_step == [1]  # type: ignore[attr-defined]
+
+    drive(snapshot, steps)
+
+
+def test_no_screen_holds_a_search_line_before_it_is_asked_for(snapshot: Snapshot) -> None:
+    """An Input asks the app for its screen, which from Python 3.12 on does not have it yet while a screen is made."""
+
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        for key, mode in enumerate(SCREENS, 1):
+            await pilot.press(str(key))
+            await settled(app, pilot)
+            assert app.current_mode == mode
+            assert not app.screen.query(Input)
 
     drive(snapshot, steps)
 

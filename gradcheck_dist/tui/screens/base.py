@@ -42,7 +42,7 @@ class RunScreen(Screen[None]):
     AUTO_FOCUS = ".main"
     DEFAULT_CSS = """
     RunScreen #body { height: 1fr; }
-    RunScreen #search { display: none; height: 1; border: none; padding: 0 1; background: $panel; }
+    RunScreen #search { height: 1; border: none; padding: 0 1; background: $panel; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave_search", "Back", show=False)]
 
@@ -56,7 +56,6 @@ class RunScreen(Screen[None]):
         yield Notice()
         with Body(id="body"):
             yield from self.body()
-        yield Input(placeholder="search", id="search", compact=True)
         yield Footer(compact=True, show_command_palette=False)
 
     def body(self) -> ComposeResult:
@@ -117,20 +116,30 @@ class RunScreen(Screen[None]):
     def filter(self, contains: str) -> None:
         """Show only what contains this. Screens with a search override it and bind `/`."""
 
-    def action_search(self) -> None:
-        box = self.query_one("#search", Input)
+    async def action_search(self) -> None:
+        # Made when it is first asked for: from Python 3.12 on textual composes a screen before the app has it, and an
+        # Input asks the app for its screen.
+        box = self._search_box
+        if box is None:
+            box = Input(placeholder="search", id="search", compact=True)
+            await self.mount(box, before=self.query_one(Footer))
         box.display = True
         box.focus()
 
     def action_leave_search(self) -> None:
-        box = self.query_one("#search", Input)
-        if box.display:
+        box = self._search_box
+        if box is not None and box.display:
             box.value = ""
-            self._close_search()
+            self._close_search(box)
             self.filter("")
 
-    def _close_search(self) -> None:
-        self.query_one("#search", Input).display = False
+    @property
+    def _search_box(self) -> Input | None:
+        """The search line; None before the first search."""
+        return next(iter(self.query("#search").results(Input)), None)
+
+    def _close_search(self, box: Input) -> None:
+        box.display = False
         self.focus_main()
 
     def focus_main(self) -> None:
@@ -142,5 +151,5 @@ class RunScreen(Screen[None]):
         self.filter(message.value)
 
     @on(Input.Submitted, "#search")
-    def _filter_done(self) -> None:
-        self._close_search()
+    def _filter_done(self, message: Input.Submitted) -> None:
+        self._close_search(message.input)
