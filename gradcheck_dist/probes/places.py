@@ -156,7 +156,9 @@ def _place(info: ParamInfo, is_copy: bool) -> Place | None:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Addresses of the first byte and the one behind the last; (0, 0) where elements do not lie side by side, in
     whatever order."""
-    if tensor.layout is not torch.strided or not tensor.data_ptr() or not is_dense(tensor):
+    if tensor.layout is not torch.strided or not tensor.data_ptr():
+        return 0, 0
+    if not (tensor.is_contiguous() or is_dense(tensor)):  # the first is ten times as fast
         return 0, 0
     begin = tensor.data_ptr()
     return begin, begin + tensor.numel() * tensor.element_size()

@@ -33,18 +33,22 @@ With DTensors: `parallelize_module(model, tp_mesh, {"norm": SequenceParallel()})
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradcheck_dist.diagnosis.audit import Remark, StepFacts
 from gradcheck_dist.diagnosis.case import Case
+from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.context import StepContext
 from gradcheck_dist.diagnosis.exchanges import equal_summands
+from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.rules.verdict import Answer
 
 CODE = "GS703"
 NAME = "unsummed-parts"
-GONE = 1e-3
+GONE, EXACT = 1e-3, 1e-9
+DEGREES = ("tp", "cp", "ep")
+"""What parts a gradient over ranks that share their tokens: neither accumulation steps nor stages do."""
 
 
 def triggered(context: StepContext) -> bool:
@@ -91,13 +95,17 @@ def judge(case: Case) -> Answer | None:
     ranks = sorted({held.rank for held, _ in wrong})
     num = len({held.param for held, _ in wrong})
     if all(held.replay.basis.origin[cell.column] < 0 for held, cell in wrong):
+        share, pattern = _share(case, wrong, "copy", ())
         return Answer(
             explanation=f"Rank(s) {', '.join(map(str, ranks))} hold two copies of one matrix, on two pipeline stages, "
             "each with the gradient of its own stage alone; the sum of both, which is the gradient, was never taken. "
             "The copies drift apart.",
             fix="Add up the gradients of the two copies after the last backward and give both the sum, or let both "
             "stages use one parameter.",
+            factor=share,
+            pattern=pattern,
         )
+    share, pattern = _share(case, wrong, "rank", DEGREES)
     return Answer(
         explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
         f"{num} parameter{'s' * (num != 1)}; the sum over the ranks that share these tokens, which "
@@ -105,4 +113,26 @@ def judge(case: Case) -> Answer | None:
         fix="All-reduce (sum) the gradients of these parameters over the ranks that share these tokens after the last "
         "backward: the tensor-parallel group, or, for a matrix that is tied over pipeline stages, the stages that hold "
         "it. A DTensor layout does it for the former.",
+        factor=share,
+        pattern=pattern,
     )
+
+
+def _share(
+    case: Case, wrong: Sequence[tuple[Held, Cell]], holder: str, degrees: Sequence[str]
+) -> tuple[Factor | None, str | None]:
+    """What each holder has of the gradient, in a number and in words; None where that is not one number. `degrees` may
+    give it a name."""
+    counts = {
+        (sum(one.ratio > GONE for one in of_key), len(of_key))
+        for held, cell in wrong
+        for of_key in [[one for one in held.cells if one.key == cell.key]]
+    }
+    if len(counts) != 1:
+        return None, None
+    (own, parts) = counts.pop()
+    known = {name: degree for name, degree in case.context.quantities.items() if name in degrees}
+    names = name_number(own / parts, known, EXACT, max_factors=1)
+    expression = names[0].expression if names else None
+    share = Factor(observed=own / parts, exact=exact_fraction(own / parts, EXACT), expression=expression)
+    return share, f"each {holder} holds {own} of {parts} summands"
