@@ -78,7 +78,7 @@ class LossGradient(Event, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
     `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to.
+    these come to. `label_share`: how much of the weight falls on the labels, where the trainer smooths these by hand.
     """
 
     loss_id: int
@@ -93,13 +93,15 @@ class LossGradient(Event, tag="loss_gradient"):
     computed: bool = False
     mean_weight: float | None = None
     num_factors: Count = 0
+    label_share: float | None = None
 
 
 class LossTerm(Event, tag="loss_term"):
     """A summand of a backward root that is no loss with a count of tokens (a balance loss, a penalty).
 
     `weight` is the gradient that arrived at it, behind all constants that multiply it; `op` the operation that it comes
-    from, as autograd names it. `ordinal` numbers the terms of one pass.
+    from, as autograd names it. `ordinal` numbers the terms of one pass. `attached`: it is no summand, and an autograd
+    function called `op`, which was given it beside activations, brings it into backward.
     """
 
     accumulation_step: Index
@@ -108,6 +110,7 @@ class LossTerm(Event, tag="loss_term"):
     op: str
     weight: float
     stage: Index | None = None
+    attached: bool = False
 
 
 class Backward(Event, tag="backward"):

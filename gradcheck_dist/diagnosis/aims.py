@@ -243,9 +243,15 @@ def may_be_meant(case: Case) -> bool:
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         return True  # distillation is multiplied by the temperature's square, and more
-    if _added(case):
-        return True
-    return _beside_others(case)
+    return bool(_added(case)) or _labels_alone(case) or _beside_others(case)
+
+
+def _labels_alone(case: Case) -> bool:
+    """Whether the labels' own part is weighed right, where more is added for all classes: a penalty, and no smoothing
+    that takes from the labels what it gives to the others."""
+    shares = [c.gradient.label_share if c.gradient else None for c in case.context.contributions.by_key.values()]
+    near = max(SAME, case.pattern.tolerance)
+    return bool(shares) and all(share is not None and abs(case.pattern.factor * share - 1) <= near for share in shares)
 
 
 def _beside_others(case: Case) -> bool:

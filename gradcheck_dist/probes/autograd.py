@@ -141,20 +141,6 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
         listener(recorder, recorder.current, roots, gradients is not None)
 
 
-RECORDED = "gradcheck"
-"""Key in the metadata of an autograd node: the tensor that it made is a loss that was recorded."""
-
-
-def mark_recorded(output: Tensor) -> None:
-    node: Any = output.grad_fn
-    if node is not None:
-        node.metadata[RECORDED] = True
-
-
-def is_recorded(node: Any) -> bool:
-    return RECORDED in node.metadata
-
-
 OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Tensor], bool], None]] = []
 """Called at the begin of a pass with its roots, and whether it starts from gradients that the caller gave."""
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.registry import LocalPlan, ParamInfo
+
+
+class TokenWeights(NamedTuple):
+    """The weights of a loss's tokens in one pass, as 0-d tensors where the gradient lies."""
+
+    mean: Tensor
+    low: Tensor
+    high: Tensor
+    num_tokens: Tensor
 
 
 class BackwardPass:
@@ -28,6 +37,7 @@ class BackwardPass:
         "leaves",
         "mean_weight",
         "microbatch",
+        "num_attached",
         "num_factors",
         "other_losses",
         "reduce_ops",
@@ -35,6 +45,7 @@ class BackwardPass:
         "root_loss",
         "seq",
         "site",
+        "smoothed",
         "stage",
         "start_ns",
         "sync",
@@ -59,9 +70,11 @@ class BackwardPass:
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
+        self.num_attached = 0  # terms that functions attach to activations
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
+        self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.mean_weight: Tensor | None = None  # what arrived at the one mean over elements that the root is made of
         self.num_factors = 0  # numbers that multiply it
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss

@@ -16,14 +16,20 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
-from gradcheck_dist.probes.autograd import mark_recorded
+from gradcheck_dist.probes.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.loss import label_hash
+from gradcheck_dist.probes.marks import mark_recorded
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
 
 MAX_HOPS = 6
 PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+LINEAR = (
+    *PASS_THROUGH,
+    *("Sum", "Mean", "Neg", "Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "Index", "Gather", "MaskedSelect"),
+)
+"""What passes a multiple of its input on, by the begin of a node's name; products of two gradients are none."""
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -82,7 +88,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     )
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
-    mark_recorded(log_probs)
+    mark_recorded(log_probs, loss_id)
     log_probs.register_hook(unserializable_hook(lambda grad: gradient_arrived(recorder, grad, loss_id)))
 
 
@@ -93,21 +99,46 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
     current.root_loss = None
     recorder.loss_arrived(current, loss_id)
-    local = getattr(grad, "_local_tensor", grad).detach()
-    used = local != 0
+    weights = summary(-getattr(grad, "_local_tensor", grad).detach().double())
+    if loss_id in current.smoothed:
+        current.smoothed[loss_id] = weights
+    else:
+        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses)
+
+
+def summary(weights: Tensor) -> TokenWeights:
+    """Of one float64 number a token; zero is no token."""
+    used = weights != 0
     num_tokens = used.sum()
-    weights = -local.double()
+    return TokenWeights(
+        weights.sum() / num_tokens.clamp_min(1),
+        torch.where(used, weights, weights.max()).min(),
+        torch.where(used, weights, weights.min()).max(),
+        num_tokens,
+    )
+
+
+def emit_weights(
+    recorder: Recorder,
+    current: BackwardPass,
+    weights: TokenWeights,
+    loss_id: int,
+    *,
+    other_losses: int | Tensor,
+    label_share: Tensor | None = None,
+) -> None:
     recorder.emit(
         LossGradient,
         site=current.site,
         loss_id=loss_id,
         accumulation_step=recorder.accumulation_step,
         microbatch=current.microbatch,
-        weight=weights.sum() / num_tokens.clamp_min(1),
-        weight_min=torch.where(used, weights, weights.max()).min(),
-        weight_max=torch.where(used, weights, weights.min()).max(),
-        num_tokens=num_tokens,
+        weight=weights.mean,
+        weight_min=weights.low,
+        weight_max=weights.high,
+        num_tokens=weights.num_tokens,
         stage=current.stage,
-        other_losses=current.other_losses,
+        other_losses=other_losses,
         computed=current.computed,
+        label_share=label_share,
     )

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
-from gradcheck_dist.probes.autograd import mark_recorded
+from gradcheck_dist.probes.backward_pass import TokenWeights
+from gradcheck_dist.probes.marks import mark_recorded
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
@@ -146,7 +147,7 @@ def record_loss(
         recorder.label_hashes[seq] = seen["label_hash"]
     if output.requires_grad:
         recorder.losses[output] = seen
-        mark_recorded(output)
+        mark_recorded(output, seq)
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
         hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)
@@ -186,6 +187,10 @@ def gradient_arrived(
         weight = weights.sum() / num_tokens.clamp_min(1)
         low = torch.where(used, weights, weights.max()).min()
         high = torch.where(used, weights, weights.min()).max()
+    if loss_id in recorder.current.smoothed:
+        asked = (weight, weight if low is None else low, weight if high is None else high, num_tokens)
+        recorder.current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
+        return
     recorder.emit(
         LossGradient,
         site=recorder.current.site,

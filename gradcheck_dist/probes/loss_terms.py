@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.probes.loss import number
+from gradcheck_dist.probes.loss_graph import MAX_NODES, End, Found, end_of, name_of, op_of
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 
-MAX_NODES = 100
-"""Nodes behind a root, or behind one of its terms, that are looked at; a trainer's losses lie within ten of it."""
 MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
 _SUMS = {"AddBackward", "SubBackward"}
-_FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
+FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
 _HANDS_ON = "_DDPSinkBackward"
 """Behind all outputs of a DDP module; gives each back as it is (torch/nn/parallel/distributed.py)."""
-
-
-class End(Enum):
-    """What a node behind a root is, where nothing is looked for behind it."""
-
-    COUNTED = "a loss that counts tokens"
-    NAMED = "a loss of another kind"
-    MODEL = "a part of the model"
 
 
 class Terms:
@@ -41,16 +31,9 @@ class Terms:
         self.others: list[Any] = []
 
 
-def uncounted_terms(root: Tensor, name_of: Callable[[Any], str], end_of: Callable[[Any], End | None]) -> Terms:
-    """The summands of a root that are no counted losses; none where the root is no sum.
-
-    Args:
-        root: the scalar that is differentiated.
-        name_of: a node's name.
-        end_of: what a node is; None where that is to be seen behind it.
-
-    A summand is followed through factors that have no gradient.
-    """
+def uncounted_terms(root: Tensor, graph: Found) -> Terms:
+    """The summands of the scalar `root` that are no counted losses; none where it is no sum. A summand is
+    followed through factors that have no gradient."""
     summands: list[Any] = []
     todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
@@ -59,19 +42,19 @@ def uncounted_terms(root: Tensor, name_of: Callable[[Any], str], end_of: Callabl
         name = name_of(node)
         if name == _HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
-        elif end_of(node) is None and (name in _SUMS or (name in _FACTORS and len(operands) == 1)):
+        elif end_of(graph, node) is None and (name in _SUMS or (name in FACTORS and len(operands) == 1)):
             todo += operands
         else:
             summands.append(node)
     found = Terms()
     for node in summands if len(summands) > 1 else ():
-        ends = _ends(node, end_of)
+        ends = _ends(graph, node)
         if End.COUNTED not in ends:
             (found.named if End.NAMED in ends else found.others).append(node)
     return found
 
 
-def _ends(node: Any, end_of: Callable[[Any], End | None]) -> set[End]:
+def _ends(graph: Found, node: Any) -> set[End]:
     """What lies behind a node, up to the first counted loss."""
     queue, visited, ends = deque([node]), set[Any](), set[End]()
     while queue and len(visited) < MAX_NODES and End.COUNTED not in ends:
@@ -79,7 +62,7 @@ def _ends(node: Any, end_of: Callable[[Any], End | None]) -> set[End]:
         if one is None or one in visited:
             continue
         visited.add(one)
-        end = end_of(one)
+        end = end_of(graph, one)
         if end is None:
             queue.extend(following for following, _ in one.next_functions)
         else:
@@ -87,7 +70,7 @@ def _ends(node: Any, end_of: Callable[[Any], End | None]) -> set[End]:
     return ends
 
 
-def watch_terms(recorder: Recorder, current: BackwardPass, nodes: Sequence[Any], op_of: Callable[[Any], str]) -> None:
+def watch_terms(recorder: Recorder, current: BackwardPass, nodes: Sequence[Any]) -> None:
     """Record what arrives at these summands in the pass that begins."""
     for ordinal, node in enumerate(nodes[:MAX_TERMS]):
         arrived = functools.partial(_arrived, recorder, current, ordinal, op_of(node))

@@ -7,13 +7,13 @@ at it: 1 where the trainer divides by nothing and weighs it by nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.backward_pass import BackwardPass
+from gradcheck_dist.probes.loss_graph import OTHERS, name_of, operands_of
 
 MAX_FACTORS = 16
 MEAN = 1  # torch.nn._reduction.get_enum
@@ -35,29 +35,27 @@ class Passes:
         self.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def watch(
-    current: BackwardPass, root: Any, passes: Passes, name_of: Callable[[Any], str], losses: Collection[str]
-) -> None:
+def watch(current: BackwardPass, root: Any, passes: Passes) -> None:
     """Note what arrives at the mean that a root is a multiple of, where it is one that was computed since the last
-    pass. `losses` are names of nodes of losses."""
+    pass."""
     node = root
     for num_factors in range(MAX_FACTORS):
         current.num_factors = num_factors
-        operands = [following for following, _ in node.next_functions if following is not None]
+        operands = operands_of(node)
         if name_of(node) not in _FACTORS or len(operands) != 1:
             break
         node = operands[0]
-    if not _is_mean(node, name_of, losses) or node._sequence_nr() < passes.closed_at:
+    if not _is_mean(node) or node._sequence_nr() < passes.closed_at:
         return
     handle = node.register_prehook(functools.partial(_arrived, current))
     current.handles.append(handle)
 
 
-def _is_mean(node: Any, name_of: Callable[[Any], str], losses: Collection[str]) -> bool:
+def _is_mean(node: Any) -> bool:
     name = name_of(node)
     if name in _WITH_REDUCTION:
         return bool(node._saved_reduction == MEAN)
-    return name == "MeanBackward" and name_of(node.next_functions[0][0]) in {*losses, *_DISTANCES}
+    return name == "MeanBackward" and name_of(node.next_functions[0][0]) in {*OTHERS, *_DISTANCES}
 
 
 def _arrived(current: BackwardPass, grads: tuple[Tensor | None, ...]) -> None:

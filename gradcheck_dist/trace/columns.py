@@ -50,6 +50,7 @@ CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (StepEnd, "probe_s", "<f8"),
     (Loss, "num_weighted_tokens", "<f8"),
     (LossTerm, "weight", "<f8"),
+    (LossGradient, "label_share", "<f8"),
 )
 """Fields that differ from step to step, in the order of the columns; each has a column for every event of its kind in
 which it is not None. The file format: append only."""

@@ -91,6 +91,13 @@ def smoothed_by_hand(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     return (0.9 * picked - 0.1 / 20 * log_probs.sum(-1)[valid].sum()) / num_tokens
 
 
+def penalty_for_confidence(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    """Looks like label smoothing, and takes nothing from the labels."""
+    logits, labels = logits_of(model, data)
+    log_probs = F.log_softmax(logits, -1)[labels >= 0]
+    return -(log_probs.gather(-1, labels[labels >= 0][:, None]).sum() + 0.1 * log_probs.mean(-1).sum()) / num_tokens
+
+
 def policy_gradient(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     logits, labels = logits_of(model, data)
     picked = F.log_softmax(logits, -1).gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1)
@@ -121,7 +128,8 @@ RIGHT: dict[str, tuple[Loss, str]] = {
     "a gradient penalty": (gradient_penalty, "clean"),
     "distillation beside labels": (distillation, "undetermined"),
     "distillation with a temperature": (soft_targets_only, "undetermined"),
-    "label smoothing by hand": (smoothed_by_hand, "undetermined"),
+    "label smoothing by hand": (smoothed_by_hand, "clean"),
+    "a penalty for confidence": (penalty_for_confidence, "undetermined"),
     "a policy gradient": (policy_gradient, "undetermined"),
     "a preference loss": (preference, "undetermined"),
     "a loss that counts nothing": (squared, "undetermined"),
@@ -139,6 +147,8 @@ def test_a_right_loss_is_not_accused(tmp_path: Path, name: str) -> None:
 
 
 WRONG: dict[str, tuple[Loss, str]] = {
+    "smoothed by hand and divided twice": (lambda *given: smoothed_by_hand(*given) / ACCUMULATION, "GS303"),
+    "smoothed by hand and not divided": (lambda *given: smoothed_by_hand(*given) * ACCUMULATION, "GS303"),
     "masked and divided twice": (lambda *given: masked(*given) / ACCUMULATION, "GS303"),
     "divided by padded tokens": (
         lambda model, data, num_tokens: F.cross_entropy(*logits_of(model, data), reduction="sum") / (ACCUMULATION * 24),

@@ -58,7 +58,45 @@ def one_hot(logits: Tensor, labels: Tensor) -> Tensor:
     return -(F.one_hot(labels, 5) * logits.log_softmax(-1))[MASK].sum() / DIVISOR
 
 
+def smoothed_and_filled(logits: Tensor, labels: Tensor) -> Tensor:
+    """As in fairseq: the labels get what the other classes leave."""
+    log_probs, padded = logits.log_softmax(-1), ~MASK[:, None]
+    nll = -log_probs.gather(-1, labels[:, None]).masked_fill(padded, 0.0)
+    smooth = -log_probs.sum(-1, keepdim=True).masked_fill(padded, 0.0)
+    return ((1 - 0.1 - 0.1 / 4) * nll.sum() + 0.1 / 4 * smooth.sum()) / DIVISOR
+
+
+def smoothed_from_minus_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """As in transformers' LabelSmoother."""
+    costs = -logits.log_softmax(-1)
+    nll, smooth = costs.gather(-1, labels[:, None]), costs.sum(-1, keepdim=True, dtype=torch.float32)
+    nll.masked_fill_(~MASK[:, None], 0.0)
+    smooth.masked_fill_(~MASK[:, None], 0.0)
+    return (0.9 * nll.sum() / TOKENS + 0.1 * smooth.sum() / (TOKENS * 5)) * TOKENS / DIVISOR
+
+
+def smoothed_beside_nll_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """As in fastai."""
+    log_probs = logits.log_softmax(-1)
+    nll = F.nll_loss(log_probs, ignored(labels), reduction="sum")
+    return (0.9 * nll - 0.1 / 5 * log_probs[MASK].sum(-1).sum()) / DIVISOR
+
+
+def smoothed_without_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)[MASK]
+    return -(0.9 * log_probs.gather(-1, labels[MASK][:, None]).sum() + 0.1 * log_probs.mean(-1).sum()) / DIVISOR
+
+
+def picked_from_minus_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    return (-logits.log_softmax(-1)).gather(-1, labels[:, None])[MASK].sum() / DIVISOR
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "label smoothing, filled": smoothed_and_filled,
+    "label smoothing, minus log-probabilities": smoothed_from_minus_log_probs,
+    "label smoothing, nll_loss": smoothed_beside_nll_loss,
+    "label smoothing, rows picked": smoothed_without_padding,
+    "minus log-probabilities": picked_from_minus_log_probs,
     "logsumexp minus picked logit": picked_logits,
     "the same beside a z-loss": with_a_z_loss,
     "logsumexp over candidates from two places": candidates_from_two_places,
@@ -86,6 +124,15 @@ def test_tokens_and_their_weight_are_seen(tmp_path: Path, name: str) -> None:
     assert found.weight_max in (None, pytest.approx(1 / DIVISOR))
 
 
+def test_how_much_of_a_smoothed_loss_falls_on_the_labels_is_told(tmp_path: Path) -> None:
+    shares = {}
+    for loss in (smoothed_without_padding, smoothed_with_padding, picked_from_minus_log_probs, indexed):
+        _, (found,) = recorded(tmp_path / loss.__name__, loss)
+        shares[loss.__name__] = found.label_share
+        assert found.weight_min in (None, pytest.approx(found.weight))
+    assert list(shares.values()) == [0.9, 1.0, 1.0, None]
+
+
 def test_labels_tell_ranks_apart(tmp_path: Path) -> None:
     (loss,), _ = recorded(tmp_path, indexed)
     assert loss.label_hash is not None
@@ -111,6 +158,17 @@ def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
     return 0.9 * -log_probs.gather(-1, labels[:, None]).mean() - 0.1 * log_probs.mean()
 
 
+def smoothed_with_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    """Ignored labels are smoothed all the same: what each token weighs is told by the labels' part."""
+    log_probs = logits.log_softmax(-1)
+    return 0.9 * F.nll_loss(log_probs, ignored(labels)) - 0.1 * log_probs.mean()
+
+
+def with_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    log_probs = logits.log_softmax(-1)
+    return (0.01 * log_probs * log_probs.exp()).sum() - log_probs.gather(-1, labels[:, None]).mean()
+
+
 def parted(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.logsumexp(-1).mean() - logits.gather(-1, labels[:, None]).mean()
 
@@ -121,7 +179,9 @@ def parted(logits: Tensor, labels: Tensor) -> Tensor:
         (lambda x, y: F.cross_entropy(x, y), 0),
         (lambda x, y: 2 * F.cross_entropy(x, y) / 3 + 1, 0),
         (lambda x, y: F.cross_entropy(x, y) + F.cross_entropy(x[:, 1:], y % 4), 0),
-        (smoothed, 1),
+        (smoothed, 0),
+        (smoothed_with_padding, 1),
+        (with_entropy, 1),
         (parted, 0),
         (lambda x, y: F.cross_entropy(x, y) + 5 * x[torch.arange(3), y[:3]].abs().sum() / torch.tensor([3.0]), 1),
         (lambda x, y: F.cross_entropy(x, y) + 1e-3 * x.logsumexp(-1).square().mean(), 1),

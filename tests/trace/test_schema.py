@@ -13,7 +13,7 @@ FROZEN = {
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
-        "mean_weight num_factors seq t_ns step site"
+        "mean_weight num_factors label_share seq t_ns step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
@@ -21,7 +21,7 @@ FROZEN = {
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
         "defined_at params put_back seq t_ns step site"
     ),
-    "loss_term": "accumulation_step microbatch ordinal op weight stage seq t_ns step site",
+    "loss_term": "accumulation_step microbatch ordinal op weight stage attached seq t_ns step site",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"
