@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.cells import Held
 from gradcheck_dist.events import Event, LossTerm
@@ -31,21 +32,41 @@ def losses_beside(
         events: of the step, by rank.
         held: weights of the counted losses; what happened behind their roots happened to the terms, too.
     """
+    told = _weights(contributions, events, held)
+    problems = []
     beside = [one.gradient for one in contributions.by_key.values() if one.gradient and one.gradient.other_losses]
-    if not beside:
-        return []
-    site = beside[0].site
-    where = f"; backward at {site.file}:{site.line}" if site is not None else ""
-    weighs = _weights(contributions, events, held)
-    right = " (right if that is its coefficient, whatever the number of passes)" if "together" in weighs else ""
-    weighs = f"with all constants, {weighs}{right}" if weighs else "what they weigh is not judged"
-    return [
-        f"{max(one.other_losses for one in beside)} other term(s) enter a backward pass beside the losses that count "
-        f"tokens: {weighs}. gradcheck_dist.mark_loss(..., term=, coefficient=) on each tells what is meant{where}"
-    ]
+    if beside:
+        site = beside[0].site
+        where = f"; backward at {site.file}:{site.line}" if site is not None else ""
+        weighs = f"with all constants, {told.of(False)}" if told.of(False) else "what they weigh is not judged"
+        problems.append(
+            f"{max(one.other_losses for one in beside)} other term(s) enter a backward pass beside the losses that "
+            f"count tokens: {weighs}. gradcheck_dist.mark_loss(..., term=, coefficient=) on each tells what is "
+            f"meant{where}"
+        )
+    if told.of(True):
+        problems.append(
+            "losses that a function attaches to activations enter backward beside those that count tokens: "
+            f"{told.of(True)}. gradcheck_dist.mark_loss(..., term=, coefficient=) on what it is given tells what is "
+            "meant"
+        )
+    return problems
 
 
-def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]], held: Sequence[Held]) -> str:
+class _Told(NamedTuple):
+    """What the terms of a step weigh, in words; `attached` and others."""
+
+    attached: list[str]
+    summands: list[str]
+
+    def of(self, attached: bool) -> str:
+        texts = list(dict.fromkeys(self.attached if attached else self.summands))
+        whole = "; ".join(texts[:MOST_TOLD]) + ("; ..." if len(texts) > MOST_TOLD else "")
+        right = " (right if that is its coefficient, whatever the number of passes)" if "together" in whole else ""
+        return whole + right
+
+
+def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]], held: Sequence[Held]) -> _Told:
     """The weights of the terms in a step's gradient, where all its passes give a term the same one."""
     behind = _behind_roots(held)
     terms: dict[int, dict[ContributionKey, LossTerm]] = defaultdict(dict)
@@ -53,7 +74,7 @@ def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]]
         for event in events.get(contribution.loss_rank, ()) if contribution.loss_rank is not None else ():
             if isinstance(event, LossTerm) and (event.accumulation_step, event.microbatch) == key[1:]:
                 terms[event.ordinal][key] = event
-    told: dict[str, None] = {}
+    told = _Told([], [])
     for of_term in terms.values():
         if not (of_term.keys() == contributions.by_key.keys() <= behind.keys()):
             continue
@@ -63,9 +84,9 @@ def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]]
             continue
         passes, whole = len({key[1:] for key in of_term}), sum(weights)
         each = f"{whole / passes:.4g} in each of {passes} passes, together " if passes > 1 else ""
-        told[f"{next(iter(of_term.values())).op} weighs {each}{whole:.4g}"] = None
-    shown = list(told)[:MOST_TOLD]
-    return "; ".join(shown) + ("; ..." if len(told) > MOST_TOLD else "")
+        term = next(iter(of_term.values()))
+        (told.attached if term.attached else told.summands).append(f"{term.op} weighs {each}{whole:.4g}")
+    return told
 
 
 def _behind_roots(held: Sequence[Held]) -> dict[ContributionKey, float]:

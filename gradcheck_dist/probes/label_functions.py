@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.probes.attached_terms import scalars_of, watch_attached
 from gradcheck_dist.probes.exchanges import watch
+from gradcheck_dist.probes.marks import LABELLED
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.sites import caller_site
 
-LABELLED = "gradcheck_labels"
-"""Key in the metadata of an autograd node: what its function was given and gave."""
 WHOLE = (torch.int64, torch.int32)
 
 
@@ -72,7 +72,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 @guarded("label_functions")
 def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], results: Any) -> None:
-    """Mark the node of a function that gave one number for each label. Runs behind every function: kept short."""
+    """Mark the node of a function that gave one number for each label, and watch for losses that it attaches. Runs
+    behind every function: kept short."""
+    if scalars := scalars_of(args, results):
+        watch_attached(cls.__name__, recorder, scalars)
     whole = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in WHOLE and arg.dim()]
     if not whole:
         return
@@ -92,10 +95,6 @@ def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], resu
         node: Any = output.grad_fn
         node.metadata[LABELLED] = Labelled(cls.__name__, index, labels, left_out, sign, site)
         return
-
-
-def is_labelled(node: Any) -> bool:
-    return LABELLED in node.metadata
 
 
 def _have_classes(args: tuple[Any, ...], labels: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,57 @@ def test_a_declared_term_is_not_weighed_twice(tmp_path: Path) -> None:
     report = run_of(tmp_path / "run", loss)
     (trace,) = read_run(tmp_path / "run").ranks.values()
     assert not [one for one in trace.events if isinstance(one, LossTerm)]
+    assert (report.verdict, report.coverage.problems) == ("clean", [])
+
+
+class Attach(torch.autograd.Function):
+    """Megatron's and DeepSeek's way: activations as they are, and a loss that gets `scale` in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, term: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return activations.view_as(activations)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grad, grad.new_full((), ctx.scale), None
+
+
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (1.0, "Attach weighs 0.01 in each of 3 passes, together 0.03"),
+        (1 / STEPS, "Attach weighs 0.003333 in each of 3 passes, together 0.01"),
+    ],
+)
+def test_a_term_that_a_function_attaches_is_weighed(tmp_path: Path, scale: float, told: str) -> None:
+    def loss(x: Tensor, k: int) -> Tensor:
+        return main(Attach.apply(x, 0.01 * x.abs().mean(), scale)) / STEPS  # type: ignore[no-untyped-call]
+
+    report = run_of(tmp_path / "run", loss)
+    assert (report.verdict, report.findings) == ("clean", [])
+    (problem,) = report.coverage.problems
+    assert "attaches to activations" in problem and told in problem
+
+
+def test_a_scalar_that_scales_activations_is_no_attached_loss(tmp_path: Path) -> None:
+    """As a fake quantisation's: what arrives at it is another number in each pass."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, activations: Tensor, scale: Tensor) -> Tensor:
+            ctx.save_for_backward(activations, scale)
+            return activations * scale
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            activations, scale = ctx.saved_tensors
+            return grad * scale, (grad * activations).sum()
+
+    def loss(x: Tensor, k: int) -> Tensor:
+        return main(Scaled.apply(x, x.abs().max())) / STEPS  # type: ignore[no-untyped-call]
+
+    report = run_of(tmp_path / "run", loss)
     assert (report.verdict, report.coverage.problems) == ("clean", [])
 
 

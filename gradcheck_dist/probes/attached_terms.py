@@ -1,0 +1,63 @@
+"""Losses that an autograd function attaches to activations: they are no summand of the backward root.
+
+A router's balance loss is often brought into backward where it is computed (Megatron's MoEAuxLossAutoScaler,
+DeepSeek's AddAuxiliaryLoss): the function gives the activations back as they are and hands its own number to the
+scalar. What arrives at that scalar is the term's weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from gradcheck_dist.events import LossTerm
+from gradcheck_dist.probes.loss import number
+from gradcheck_dist.probes.loss_graph import name_of, operands_of
+from gradcheck_dist.probes.loss_terms import FACTORS, MAX_TERMS
+from gradcheck_dist.probes.recorder import Recorder, guarded
+
+
+def scalars_of(args: tuple[Any, ...], results: Any) -> list[Tensor]:
+    """The computed scalars among a function's arguments, where it gives something else back than scalars. Runs behind
+    every function: kept short."""
+    scalars = [
+        arg
+        for arg in args
+        if isinstance(arg, Tensor) and arg.grad_fn is not None and arg.numel() == 1 and arg.is_floating_point()
+    ]
+    if not scalars:
+        return []
+    given = results if isinstance(results, tuple) else (results,)
+    return scalars if any(isinstance(one, Tensor) and one.numel() > 1 for one in given) else []
+
+
+def watch_attached(name: str, recorder: Recorder, scalars: list[Tensor]) -> None:
+    """Record what arrives at these scalars, behind all constants that multiply them, when a pass comes by."""
+    for scalar in scalars:
+        node: Any
+        node, output = scalar.grad_fn, scalar.output_nr
+        while name_of(node) in FACTORS and len(operands_of(node)) == 1:
+            node, output = next(edge for edge in node.next_functions if edge[0] is not None)
+        node.register_prehook(functools.partial(_arrived, recorder, name, output))
+
+
+@guarded("attached_terms")
+def _arrived(recorder: Recorder, name: str, output: int, grads: tuple[Tensor | None, ...]) -> None:
+    grad = grads[output]
+    current = recorder.current
+    if grad is None or current is None or not recorder.recording or current.num_attached >= MAX_TERMS:
+        return
+    current.num_attached += 1
+    recorder.emit(
+        LossTerm,
+        site=current.site,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        ordinal=MAX_TERMS + current.num_attached,
+        op=name,
+        weight=number(getattr(grad, "_local_tensor", grad).detach().reshape(())),
+        stage=current.stage,
+        attached=True,
+    )
