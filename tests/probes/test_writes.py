@@ -96,6 +96,7 @@ def test_the_line_that_scales_is_the_culprit(tmp_path: Path, doing: Callable[[nn
     assert (event.kind, event.unrecorded) == ("grad_write", False)
     assert event.nominal_factor == pytest.approx(1 / 3)
     assert finding.factor.expression == "1/accumulation_steps"
+    assert "Without it the weights would be right." in finding.explanation
 
 
 def replaced(model: nn.Module) -> None:

@@ -51,6 +51,13 @@ def shown(culprit: Culprit, pattern: Pattern) -> str:
     return f"{measured:.6g} where x {measured / off:.6g} would make the weights right"
 
 
+def is_all(culprit: Culprit, pattern: Pattern) -> bool:
+    """Whether what nobody recorded is all that is wrong with these weights."""
+    if not culprit.factor or pattern.kind != "uniform" or not pattern.factor:
+        return False
+    return abs(culprit.factor / pattern.factor - 1) <= max(1e-3, pattern.tolerance)
+
+
 def makes_up(culprit: Culprit, pattern: Pattern) -> bool:
     """Whether what nobody recorded had something to put right: weights were off before it, and still are behind it."""
     if not culprit.unrecorded or not culprit.factor or pattern.kind != "uniform" or not pattern.factor:
@@ -76,7 +83,9 @@ def judge(case: Case) -> Answer:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."
             fix = DROP_IT
             right = (culprit.write.factor or 0.0) / case.pattern.factor if makes_up(culprit, case.pattern) else 1.0
-            if right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
+            if is_all(culprit, case.pattern):
+                where += " Without it the weights would be right."
+            elif right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
                 fix = f"Let it multiply by {right:.6g}, by which the weights come right, or change the loss's constant."
         if culprit.spared is not None:
             where = (
