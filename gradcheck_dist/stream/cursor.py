@@ -45,6 +45,11 @@ _PASSING = (Loss, LossGradient, Backward, Reduce, ScaleGrads, ZeroGrad, Pipeline
 """Kinds of which many belong to one step, and that no report shows as a series."""
 
 
+def is_sampled(event: Event) -> bool:
+    """Whether this ends a step of which samples were taken: their number is told."""
+    return isinstance(event, StepEnd) and event.num_rows is not None
+
+
 class RankCursor(TraceTail):
     """One rank's file, read forwards. `trace` holds tables and what belongs to the whole run; steps are taken out."""
 
@@ -55,6 +60,7 @@ class RankCursor(TraceTail):
         self._trained: set[int] = set()
         self._ended: set[int] = set()
         self._sampled: set[int] = set()
+        self._documented: set[int] = set()
         self._reduces: set[tuple[object, ...]] = set()
         self.overflowed: set[int] = set()
         self.stepped: set[int] = set()
@@ -110,6 +116,8 @@ class RankCursor(TraceTail):
             trace.events.append(event)
             if isinstance(event, StepEnd):
                 self._ended.add(event.step)
+                if trace.header.columns and not is_sampled(event):
+                    self._documented.add(event.step)
             elif isinstance(event, AmpUnscale) and event.found_inf:
                 self.overflowed.add(event.step)
         elif isinstance(event, OptimizerStep):
@@ -136,8 +144,9 @@ class RankCursor(TraceTail):
             self._read()
 
     def trained(self, step: int) -> bool:
-        """Whether this rank recorded a backward pass in the step that comes next."""
-        return step in self._trained
+        """Whether this rank recorded a backward pass in the step that comes next, and samples where it could do
+        without: steps without any are compared by watched.py."""
+        return step in self._trained and (step in self._sampled or step not in self._documented)
 
     def drop(self, step: int) -> None:
         """Go on behind a step in which no rank trained."""
@@ -153,7 +162,7 @@ class RankCursor(TraceTail):
         return part
 
     def _forget(self, step: int) -> None:
-        for kept in (self._ended, self._sampled, self._trained):
+        for kept in (self._ended, self._sampled, self._documented, self._trained):
             kept.discard(step)
         self._steps.pop(step, None)
 

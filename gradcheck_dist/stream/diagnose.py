@@ -100,17 +100,19 @@ def diagnose_run(
                 # A copy: concluding joins findings of several steps in place.
                 early(conclude(cursor.run, [deepcopy(verdict)], [], chosen, chosen_from))
                 early = None
-    if wanted.recorded and not verdicts and steps is not None and not set(wanted.recorded) & set(steps):
+    in_columns = watched is not None and watched.first_step is not None
+    if wanted.recorded and steps is not None and not in_columns and not any(step in steps for step in wanted.recorded):
         raise not_recorded(wanted.recorded)
     if stopped_at is not None:
         cursor.rewind(stopped_at)
     report = conclude(cursor.run, verdicts, cursor.skipped_steps, chosen, chosen_from)
     if watched is not None:
-        add_to(report, watched, sampled=bool(verdicts))
+        add_to(report, watched, cursor.run, sampled=bool(verdicts), read=workers.read)
     if left_out:
         report.coverage.problems.append(f"the weights of {left_out} steps without findings are not listed")
     if stopped_at is not None or (watched is not None and watched.stopped):
-        report.coverage.problems.append("stopped at the first step with a finding: later steps were not judged")
+        what = "with a finding" if report.verdict == "findings" else "that is off as documented"
+        report.coverage.problems.append(f"stopped at the first step {what}: later steps were not judged")
     return report
 
 

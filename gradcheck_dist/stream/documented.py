@@ -87,6 +87,13 @@ class ShapeWays:
     scaling: list[AnyEvent] = field(default_factory=list)
 
     @cached_property
+    def several(self) -> bool:
+        """Whether losses are computed at several lines, or no pass reaches all parameters: parts of the model may have
+        losses of their own."""
+        lines = {(site.file, site.line) for site in self.sites if site is not None}
+        return len(lines) > 1 or all(any(isnan(way.factors[at]) for way in self.ways) for at in set(self.slot_of))
+
+    @cached_property
     def loss_rows(self) -> list[int]:
         """Where the values of the losses lie; [] unless all have one."""
         rows = [row for row in self.value_rows if row is not None]

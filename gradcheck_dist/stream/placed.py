@@ -89,7 +89,7 @@ class PlacedRank(RankCursor):
         overflowed, stepped = self.overflowed - self._told[0], (self.stepped & self.overflowed) - self._told[1]
         told = Told(
             step,
-            step in self._trained,
+            step is not None and self.trained(step),
             frames,
             self._tables,
             list(trace.events),

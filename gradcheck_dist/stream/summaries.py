@@ -8,7 +8,8 @@ that the objective asks for one value of q in all of a step's contributions:
     rank-token-mean     q = w N_d      must be 1 / D
     sum                 q = w          must be 1
 
-with n_c tokens in a contribution, N_d on a data coordinate, N in the step, C contributions and D data coordinates.
+with n_c tokens in a contribution, N_d on a data coordinate, N in the step, C contributions and D data coordinates that
+have any.
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ class Block:
         """q without the documented factor, shape (num_losses, num_steps); NaN where there are no tokens."""
         weights, tokens = self.weights(), self.tokens()
         if objective == "microbatch-mean":
-            of_slot = np.zeros((len(self.shape.slots), self.num_steps))
-            np.add.at(of_slot, self.shape.slot_of, tokens)
-            weights = weights * of_slot[self.shape.slot_of]
+            weights = weights * self.of_slots(tokens)[self.shape.slot_of]
         elif objective == "rank-token-mean":
             weights = weights * tokens.sum(axis=0)
         return weights if tokens.all() else np.where(tokens > 0, np.nan_to_num(weights, nan=np.inf), np.nan)
+
+    def of_slots(self, tokens: np.ndarray) -> np.ndarray:
+        """The tokens of each slot, shape (num_slots, num_steps): all losses of a pass are one contribution."""
+        found = np.zeros((len(self.shape.slots), self.num_steps))
+        np.add.at(found, self.shape.slot_of, tokens)
+        return found
 
     def losses(self, tokens: np.ndarray) -> np.ndarray:
         """The sum of all tokens' losses; NaN where some are not known. Shape (num_steps,)."""
@@ -127,7 +132,7 @@ class Block:
         for of_slot in later:
             values, others = (self.rows([value for _, value in of], "<f8") for of in (first, of_slot))
             hashes, other_hashes = (self.rows([of_labels for of_labels, _ in of], "<i8") for of in (first, of_slot))
-            close = np.abs(values - others) <= LEAST * np.abs(values)
+            close = np.abs(values - others) < LEAST * np.abs(values)  # and not 0, which empty passes have
             found |= (close & (hashes == other_hashes)).all(axis=0)
         return found
 
@@ -230,7 +235,7 @@ class Summary:
     first_step: int
     way: int
     num_tokens: np.ndarray
-    num_losses: int
+    num_contributions: np.ndarray
     low: np.ndarray
     high: np.ndarray
     hashes: np.ndarray
@@ -309,15 +314,15 @@ def summarise(rank: int, number: int, block: Block, objective: str) -> Summary:
     shape, num_steps = block.shape, block.num_steps
     low = high = np.full(num_steps, np.nan)
     loss = np.full(num_steps, np.nan)
-    num_tokens = np.zeros(num_steps, dtype=np.int64)
+    num_tokens = num_contributions = np.zeros(num_steps, dtype=np.int64)
     if shape.weight_rows and shape.ways:
         tokens = block.tokens()
-        num_tokens = tokens.sum(axis=0)
+        num_tokens, num_contributions = tokens.sum(axis=0), (block.of_slots(tokens) > 0).sum(axis=0)
         q = block.normalised(objective)
         low, high = _extremes(q, shape, bool(tokens.all()))
         loss = block.losses(tokens)
     return Summary(
-        rank, block.first_step, number, num_tokens, len(shape.weight_rows), low, high, block.hashes(),
+        rank, block.first_step, number, num_tokens, num_contributions, low, high, block.hashes(),
         loss, block.norms(),
         block.is_mixed() if shape.spread_rows or len(shape.rows_of_slots) > 1 else None,
     )  # fmt: skip

@@ -7,7 +7,7 @@ loss with unequal weights) is a reason and no finding: measured samples of a rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,15 +21,24 @@ MAX_CELLS, MAX_AHEAD = 1 << 24, 1 << 16
 """Ranks times steps that are kept until all ranks have told of them, and the steps that are in any case."""
 
 
+EMPTIED = "where passes count nothing, or are emptied before an optimizer reads them, that may be meant"
+DIVIDED = "where all weights of a rank are too large by one number, its own lines may divide gradients by it"
+SEVERAL = "where losses are computed at several lines, each may be an objective of its own"
+
+
 @dataclass(frozen=True)
 class Deviation:
-    """Contributions of some ranks in one step whose documented weights are off; ratios are documented / expected."""
+    """Contributions of some ranks in one step whose documented weights are off; ratios are documented / expected.
+
+    `excuse`: why that may be right all the same, "" where nothing is known that could make it so.
+    """
 
     step: int
     ranks: tuple[int, ...]
     low: float
     high: float
     expected: float
+    excuse: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,22 +46,26 @@ class Setting:
     """What holds for steps in which every rank did the same as in each other: who is a data coordinate, what is open.
 
     `coordinates` has shape (num_ranks,): True for the ranks whose tokens count. `owner` is the index of the rank that
-    evaluates a rank's loss, `relative` the least and the largest factor of its ways over those of its owner.
+    evaluates a rank's loss, `relative` the least and the largest factor of its ways over those of its owner. `several`:
+    losses are computed at several lines, or train parameters of their own.
     """
 
     coordinates: np.ndarray
     owner: np.ndarray
     relative: np.ndarray
     tolerance: float
+    several: bool
     reasons: tuple[str, ...]
 
 
 @dataclass
 class Watch:
-    """Takes rounds of several shares of ranks, and gives deviations as soon as all ranks have told of a step."""
+    """Takes rounds of several shares of ranks, and gives deviations as soon as all ranks have told of a step. `wanted`:
+    the steps that are compared; None: all."""
 
     ranks: list[int]
     objective: str
+    wanted: Collection[int] | None = None
     num_judged: int = 0
     num_contributions: int = 0
     num_skipped: int = 0
@@ -77,13 +90,13 @@ class Watch:
         self._way = np.full(shape, -1, dtype=np.int32)
         self._tokens, self._hashes = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         self._low, self._high = np.full(shape, np.nan), np.full(shape, np.nan)
-        self._losses = np.zeros(shape, dtype=np.int32)
+        self._contributions = np.zeros(shape, dtype=np.int32)
         self._mixed = np.zeros(shape, dtype=bool)
         self._loss, self._norm = np.full(shape, np.nan), np.full(shape, np.nan)
 
     @property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return (self._way, self._tokens, self._hashes, self._low, self._high, self._losses, self._mixed,
+        return (self._way, self._tokens, self._hashes, self._low, self._high, self._contributions, self._mixed,
                 self._loss, self._norm)  # fmt: skip
 
     @property
@@ -126,7 +139,11 @@ class Watch:
             self._grow(at + count)
         where = (index, slice(at, at + count))
         self._way[where], self._tokens[where], self._hashes[where] = way, summary.num_tokens, summary.hashes
-        self._low[where], self._high[where], self._losses[where] = summary.low, summary.high, summary.num_losses
+        self._low[where], self._high[where], self._contributions[where] = (
+            summary.low,
+            summary.high,
+            summary.num_contributions,
+        )
         self._loss[where], self._norm[where] = summary.loss, summary.norm
         if summary.mixed is not None:
             self._mixed[where] = summary.mixed
@@ -159,6 +176,8 @@ class Watch:
             return
         present = self._way[:, :until] >= 0
         steps = np.flatnonzero(present.any(axis=0))
+        if self.wanted is not None:
+            steps = steps[[step in self.wanted for step in (steps + self._base).tolist()]]
         for same in _runs_of_equal(self._way[:, steps]):
             yield from self._judge_alike(steps[same])
         self._shift(until)
@@ -186,22 +205,22 @@ class Watch:
         self.tolerance = max(self.tolerance, setting.tolerance)
         self._keep_series(columns, setting)
         mixed = self._mixed[:, columns].any(axis=0)
-        reasons = list(setting.reasons)
-        if mixed.any():
-            reasons.append("tokens of one loss have unequal weights, or several passes have one loss")
-        for reason in reasons:
-            self.reasons[reason] = self.reasons.get(reason, 0) + len(columns)
+        mixed_reason = "tokens of one loss have unequal weights, or several passes have one loss"
+        for reason, count in (*dict.fromkeys(setting.reasons, len(columns)).items(), (mixed_reason, int(mixed.sum()))):
+            if count:
+                self.reasons[reason] = self.reasons.get(reason, 0) + count
         if setting.reasons:
             return
         columns = columns[~mixed]
         counted = setting.coordinates
         tokens = self._tokens[np.ix_(counted, columns)].sum(axis=0)
-        num_contributions = self._losses[np.ix_(counted, columns)].sum(axis=0)
-        expected = expected_weight(self.objective, tokens, num_contributions, int(counted.sum()))
+        num_contributions = self._contributions[np.ix_(counted, columns)].sum(axis=0)
+        num_ranks = (self._tokens[np.ix_(counted, columns)] > 0).sum(axis=0)
+        expected = expected_weight(self.objective, tokens, num_contributions, num_ranks)
         low = self._low[np.ix_(setting.owner, columns)] / expected * setting.relative[:, :1]
         high = self._high[np.ix_(setting.owner, columns)] / expected * setting.relative[:, 1:]
         right = (np.abs(low - 1) <= setting.tolerance) & (np.abs(high - 1) <= setting.tolerance)
-        right[:, tokens == 0] = True
+        right |= self._tokens[np.ix_(setting.owner, columns)] == 0  # nothing of such a rank has a weight
         self.num_judged += len(columns)
         self.num_contributions += int(num_contributions.sum())
         for at in np.flatnonzero(~right.all(axis=0)):
@@ -212,6 +231,7 @@ class Watch:
                 low=float(low[wrong, at].min()),
                 high=float(high[wrong, at].max()),
                 expected=float(expected[at]),
+                excuse=_excuse(low[:, at], high[:, at], right[:, at], setting),
             )
 
     def _keep_series(self, columns: np.ndarray, setting: Setting) -> None:
@@ -228,17 +248,28 @@ class Watch:
 
 
 def expected_weight(
-    objective: str, num_tokens: np.ndarray, num_contributions: np.ndarray, num_ranks: int
+    objective: str, num_tokens: np.ndarray, num_contributions: np.ndarray, num_ranks: np.ndarray
 ) -> np.ndarray:
-    """What q (summaries.py) must be, for the tokens and contributions of steps, shape (num_steps,) each, and the number
-    of data coordinates."""
+    """What q (summaries.py) must be, for the tokens of steps, and the contributions and data coordinates that have any,
+    shape (num_steps,) each."""
     with np.errstate(divide="ignore"):
         known: dict[str, np.ndarray] = {
             "global-token-mean": 1.0 / num_tokens,
             "microbatch-mean": 1.0 / num_contributions,
-            "rank-token-mean": np.full(len(num_tokens), 1.0 / num_ranks),
+            "rank-token-mean": 1.0 / num_ranks,
         }
     return known.get(objective, np.ones(len(num_tokens)))
+
+
+def _excuse(low: np.ndarray, high: np.ndarray, right: np.ndarray, setting: Setting) -> str:
+    """Why a step may be right though it is documented otherwise, in words; ratios and whether they are right, shape
+    (num_ranks,)."""
+    if (low[~right] == 0).any():
+        return EMPTIED
+    if setting.several:
+        return SEVERAL
+    alike = np.abs(high - low) <= setting.tolerance * np.abs(high)
+    return DIVIDED if not right.any() and bool((alike & (low > 1)).all()) else ""
 
 
 def _runs_of_equal(matrix: np.ndarray) -> list[np.ndarray]:
@@ -308,7 +339,8 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
             if index != owner[index] and last is not None:
                 relative[index] = _relative(shape, last)
     tolerance = max((shape.tolerance for shape in of_rank.values() if shape is not None), default=0.0)
-    return Setting(coordinates, owner, relative, tolerance, tuple(dict.fromkeys(reasons)))
+    several = any(shape.several for shape in of_rank.values() if shape is not None)
+    return Setting(coordinates, owner, relative, tolerance, several, tuple(dict.fromkeys(reasons)))
 
 
 def _relative(shape: ShapeWays, last: ShapeWays) -> tuple[float, float]:

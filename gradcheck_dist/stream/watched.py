@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.diagnosis.next_step import next_step
+from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
-from gradcheck_dist.stream.plain import PlainReader
+from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import ReadShares, read_shares
-from gradcheck_dist.stream.summaries import READ_BYTES, BlockReader
-from gradcheck_dist.stream.watch import Watch
+from gradcheck_dist.stream.summaries import READ_BYTES
+from gradcheck_dist.stream.trusted import Records
+from gradcheck_dist.stream.watch import Deviation, Watch
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import size_of
 
@@ -24,16 +27,17 @@ so that it is soon known."""
 
 @dataclass
 class Watched:
-    """`has_more`: the run also has steps that do not stand in columns. `stopped`: not read to its end. `ends`: the
-    least and the largest documented / expected of each finding."""
+    """`has_more`: the run also has steps that do not stand in columns. `stopped`: not read to its end. `deviations`:
+    the first of each finding."""
 
     findings: list[Finding] = field(default_factory=list)
-    ends: list[tuple[float, float]] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     series: Series = field(default_factory=Series)
     num_judged: int = 0
+    first_step: int | None = None
     first_finding: int | None = None
     has_more: bool = False
     stopped: bool = False
@@ -50,12 +54,12 @@ def watch_run(
     plain: bool = False,
     early: Callable[[Watched], None] | None = None,
 ) -> Watched:
-    """Judge all steps in columns.
+    """Judge all steps in columns, and those that a rank wrote event by event because too many were unlike.
 
     Args:
         run: headers and places of the traces.
         objective: what a step's gradient is meant to be.
-        steps: those that findings are wanted of; None: all.
+        steps: those that are compared; None: all.
         first: stop at the first step that is off.
         read: who reads the ranks.
         told: called now and then with the last step, how many were judged, how many are off, and the share of bytes.
@@ -64,8 +68,8 @@ def watch_run(
     """
     files = {rank: trace.path for rank, trace in run.ranks.items()}
     num_bytes = sum(size_of(path) for path in files.values())
-    watch = Watch(sorted(files), objective)
-    groups, make = Groups(plain), PlainReader if plain else BlockReader
+    watch = Watch(sorted(files), objective, steps)
+    groups, make = Groups(plain), PlainReader if plain else UnmeasuredReader
     num_read = num_off = 0
     has_more = False
     read_bytes = PLAIN_BYTES if plain else FIRST_BYTES if first else READ_BYTES
@@ -73,8 +77,6 @@ def watch_run(
         num_read += sum(round_.num_bytes for round_ in told_by.values())
         has_more |= any(round_.has_more for round_ in told_by.values())
         for deviation in watch.take(told_by):
-            if steps is not None and deviation.step not in steps:
-                continue
             num_off += 1
             groups.add(deviation)
             if first:
@@ -98,9 +100,10 @@ def result_of(watch: Watch, groups: Groups, run: Run) -> Watched:
         finding_of(group, run, files, watch.tolerance, watch.objective, groups.plain)
         for group in groups.groups.values()
     ]
-    result.ends = [(group.first.low, group.first.high) for group in groups.groups.values()]
+    result.deviations = [group.first for group in groups.groups.values()]
     result.first_finding = min((finding.step for finding in found), default=None)
     result.num_judged, result.problems, result.series = watch.num_judged, list(watch.problems), watch.series
+    result.first_step = watch.first_step
     _say(watch, groups, result)
     return result
 
@@ -125,10 +128,12 @@ def _how(groups: Groups) -> str:
     return "compared without measuring their samples" if groups.plain else "recorded without samples"
 
 
-def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = False) -> None:
-    """Put what the columns showed into the report of the measured steps. `plain`: as in watch_run."""
+def add_to(
+    report: Report, watched: Watched, run: Run, *, sampled: bool, read: ReadShares = read_shares, plain: bool = False
+) -> None:
+    """Put what the columns showed into the report of the measured steps. `run`, `read`, `plain`: as in watch_run."""
     order = {"error": 0, "warning": 1, "info": 2}
-    unnamed = _take_over(report, watched)
+    unnamed, left_open = _sure(_take_over(report, watched), report, run, read)
     report.findings = sorted([*report.findings, *unnamed], key=lambda finding: (order[finding.severity], finding.step))
     report.coverage.problems += watched.problems
     report.coverage.notes += watched.notes
@@ -139,7 +144,11 @@ def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = Fal
             f"no step was {what}: that recorded operations did what they are documented to do was taken for granted"
         ]
     report.reasons += watched.reasons
-    if watched.findings:
+    for why, of_reason in left_open.items():
+        steps = sorted({step for finding in of_reason for step in finding.steps})
+        report.reasons.append(f"{steps_in_words(steps)}: off as documented, {why}. {of_reason[0].suggested_experiment}")
+    accused = [finding for finding in report.findings if finding.severity != "info"]
+    if accused:
         report.verdict = "findings"
         report.rules.failed = sorted({*report.rules.failed, *(finding.code for finding in unnamed)})
         report.rules.passed = [code for code in report.rules.passed if code not in report.rules.failed]
@@ -147,18 +156,32 @@ def add_to(report: Report, watched: Watched, *, sampled: bool, plain: bool = Fal
         report.next_step = report.findings[0].fix
     elif report.verdict == "clean" and report.reasons:
         report.verdict = "undetermined"
+        report.next_step = next_step(report)
 
 
-def _take_over(report: Report, watched: Watched) -> list[Finding]:
+def _sure(
+    off: list[tuple[Finding, Deviation]], report: Report, run: Run, read: ReadShares
+) -> tuple[list[Finding], dict[str, list[Finding]]]:
+    """Of what is off as documented what accuses, and what is left open, by why."""
+    accusing: list[Finding] = []
+    left_open: dict[str, list[Finding]] = {}
+    records = Records(run, report, read) if off else None
+    for finding, deviation in off:
+        why = records.why_open(deviation) if records is not None else ""
+        (left_open.setdefault(why, []) if why else accusing).append(finding)
+    return accusing, left_open
+
+
+def _take_over(report: Report, watched: Watched) -> list[tuple[Finding, Deviation]]:
     """Name the deviations that a measured step documents as well, and for which one cause was found there: that finding
     has these steps too. The others are returned."""
     rest = []
-    for finding, ends in zip(watched.findings, watched.ends, strict=True):
+    for finding, deviation in zip(watched.findings, watched.deviations, strict=True):
         for step in report.run.steps:
             causes = [one for one in report.findings if one.severity != "info" and step in one.steps]
             if len(causes) != 1 or causes[0].ranks != finding.ranks:
                 continue
-            if not _same(ends, _ends(report, step, finding.ranks)):
+            if not _same((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
                 continue
             more = f" As documented, it was the same in {len(finding.steps)} step(s) that were not measured."
             named = msgspec.structs.replace(
@@ -169,7 +192,7 @@ def _take_over(report: Report, watched: Watched) -> list[Finding]:
             report.findings = [named if one is causes[0] else one for one in report.findings]
             break
         else:
-            rest.append(finding)
+            rest.append((finding, deviation))
     return rest
 
 

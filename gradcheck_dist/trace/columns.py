@@ -112,8 +112,8 @@ class _Shape:
 class ColumnWriter:
     """Takes whole steps and hands on records: a shape when it is new, columns when enough have come together."""
 
-    def __init__(self, write: Callable[[AnyRecord], None]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[AnyRecord], None], max_shapes: int | None = None) -> None:
+        self._write, self._max_shapes = write, MAX_SHAPES if max_shapes is None else max_shapes
         self._shapes: dict[bytes, _Shape] = {}
         self._open: _Open | None = None
         self._encoder = encoder()
@@ -124,7 +124,7 @@ class ColumnWriter:
         key = self._encoder.encode([_what_stays(event, first) for event in events])
         known = self._shapes.get(key)
         if known is None:
-            if len(self._shapes) >= MAX_SHAPES:
+            if len(self._shapes) >= self._max_shapes:
                 self.flush()
                 for event in events:
                     self._write(event)

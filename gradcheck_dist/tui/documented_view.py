@@ -138,8 +138,9 @@ def _expected(blocks: dict[int, Block], ranks: list[int], step: int, objective: 
     if setting.reasons:
         return None
     counted = [blocks[rank] for rank, counts in zip(ranks, setting.coordinates, strict=True) if counts]
-    num_tokens = sum(int(block.tokens()[:, step - block.first_step].sum()) for block in counted)
-    num_contributions = sum(len(block.shape.weight_rows) for block in counted)
+    of_slots = [block.of_slots(block.tokens())[:, step - block.first_step] for block in counted]
+    num_tokens, num_contributions = (sum(of(slots) for slots in of_slots) for of in (np.sum, np.count_nonzero))
     if not num_tokens:
         return None
-    return float(expected_weight(objective, np.array([num_tokens]), np.array([num_contributions]), len(counted))[0])
+    num_ranks = sum(slots.any() for slots in of_slots)
+    return float(expected_weight(objective, *map(np.atleast_1d, (num_tokens, num_contributions, num_ranks)))[0])

@@ -171,10 +171,10 @@ class Judge:
         report, verdicts = _measure(run, chosen)
         in_columns = self._run.columns.result(run)
         if in_columns is not None:
-            add_to(report, in_columns, sampled=bool(chosen))
+            add_to(report, in_columns, run, sampled=bool(chosen))
         compared = sweep.watched if sweep is not None else None
         if compared is not None:
-            add_to(report, without_measured(compared, verdicts), sampled=bool(chosen), plain=True)
+            add_to(report, without_measured(compared, verdicts), run, sampled=bool(chosen), plain=True)
         covered = recorded if compared is not None else tuple(sorted({*chosen, *columns}))
         judged = Judged(report, build(report), recorded, covered, norms=self.now.norms | recorded_norms(run, verdicts))
         if recorded:
@@ -240,7 +240,11 @@ def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watch
     }
     steps = [{one.step, *one.steps} for one in watched.findings]
     kept = [at for at, of_one in enumerate(steps) if not right & of_one and of_one - measured]
-    return replace(watched, findings=[watched.findings[at] for at in kept], ends=[watched.ends[at] for at in kept])
+    return replace(
+        watched,
+        findings=[watched.findings[at] for at in kept],
+        deviations=[watched.deviations[at] for at in kept],
+    )
 
 
 def words(error: Exception) -> str:

@@ -9,13 +9,17 @@ import msgspec
 import numpy as np
 import pytest
 from column_runs import one_wrong, write_columns
-from random_trainers import global_mean
-from simulator import Trainer, World
+from random_trainers import global_mean, microbatch_mean, rank_mean
+from simulator import Hand, Key, Trainer, World
 from trainer_families import FAMILIES, make_case
 
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import Loss, LossGradient, OptimizerStep, StepEnd
 from gradcheck_dist.stream import shares, summaries
 from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.stream.plain import MeasuredReader
+from gradcheck_dist.trace import columns
 from gradcheck_dist.trace.run import trace_files
 
 
@@ -85,6 +89,110 @@ def test_other_processes_and_smaller_pieces_change_nothing(tmp_path: Path, monke
     assert as_json(diagnose_run(run, jobs=2)) == expected
     reader = summaries.BlockReader(run / "rank-00000.trace")
     assert sum(block.num_steps for blocks in reader.chunks(read_bytes=50) for block in blocks) == 12
+
+
+@pytest.mark.parametrize("samples_of", [0, None])
+def test_what_a_trainer_divides_by_hand_accuses_nobody(samples_of: int | None, tmp_path: Path) -> None:
+    by_hand = Trainer(global_mean(2.0 * 64), accumulation=2, hands=(Hand("before_optimizer", 1 / 64),))
+    worlds = [World(by_hand, seed=step) for step in range(5)]
+    report = diagnose_run(write_columns(tmp_path / "run", worlds, samples_of))
+    assert all(world.is_right() for world in worlds)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert sum("off as documented" in reason for reason in report.reasons) == 1
+    assert any("--steps" in reason for reason in report.reasons)
+
+
+def test_a_factor_that_measured_steps_know_nothing_of_is_found(tmp_path: Path) -> None:
+    right, twice = (Trainer(global_mean(factor), accumulation=2) for factor in (2.0, 4.0))
+    worlds = [World(twice if step == 3 else right, seed=step) for step in range(5)]
+    report = diagnose_run(write_columns(tmp_path / "run", worlds, samples_of=0))
+    assert [(finding.code, finding.steps) for finding in report.findings] == [("GS000", [3])]
+
+
+def test_passes_that_were_emptied_are_left_open(tmp_path: Path) -> None:
+    right = Trainer(global_mean(2.0), accumulation=2)
+    worlds = [World(replace(right, zero_between=step == 3), seed=step) for step in range(5)]
+    report = diagnose_run(write_columns(tmp_path / "run", worlds, samples_of=0))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(reason.startswith("step 3") and "emptied" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("objective", ["global-token-mean", "microbatch-mean", "rank-token-mean"])
+def test_passes_without_tokens_count_for_nothing(objective: str, tmp_path: Path) -> None:
+    roots = {"global-token-mean": global_mean, "microbatch-mean": microbatch_mean, "rank-token-mean": rank_mean}
+
+    def root(key: Key, tokens: dict[Key, int]) -> float:
+        counted = {one: count for one, count in tokens.items() if count}
+        return roots[objective](2.0)(key, counted) if key in counted else 1.0
+
+    worlds = [World(Trainer(root, accumulation=2), seed=step) for step in range(4)]
+    worlds[1].num_tokens[0, 1, 0] = 0
+    worlds[2].num_tokens |= {(1, 0, 0): 0, (1, 1, 0): 0}
+    report = diagnose_run(write_columns(tmp_path / "run", worlds), objective=objective)
+    assert report.findings == []
+    assert len(report.reasons) == 1
+    assert "documented weights of 4 steps (13 contributions) were compared, 0 steps are off" in report.coverage.notes[0]
+
+
+def test_losses_of_one_pass_are_one_contribution(tmp_path: Path) -> None:
+    """A cross-entropy in chunks: two losses a pass, means over the microbatches."""
+    worlds = [World(Trainer(microbatch_mean(2.0), accumulation=2), seed=step) for step in range(2)]
+    for world in worlds:
+        world.run()
+        world.run = lambda: None  # type: ignore[method-assign, assignment, return-value]
+        for process in world.ranks:
+            events = process.trace.events
+            for event in [one for one in events if isinstance(one, Loss | LossGradient)]:
+                assert event.num_tokens is not None
+                events.append(
+                    msgspec.structs.replace(
+                        event, seq=event.seq + 500, loss_id=event.loss_id + 500, num_tokens=event.num_tokens // 2
+                    )
+                )
+                events[events.index(event)] = msgspec.structs.replace(event, num_tokens=-(-event.num_tokens // 2))
+    report = diagnose_run(write_columns(tmp_path / "run", worlds), objective="microbatch-mean")
+    assert report.findings == []
+    assert len(report.reasons) == 1
+
+
+def test_steps_that_were_too_many_for_columns_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "MAX_SHAPES", 1)
+    right = [Trainer(global_mean(2.0), accumulation=1 + step % 3) for step in range(8)]
+    worlds = [World(replace(one, root=global_mean(1.0)) if step == 5 else one, seed=step)
+              for step, one in enumerate(right)]  # fmt: skip
+    for world in worlds:
+        world.run()
+        world.run = lambda: None  # type: ignore[method-assign, assignment, return-value]
+        for process in world.ranks:
+            process.trace.events.append(StepEnd(seq=900, t_ns=0, step=0, duration_s=0.1, probe_s=0.0))
+    report = diagnose_run(write_columns(tmp_path / "run", worlds))
+    assert [finding.steps for finding in report.findings] == [[5]]
+    assert report.run.steps == []
+    assert "documented weights of 8 steps" in report.coverage.notes[0]
+
+
+def test_steps_of_several_optimizers_are_read_whole(tmp_path: Path) -> None:
+    """Each optimizer ends the step: its events behind the first end belong to it."""
+    world = World(Trainer(global_mean(2.0), data_ranks=1))
+    events = world.run().ranks[0].events
+    [step] = [event for event in events if isinstance(event, OptimizerStep)]
+    end = StepEnd(seq=900, t_ns=0, step=0, duration_s=0.1, probe_s=0.0)
+    behind = [end, msgspec.structs.replace(step, seq=901), msgspec.structs.replace(end, seq=902)]
+    world.ranks[0].trace.events += behind
+    world.run = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    reader = MeasuredReader(write_columns(tmp_path / "run", [world], samples_of=0) / "rank-00000.trace")
+    [block] = [block for blocks in reader.chunks() for block in blocks]
+    assert (block.num_steps, len(block.shape.weight_rows)) == (1, 1)
+
+
+def test_steps_in_columns_can_be_chosen(tmp_path: Path) -> None:
+    run = one_wrong(tmp_path / "run", samples_of=2)
+    assert [finding.steps for finding in diagnose_run(run, steps=range(6, 9)).findings] == [[7]]
+    report = diagnose_run(run, steps=range(8, 10))
+    assert (report.findings, report.verdict) == ([], "undetermined")
+    assert "steps 8 to 9" in report.coverage.notes[0]
+    with pytest.raises(GradcheckError, match="none of the steps asked for"):
+        diagnose_run(run, steps=range(20, 30))
 
 
 def test_first_stops_at_the_first_divergence(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from random_trainers import global_mean
 from simulator import Key, Trainer, World
 
-from gradcheck_dist.events import Event, Loss, LossGradient, ParamSet
+from gradcheck_dist.events import Event, Loss, LossGradient, ParamSet, StepEnd
 from gradcheck_dist.trace.columns import ColumnWriter
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
@@ -33,7 +33,8 @@ def write_columns(folder: Path, worlds: list[World], samples_of: int | None = No
             trace = world.ranks[rank].trace
             events = [moved(event, step, first) for event in sorted(trace.events, key=lambda event: event.seq)]
             if step == samples_of:
-                for event in trace.events:
+                end = StepEnd(seq=len(trace.events) + 1000, t_ns=0, step=step, duration_s=0.1, probe_s=0.0)
+                for event in (*trace.events, end):
                     writer.append(msgspec.structs.replace(event, step=step))
                 for sample in trace.samples:
                     writer.append(msgspec.structs.replace(sample, step=step))
