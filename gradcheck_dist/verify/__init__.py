@@ -11,6 +11,7 @@ check.py       one module: can it be evaluated alone, and in which dtype
 function.py    a module call as a number: the inner product of its outputs with the gradients that arrived there
 targets.py     what of a module is perturbed: parameters, inputs, the modules below
 measure.py     central differences of that number against what autograd gives, over all ranks concerned
+beside.py      what is wrong at a kink, looked at beside it
 attached.py    losses that a function puts into backward, by the arguments that it was given
 stops.py       what detach, no_grad and collectives without a gradient give, held fixed
 functions.py   each torch.autograd.Function inside differentiated alone, and taken at its word

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from itertools import pairwise
+from math import inf, isfinite
 from typing import Literal
 
 RATIO = 4.0
@@ -28,17 +29,22 @@ PRECISE = 5e-2
 NOTHING = 1e-3
 """A derivative below this share of the function's own size, in noise of the same size, is called zero."""
 
+BESIDE = 0.1
+"""How far beside a point, relative to a variable's size: beyond all but the largest steps of single precision."""
+
 Outcome = Literal["right", "wrong", "undetermined", "zero"]
 
 
 @dataclass(frozen=True)
 class Derivative:
     """A directional derivative by central differences and its error, in the unit of f; `rounding` is the part of the
-    error that comes of the arithmetic, the rest of what steps of different size differ by."""
+    error that comes of the arithmetic, the rest of what steps of different size differ by. `kinked`: the derivatives to
+    both sides differ."""
 
     value: float
     error: float
     rounding: float = 0.0
+    kinked: bool = False
 
 
 def steps(epsilon: float) -> tuple[float, float, float]:
@@ -48,24 +54,41 @@ def steps(epsilon: float) -> tuple[float, float, float]:
 
 
 def differentiate(
-    function: Callable[[float], float], sizes: Sequence[float], epsilon: float, magnitude: float, jitter: float
+    function: Callable[[float], float],
+    sizes: Sequence[float],
+    epsilon: float,
+    magnitude: float,
+    jitter: float,
+    center: float | None = None,
 ) -> Derivative:
-    """d/dt function(t) at 0.
+    """d/dt function(t) at 0. Where smaller steps differ by more than larger ones they do not converge: the error is
+    infinite.
 
     Args:
         function: of a relative step; evaluated six times, at the three `sizes` and their negatives.
         epsilon: the coarsest machine epsilon inside of it.
         magnitude: root of the sum of its squared summands, what rounding is proportional to.
         jitter: by how much two evaluations at the same point differ.
+        center: function(0), which tells whether the derivatives to both sides are one; None: nobody asks.
     """
-    large, middle, small = ((function(size) - function(-size)) / (2 * size) for size in sizes)
-    coarse, fine = _extrapolate(large, middle), _extrapolate(middle, small)
+    ends = [(function(size), function(-size)) for size in sizes]
+    large, middle, small = ((ahead - behind) / (2 * size) for (ahead, behind), size in zip(ends, sizes, strict=True))
+    coarse, fine = _extrapolate(large, middle, 2), _extrapolate(middle, small, 2)
     rounding = (ROUNDING * epsilon * magnitude + jitter) / sizes[-1]
-    return Derivative(fine, abs(fine - coarse) + rounding, rounding)
+    error = abs(fine - coarse) + rounding
+    if abs(small - middle) > max(abs(middle - large), PRECISE * abs(small), 2 * rounding):
+        error = inf
+    kinked = False
+    if center is not None:
+        turns = [(ahead + behind - 2 * center) / size for (ahead, behind), size in zip(ends, sizes, strict=True)]
+        wide, turn = (_extrapolate(*pair, 1) for pair in pairwise(turns))
+        kinked = abs(turn) > 5 * (abs(turn - wide) + 4 * rounding)
+    return Derivative(fine, error, rounding, kinked)
 
 
-def _extrapolate(at_h: float, at_h_over_4: float) -> float:
-    return (RATIO**2 * at_h_over_4 - at_h) / (RATIO**2 - 1)
+def _extrapolate(at_h: float, at_h_over_4: float, order: int) -> float:
+    """Without the error of this order in the step."""
+    return (RATIO**order * at_h_over_4 - at_h) / (RATIO**order - 1)
 
 
 def confirmed(coarse: Derivative, fine: Derivative | None = None) -> Derivative:

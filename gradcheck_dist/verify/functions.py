@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradcheck_dist.events import Site
-from gradcheck_dist.verify.difference import Derivative, differentiate, judge, steps
+from gradcheck_dist.verify.difference import BESIDE, Derivative, differentiate, judge, steps
 from gradcheck_dist.verify.inner import inner, random_direction
 from gradcheck_dist.verify.observe import Observer
 from gradcheck_dist.verify.pieces import is_distributed
@@ -192,8 +192,9 @@ def _linear(one: Applied, which: int) -> Callable[[Tensor], Tensor] | None:
     return linear
 
 
-def _wrong_inputs(one: Applied) -> dict[int, Off]:
-    """Which inputs get another gradient than the derivative along two random directions, by central differences."""
+def _wrong_inputs(one: Applied, *, beside: bool = False) -> dict[int, Off]:
+    """Which inputs get another gradient than the derivative along two random directions, by central differences; at a
+    kink `beside` it."""
     arriving = one.arrived if one.arrived is not None else random_direction(one.output, "arriving")
     epsilon = torch.finfo(one.output.dtype).eps
     _, gradients = one.backward(arriving)
@@ -210,12 +211,24 @@ def _wrong_inputs(one: Applied) -> dict[int, Off]:
             def along(t: float, at: int = at, value: Tensor = value, direction: Tensor = direction) -> float:
                 return inner(arriving, one.run({at: value + t * direction}).detach())
 
-            numeric = differentiate(along, steps(epsilon), epsilon, size, 0.0)
+            numeric = differentiate(along, steps(epsilon), epsilon, size, 0.0, along(0.0))
+            if numeric.kinked and not beside:
+                return _wrong_inputs(_moved(one), beside=True)
             if judge(analytic, numeric, natural, size, 8 * epsilon) == "wrong":
                 found.append((analytic, numeric))
         if found:
             wrong[at] = _off(found)
     return wrong
+
+
+def _moved(one: Applied) -> Applied:
+    """The same function, applied beside the point where it was."""
+    args = list(one.args)
+    for at in one.variable:
+        value = args[at].detach()
+        size = float(value.double().square().mean().sqrt()) or 1.0
+        args[at] = (value + BESIDE * size * random_direction(value, f"beside {at}")).requires_grad_()
+    return replace(one, args=tuple(args))
 
 
 def _off(found: list[tuple[float, Derivative]]) -> Off:

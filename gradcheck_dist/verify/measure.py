@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.verify.attached import Attached
+from gradcheck_dist.verify.beside import looked_beside
 from gradcheck_dist.verify.difference import PRECISE, Derivative, Outcome, confirmed, differentiate, judge, steps
 from gradcheck_dist.verify.exchange import Exchange
 from gradcheck_dist.verify.function import Function
@@ -78,6 +79,7 @@ class Measured:
 
     def results(self, targets: list[Target]) -> list[Result]:
         first, second = self.function.value({}), self.function.value({})
+        self.center = first
         self._noise = [self.function.magnitude(self._base), abs(first - second)]
         found = [self._result(target) for target in targets]
         if self.expects or not any(one.explained for one in found):
@@ -93,6 +95,8 @@ class Measured:
                 break
         if len(results) > 1 and results[-1].outcome != "wrong":
             return replace(results[-1], outcome="undetermined", reason=UNEVEN)
+        if results[0].outcome == "wrong" and results[0].kinked:
+            results[0] = looked_beside(self, target, results[0])
         if results[0].outcome == "undetermined" and self.expects:
             why = explained(self, target, replace(results[0], outcome="wrong"))
             return why if why.explained else results[0]
@@ -108,6 +112,17 @@ class Measured:
         where = f"{self.function.path}/{target.label}/{tag}"
         tries = [self._try(target, kind, f"{where}/{kind}", 1.0, gradient, only) for kind in DIRECTIONS]
         return "right" in (_together([one.complete for one in tries]), _together([one.partial for one in tries]))
+
+    def outcome(
+        self, target: Target, tag: str, parts: dict[str, tuple[Tensor | None, Tensor | None]]
+    ) -> tuple[Outcome, bool]:
+        """What a gradient is, less what arriving zeros bring, and whether there is a kink."""
+        gradient = {key: _less(grad, added) for key, (grad, added) in parts.items()}
+        where = f"{self.function.path}/{target.label}/{tag}"
+        tries = [self._try(target, kind, f"{where}/{kind}", 1.0, gradient) for kind in DIRECTIONS]
+        partial = _together([one.partial for one in tries])
+        found = partial if partial == "right" else _together([one.complete for one in tries])
+        return found, any(one.numeric.kinked for one in tries)
 
     def _measure(self, target: Target, stretch: float) -> Result:
         where = f"{self.function.path}/{target.label}/{stretch:.3f}/{self.expects}"
@@ -145,6 +160,7 @@ class Measured:
             reason=reason,
             left_unsummed=unsummed,
             seen=seen,
+            kinked=any(one.numeric.kinked for one in tries),
         )
 
     def _counted_each(self, tries: list[_Try]) -> Outcome:
@@ -173,7 +189,7 @@ class Measured:
         """One direction: with the finest steps, and with larger ones where these do not agree with autograd."""
         function, gradient = self.function, self._gradient if given is None else given
         moves = only is None or only == self.exchange.rank
-        directions = {key: self._direction(key, kind) for key in target.keys} if moves else {}
+        directions = {key: self.direction(key, kind) for key in target.keys} if moves else {}
         shares = {key: 1 / len(self._holders[key]) if only is None else 1.0 for key in target.keys}
         projected = {key: inner(grad, d) for key, d in directions.items() if (grad := gradient[key]) is not None}
         # The perturbed variables are rounded too.
@@ -184,6 +200,7 @@ class Measured:
             sum(_squares(gradient[key], d) * shares[key] for key, d in directions.items()),
             self._noise[0] + rounded,
             self._noise[1],
+            self.center,
         ]
         found: list[Derivative] = []
         for epsilon in self._ladders:
@@ -195,10 +212,10 @@ class Measured:
             told = self.exchange.gather(f"{tag}/{epsilon}", [*facts, *values])
             if only is not None:
                 told = [told[self.exchange.ranks.index(only)]]
-            complete, partial, squares, magnitude, jitter, *sums = (sum(column) for column in zip(*told, strict=True))
+            complete, partial, squares, magnitude, jitter, center, *sums = map(sum, zip(*told, strict=True))
             at = dict(zip(points, sums, strict=True))
             natural, size = sqrt(squares), sqrt(magnitude)
-            found.append(differentiate(at.__getitem__, sizes, epsilon, size, jitter))
+            found.append(differentiate(at.__getitem__, sizes, epsilon, size, jitter, center))
             numeric = found[-1]
             if "right" in [self._judged(analytic, numeric, natural, size) for analytic in (complete, partial)]:
                 break  # what rounds coarsely inside cannot agree so well by chance
@@ -216,7 +233,7 @@ class Measured:
     def _judged(self, analytic: float, numeric: Derivative, natural: float, size: float) -> Outcome:
         return judge(analytic, numeric, natural, size, self._agree)
 
-    def _direction(self, key: str, kind: str) -> Tensor:
+    def direction(self, key: str, kind: str) -> Tensor:
         """Relative to the variable's own size: along its gradient where every holder knows it whole, else random."""
         value, grad = self.function.variables[key], self._gradient[key]
         spread = is_distributed(value)

@@ -48,7 +48,8 @@ def preserved(root: nn.Module) -> Iterator[None]:
     state = random_state()
     memory = _Memory()
     for module in root.modules():
-        memory.module(module)
+        if not isinstance(module, torch.jit.ScriptModule):  # has tables of its own, and is never run again
+            memory.module(module)
     try:
         yield
     finally:

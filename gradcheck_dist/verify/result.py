@@ -14,6 +14,7 @@ ARRIVED = "the gradients that arrive at its output differ between ranks that hol
 ATTACHED = "of the losses that are attached inside, whose gradient a function puts into backward"
 BENT = "what it gives in backward is no multiple of what arrives: it clips or scales by the gradient itself"
 LOSS = "of the loss that it gives"
+KINK = "its forward has a kink exactly here: nothing there is the derivative"
 INSIDE = "a module inside is wrong: mend it and verify again"
 
 
@@ -58,7 +59,8 @@ class Result:
     `left_unsummed`: an input's gradient that is one although all ranks hold the same outputs and the same gradients of
     them. Right where the caller sums. `seen`: fingerprints of that input, or of the outputs where ARRIVED is the
     reason. `site`: where it happens, where that is known better than by the module. `call` of `num_calls`:
-    which call of the module. `functions`: those inside that are wrong; `at_their_word`: right if they are taken at it.
+    which call of the module. `kinked`: the function has a kink at the point. `functions`: those inside that are wrong;
+    `at_their_word`: right if they are taken at it.
     """
 
     path: str
@@ -77,6 +79,7 @@ class Result:
     site: Site | None = None
     call: int = 0
     num_calls: int = 1
+    kinked: bool = False
     functions: tuple[FunctionAt, ...] = ()
     at_their_word: bool = False
 

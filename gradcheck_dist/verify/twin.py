@@ -90,10 +90,12 @@ def unwrap(root: nn.Module) -> nn.Module:
     """The module inside of data-parallel and compiling wrappers.
 
     Raises:
-        NotVerifiableError: FSDP1 keeps parameters where no function of them can be made.
+        NotVerifiableError: FSDP1 or a scripted module keeps parameters where no function of them can be made.
     """
     while (inner := inner_module(root)) is not None:
         root = inner
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise NotVerifiableError("scripted modules (torch.jit) keep parameters where no function of them can be made")
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in root.modules()):
         raise NotVerifiableError("FSDP1 (FullyShardedDataParallel) flattens parameters; fully_shard can be verified")
     return root

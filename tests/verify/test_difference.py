@@ -38,6 +38,21 @@ def test_a_kink_next_to_the_point_shows_in_the_error() -> None:
     assert kinked.error > 0.05
 
 
+def test_a_kink_at_the_point_is_told_from_a_curve() -> None:
+    def kinked(function: Callable[[float], float], epsilon: float = FINE) -> bool:
+        return differentiate(function, steps(epsilon), epsilon, 1.0, 0.0, function(0.0)).kinked
+
+    assert kinked(lambda t: max(0.0, t) * 3.0 + math.sin(t)) and kinked(abs) and kinked(lambda t: max(t, 0.1 * t))
+    assert kinked(lambda t: float(np.float32(max(0.0, t))), SINGLE)
+    assert not any(kinked(smooth) for smooth in (math.sin, math.exp, math.cos, lambda t: 40 * t * t + t**3))
+    assert not kinked(lambda t: float(np.float32(math.cos(t) + t * t)), SINGLE)
+
+
+def test_differences_that_do_not_converge_are_no_derivative() -> None:
+    assert slope(lambda t: t / math.sqrt(t * t + 1e-12)).error == math.inf
+    assert judge(1e6, slope(lambda t: t / math.sqrt(t * t + 1e-12)), 1e6, 1.0, 1e-12) == "undetermined"
+
+
 def test_noise_shows_in_the_error() -> None:
     random = np.random.default_rng(0)
     noisy = slope(lambda t: t + 1e-3 * random.normal(), SINGLE)

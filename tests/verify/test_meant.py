@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from meant_models import MEANT, PERHAPS, RIGHT, WRONG, Around
-from verify_models import VOCAB, batch, loss_of
+from meant_models import MEANT, PERHAPS, RIGHT, WRONG, Around, LateMask
+from torch import Tensor, nn
+from verify_models import VOCAB, WIDTH, batch, loss_of
 
 import gradcheck_dist
 from gradcheck_dist.diagnosis.finding import Report
@@ -140,3 +141,83 @@ def test_losses_over_the_features_of_all_ranks(tmp_path: Path) -> None:
     assert found("outside, all rows") == []
     assert found("outside, own put back") == [("warning", f"Features: the output 1 {lost}")]
     assert found("outside, assignments") == []  # no gradient arrives where they were computed
+
+
+class Padded(nn.Module):
+    """Every other position is exactly zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[-2], 1)
+        mask[::2] = 0
+        return x * mask
+
+
+class DeadZone(torch.autograd.Function):
+    """Hands its input on, and forgets the gradient where that is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * (ctx.saved_tensors[0] != 0)
+
+
+class Own(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(x)
+        return result
+
+
+def at_zero(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB))
+
+
+def _zeroed(layer: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+ACTIVATIONS = [nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardtanh(0, 1), nn.PReLU(), nn.MaxPool1d(3, 1, padding=1)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("before", [Padded, lambda: _zeroed(nn.Linear(WIDTH, WIDTH))], ids=["masked", "zero layer"])
+def test_a_kink_exactly_at_the_point_is_right_on_either_side(
+    before: Any, activation: nn.Module, tmp_path: Path
+) -> None:
+    report = judged(at_zero(before(), activation, nn.Linear(WIDTH, WIDTH)), tmp_path / "run")
+    assert [finding.pattern for finding in report.findings] == []
+    assert "GS801" in report.rules.passed
+
+
+def test_a_norm_of_zeros_is_too_steep_to_decide(tmp_path: Path) -> None:
+    report = judged(at_zero(Padded(), nn.RMSNorm(WIDTH)), tmp_path / "run")
+    assert [finding.pattern for finding in report.findings] == []
+
+
+@pytest.mark.parametrize("function", [LateMask, DeadZone])
+def test_a_wrong_backward_is_found_where_its_input_is_zero(
+    function: type[torch.autograd.Function], tmp_path: Path
+) -> None:
+    report = judged(at_zero(Padded(), Own(function)), tmp_path / "run")
+    [finding] = [one for one in report.findings if one.code == "GS801"]
+    assert finding.severity == "error"
+    assert function.__name__ in finding.pattern
+
+
+def test_a_scripted_module_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    model = at_zero(torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    report = judged(model, tmp_path / "run")
+    assert report.findings == []
+    assert any("torch.jit" in f"{one.reason}" for one in report.coverage.unverified) or any(
+        "torch.jit" in words for words in [*report.reasons, *report.coverage.problems]
+    )
