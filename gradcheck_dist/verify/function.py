@@ -20,7 +20,7 @@ from gradcheck_dist.verify.capture import RootCall
 from gradcheck_dist.verify.gradients import gradients
 from gradcheck_dist.verify.inner import Base, Terms, random_direction
 from gradcheck_dist.verify.observe import Observer
-from gradcheck_dist.verify.pieces import cast, is_distributed, tensors_of
+from gradcheck_dist.verify.pieces import cast, is_distributed, local, tensors_of
 from gradcheck_dist.verify.preserve import set_random_state
 from gradcheck_dist.verify.replay import training_precision
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
@@ -59,9 +59,10 @@ class Function(Terms):
             value = self.twin.values[name]
             key = self._key[name] = first.setdefault(id(value), name)
             if name in self.twin.trained and value.is_floating_point():
-                self.variables.setdefault(key, cast(value, self.dtype))
+                if key not in self.variables:
+                    self.variables[key] = _copied(value, self.dtype)
             elif id(value) not in self._fixed:
-                self._fixed[id(value)] = cast(value, self.dtype)
+                self._fixed[id(value)] = _copied(value, self.dtype)
         self.cotangents = [self._cotangent(index) for index in range(len(self.call.outputs))]
         self.share = [1.0] * len(self.cotangents)
 
@@ -150,7 +151,11 @@ class Function(Terms):
             watch: is given the outputs before backward begins.
         """
         leaves = {key: value.detach().clone().requires_grad_() for key, value in self.variables.items()}
+        params = [*(leaf for key, leaf in leaves.items() if key in self.twin.values), *self._fixed.values()]
+        before = list(map(_written, params))
         with observer or contextlib.nullcontext(), self.run(leaves) as outputs:
+            if list(map(_written, params)) != before:
+                raise NotVerifiableError("its forward changes its own parameters")
             for index, output in enumerate(outputs):
                 if self.dtype is not None and output.dtype not in (self.dtype, torch.float32):
                     raise NotVerifiableError(f"computes in {output.dtype} whatever its input is")
@@ -173,6 +178,17 @@ class Function(Terms):
         """Where backward brought nothing at all, because the outputs are cut off behind, any gradient will do."""
         outputs = self.call.outputs
         return outputs[index].requires_grad and all(output.gradient is None for output in outputs)
+
+
+def _written(param: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is written to, or given other memory (`.data = ...`)."""
+    return param._version, local(param).data_ptr()
+
+
+def _copied(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """In memory of its own: a forward may write to its parameters."""
+    copy = cast(value, dtype)
+    return copy.clone() if copy is value else copy
 
 
 def _asking(variable: Tensor) -> Tensor:

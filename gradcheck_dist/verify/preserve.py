@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ def set_random_state(state: RandomState) -> None:
 def preserved(root: nn.Module) -> Iterator[None]:
     """While open, forward passes of `root` may change what they like of random states, buffers and attributes.
 
-    Plain attributes are followed through lists, dicts, sets and objects. What a forward changes outside of the module
-    (a global variable, a file) is not seen.
+    Plain attributes are followed through lists, dicts, sets and objects, to tensors, arrays and random generators. What
+    a forward changes outside of the module (a global variable, a file) or in an iterator is not seen.
     """
     state = random_state()
     memory = _Memory()
@@ -63,6 +64,7 @@ class _Memory:
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._others: dict[int, tuple[Any, Callable[[], None]]] = {}
 
     def module(self, module: nn.Module) -> None:
         parameters = {id(param) for param in module._parameters.values()}
@@ -80,6 +82,10 @@ class _Memory:
             held = getattr(value, "_local_tensor", value)
             if id(held) not in self._tensors and not isinstance(value, nn.Parameter):
                 self._tensors[id(held)] = (held, held.detach().clone(), held._version)
+            return
+        putting_back = _putting_back(value)
+        if putting_back is not None:
+            self._others.setdefault(id(value), (value, putting_back))
             return
         inner: Any = ()
         if isinstance(value, dict):
@@ -110,6 +116,37 @@ class _Memory:
             if tensor._version != version:
                 with torch.no_grad():
                     tensor.copy_(before)
+            elif not torch.equal(tensor, before):
+                tensor.data.copy_(before)  # changed past its version counter, which backward may ask for
+        for _, put_back in self._others.values():
+            put_back()
+
+
+def _putting_back(value: Any) -> Callable[[], None] | None:
+    """What gives an array its numbers or a generator of random ones its state again; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return functools.partial(_give_state, value, state)
+    if isinstance(value, random.Random):
+        then = value.getstate()
+        return lambda: value.setstate(then)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
+        numbers = value.copy()
+        return lambda: numpy.copyto(value, numbers)
+    if isinstance(value, numpy.random.RandomState):
+        legacy = value.get_state()
+        return lambda: value.set_state(legacy)
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", bits)
+    return None
+
+
+def _give_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
 
 
 def _same_values(container: Any, before: Any) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from verify_models import Model, Scaled, batch, loss_of
+from verify_models import VOCAB, Model, Scaled, batch, loss_of
 
 import gradcheck_dist
 from gradcheck_dist.diagnosis.finding import Finding, Report
@@ -257,3 +257,55 @@ def test_recurrent_modules_keep_a_list_of_their_own(tmp_path: Path) -> None:
     found = checks(tmp_path / "run")
     assert {check.outcome for check in found} == {"right"}
     assert {"weight_hh_l0", "bias_ih_l0"} <= {check.name for check in found if check.module == "lstm"}
+
+
+class Remembering(nn.Module):
+    """Keeps what forward changes where torch does not look."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.seen, self.counts = torch.zeros(2), np.zeros(2)
+        self.pair = (torch.zeros(2), random.Random(0))
+        self.generators = [torch.Generator().manual_seed(0), np.random.default_rng(0)]
+
+    def forward(self, tokens: Any) -> Any:
+        self.seen.data.add_(1)
+        self.counts += 1
+        self.pair[0].data.add_(self.pair[1].random())
+        drawn = torch.rand(1, generator=self.generators[0]) + float(self.generators[1].random())
+        return self.model(tokens) * drawn
+
+    @property
+    def state(self) -> list[float]:
+        drawn = [float(torch.rand(1, generator=self.generators[0])), float(self.generators[1].random())]
+        return [*self.seen.tolist(), *self.counts.tolist(), *self.pair[0].tolist(), self.pair[1].random(), *drawn]
+
+
+def test_what_a_forward_keeps_in_arrays_and_generators_is_put_back(tmp_path: Path) -> None:
+    verified, alone = Remembering(Model()), Remembering(Model())
+    assert train(verified, tmp_path / "run") == train(alone, None)
+    assert verified.state == alone.state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_a_forward_that_changes_its_own_parameters_is_left_open_and_changes_none(
+    way: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    class Normed(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            if way == "data":
+                self.weight.data = F.normalize(self.weight.data, dim=-1)
+            else:
+                with torch.no_grad():
+                    self.weight.div_(self.weight.norm())
+            return super().forward(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(Model(), Normed(VOCAB, VOCAB)).to(dtype)
+
+    assert train(make(), tmp_path / "run") == train(make(), None)
+    assert not accusations(tmp_path / "run")
+    assert any("changes its own parameters" in check.reason for check in checks(tmp_path / "run"))
