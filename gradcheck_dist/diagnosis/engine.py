@@ -28,6 +28,7 @@ from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
 from gradcheck_dist.diagnosis.effect import effect_of_case
+from gradcheck_dist.diagnosis.emptied import frozen, may_be_frozen
 from gradcheck_dist.diagnosis.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding, Report
@@ -203,6 +204,8 @@ def judge_step(
     cases = [case for case in cases if not may_be_meant(case)]
     verdict.reasons += [not_known(case) for case in cases if may_be_experts(case, data)]
     cases = [case for case in cases if not may_be_experts(case, data)]
+    verdict.reasons += [frozen(case) for case in cases if may_be_frozen(case, data)]
+    cases = [case for case in cases if not may_be_frozen(case, data)]
     if any(case.culprit.absent for case in cases) and (inside := stepped_together(data)) is not None:
         verdict.reasons.append(inside)
         cases = [case for case in cases if not case.culprit.absent]

@@ -19,6 +19,8 @@ BY_CHANCE = 0.25
 """A kind of name is not tried where so many of its kind would hit a number by chance."""
 TOKENS = "num_tokens"
 SMALL = 16
+TWICE = 1.5
+"""What the square of a quantity costs beside others of its cost."""
 SPAN = 9.0
 """The logarithms of factors that occur lie within this width: 1/90 to 90."""
 
@@ -92,9 +94,11 @@ def name_number(
     for count in range(1, max_factors + 1):
         # Simple powers first: the wider the tolerance, the fewer kinds of names mean anything.
         for most in (1, 2):
+            if most == 2 and any(len(name.powers) < count for name in found):
+                break  # beside the square of one quantity, two that are counted once each are all that is looked for
             num_choices = comb(len(usable), count) * (2**count if most == 1 else 4**count - 2**count)
             if num_choices * 2 * tolerance / SPAN > BY_CHANCE and (count, most) != (1, 1):
-                return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+                return sorted(found, key=_simplest)[:8]
             choices, numbers = _products(tuple(sorted(usable.items())), count, most)
             for index in np.flatnonzero(np.abs(numbers / value - 1.0) <= tolerance):
                 powers, number = choices[index], float(numbers[index])
@@ -104,9 +108,14 @@ def name_number(
                 miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
                 cost = sum(abs(power) for _, power in powers) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
                 found.append(Name(expression_of(powers), number, powers, cost))
-        if found:
+        if any(count > 1 or abs(power) == 1 for name in found for _, power in name.powers):
             break
-    return sorted(found, key=lambda name: (name.cost, name.expression))[:8]
+    return sorted(found, key=_simplest)[:8]
+
+
+def _simplest(name: Name) -> tuple[float, str]:
+    """Two hands that each act once too often are likelier than one that acts twice too often."""
+    return name.cost + sum(TWICE for _, power in name.powers if abs(power) > 1), name.expression
 
 
 def _coincides(powers: tuple[tuple[str, int], ...], number: float) -> bool:

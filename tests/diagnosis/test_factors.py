@@ -103,3 +103,12 @@ def test_a_few_tokens_over_squares_are_no_name_of_a_small_fraction() -> None:
     assert [name.expression for name in name_number(6.0, counted, 1e-6)] == ["num_tokens/dp_replicate"]
     many = {"num_tokens": 8111.0, "dp_replicate": 2.0}
     assert [name.expression for name in name_number(8111 / 4, many, 1e-6)] == ["num_tokens/dp_replicate^2"]
+
+
+def test_two_hands_are_told_before_one_that_acts_twice() -> None:
+    """Ultralytics multiplies by the processes and does not divide by accumulation steps: of both there are two."""
+    counted = {"accumulation_steps": 2.0, "dp_replicate": 2.0}
+    first, *others = [name.expression for name in name_number(4.0, counted, 1e-6)]
+    assert first == "accumulation_steps * dp_replicate"
+    assert set(others) == {"accumulation_steps^2", "dp_replicate^2"}
+    assert [name.expression for name in name_number(9.0, {"dp_replicate": 3.0, "tp": 2.0}, 1e-6)] == ["dp_replicate^2"]
