@@ -79,6 +79,7 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
             return {name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared"
     axes = dict.fromkeys(AXIS_NAMES, 1)
     seen: list[str] = []
+    by_hand = False
     for of_rank in events.values():
         for event in of_rank:
             if isinstance(event, Reduce) and event.impl in ("ddp", "fsdp1_no_shard"):
@@ -91,6 +92,9 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
             elif isinstance(event, PipelineStep):
                 axes["pp"] = max(axes["pp"], len(event.group))
                 seen.append("pipelines")
+            by_hand = by_hand or isinstance(event, Reduce)
+    if not seen and by_hand:
+        return axes, f"inferred: reductions by hand, which were seen, name no axis; {SETTING}"
     if not seen:
         return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); {SETTING}"
     return axes, f"inferred from {' and '.join(sorted(set(seen)))}; {SETTING}"

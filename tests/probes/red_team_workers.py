@@ -14,12 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS, ACCUMULATION = 2, 2
 
 
-def flat_reduce(model: nn.Module, divisor: float) -> None:
-    """One buffer for all gradients, as many hand-written trainers do."""
+def flat_reduce(model: nn.Module, divisor: float, before: bool = False) -> None:
+    """One buffer for all gradients, as many hand-written trainers do. `before`: divided before it is reduced."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     buffer = torch.cat([grad.flatten() for grad in grads])
+    if before:
+        buffer.div_(divisor)
     dist.all_reduce(buffer)
-    buffer /= divisor
+    if not before:
+        buffer /= divisor
     for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 
@@ -98,7 +101,7 @@ def loss_of(variant: str, model: Any, k: int, num_tokens: float, step: int) -> T
     loss = token_sum(model, batch(rank, k)) / num_tokens
     if variant == "halved later":
         return loss * world / (2 if step else 1)
-    return loss if variant == "composable, averaged twice" else loss * world
+    return loss if "averaged twice" in variant else loss * world
 
 
 def train(variant: str, run_dir: str | None) -> int:
@@ -111,18 +114,21 @@ def train(variant: str, run_dir: str | None) -> int:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         params = list(model.parameters()) if "overlapped" in variant else []
         overlapped = Overlapped(params[1:] if "left out" in variant else params)
-        valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(ACCUMULATION))
+        # Where ranks and passes are as many, which of both a line divides by is not known.
+        accumulation = 3 if "divided before" in variant else ACCUMULATION
+        valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(accumulation))
         total = torch.tensor(float(valid))
         dist.all_reduce(total)
         for step in range(STEPS):
-            for k in range(ACCUMULATION):
-                overlapped.on = k == ACCUMULATION - 1
-                quiet = variant == "squared, never reduced" or ("squared" in variant and k < ACCUMULATION - 1)
+            for k in range(accumulation):
+                overlapped.on = k == accumulation - 1
+                quiet = variant == "squared, never reduced" or ("squared" in variant and k < accumulation - 1)
                 with model.no_sync() if quiet else contextlib.nullcontext():
                     loss_of(variant, model, k, total.item(), step).backward()
             overlapped.wait()
             if variant.startswith("flat"):
-                flat_reduce(model, dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1))
+                divisor = dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1)
+                flat_reduce(model, divisor, before="before" in variant)
             if variant == "divided at first":
                 reduced_one_by_one(model, divide=step == 0)
             if variant.startswith("gathered"):

@@ -14,6 +14,8 @@ EXPECTED = {
     "hooks": ("clean", []),
     "flat": ("clean", []),
     "flat, wrong divisor": ("findings", ["GS000"]),
+    "flat, divided before": ("clean", []),
+    "flat, divided before, averaged twice": ("findings", ["GS101"]),
     "gathered": ("clean", []),
     "gathered, the first taken": ("findings", ["GS000"]),
     "composable, averaged twice": ("findings", ["GS101"]),
@@ -43,6 +45,11 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
         (finding,) = report.findings
         assert (finding.ranks, finding.first_event and finding.first_event.unrecorded) == ([0, 1], True)
         assert finding.pattern.startswith("contributions of data rank(s) 1 x 0, the rest x ")
+    if variant == "flat, divided before, averaged twice":
+        event = report.findings[0].first_event
+        lines = Path(__file__).with_name("red_team_workers.py").read_text().splitlines()
+        assert event is not None and event.line is not None
+        assert lines[event.line - 1].strip() == "buffer.div_(divisor)"
     if variant == "distilled":
         assert any("the average over ranks is one division too many is not known" in why for why in report.reasons)
     if variant in ("halved later", "divided at first"):

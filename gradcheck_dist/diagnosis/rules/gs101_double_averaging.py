@@ -54,8 +54,10 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.reduce
-    if event is not None and case.culprit.write is not None:
-        return _by_hand(case, event)
+    if case.culprit.write is not None:
+        follows = case.culprit.before  # a buffer that is divided before it is summed, fairseq's way
+        summed = event if event is not None else follows if isinstance(follows, Reduce) else None
+        return _by_hand(case, summed) if summed is not None else None
     if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -97,7 +99,7 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
         return None
     name = case.names[0].expression if case.names else f"1/{size}"
     return Answer(
-        explanation="The loss already divides by the tokens of all ranks, and this line then divides the sum over "
-        f"{size} ranks by {size}: the gradient is {name} of the objective's.",
+        explanation="The loss already divides by the tokens of all ranks, and this line divides the sum over "
+        f"{size} ranks by {size} as well: the gradient is {name} of the objective's.",
         fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
