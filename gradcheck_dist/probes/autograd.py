@@ -19,6 +19,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import BEFORE
 from gradcheck_dist.probes import captured
 from gradcheck_dist.probes.captured import BACKWARD
+from gradcheck_dist.probes.dynamo import QuietHooks
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
@@ -158,6 +159,7 @@ class Discovery:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._handle: Any = None
+        self._quiet = QuietHooks()
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self._frozen: list[ParamInfo] = []
@@ -165,6 +167,7 @@ class Discovery:
 
     def start(self) -> None:
         if self._handle is None:
+            self._quiet.begin()
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
 
     def has_hooked(self, param: Tensor) -> bool:
@@ -181,6 +184,7 @@ class Discovery:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            self._quiet.end()
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

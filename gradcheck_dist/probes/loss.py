@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes.backward_pass import TokenWeights
 from gradcheck_dist.probes.marks import mark_recorded
 from gradcheck_dist.probes.patching import Patches
@@ -75,6 +75,7 @@ def evaluated(
     ignore_index: int,
     reduction: str,
     class_weight: Tensor | None = None,
+    **of_stand_in: Any,
 ) -> None:
     if is_transformed(output):
         return
@@ -94,7 +95,17 @@ def evaluated(
     weighted = None
     if class_weight is not None and valid is not None:
         weighted = (class_weight.detach()[torch.where(valid, target, 0)] * valid).sum()
-    record_loss(recorder, output, num_tokens, reduction=reduction, op=op, labels=target, valid=valid, weighted=weighted)
+    record_loss(
+        recorder,
+        output,
+        num_tokens,
+        reduction=reduction,
+        op=op,
+        labels=target,
+        valid=valid,
+        weighted=weighted,
+        **of_stand_in,
+    )
 
 
 def number(value: Tensor) -> float | Tensor:
@@ -114,11 +125,13 @@ def record_loss(
     coefficient: float | None = None,
     valid: Tensor | None = None,
     weighted: Tensor | None = None,
+    site: Site | None = None,
+    is_stand_in: bool = False,
 ) -> None:
     """Record a loss tensor and, when a gradient will come, watch for it.
 
     `valid` tells which elements of an unreduced loss are no ignored labels, `weighted` is the sum of the class weights
-    of the labels.
+    of the labels. `is_stand_in`: the tensor has the gradient of a loss, and not its value; `site` is where that is.
 
     A tensor that was recorded before is recorded as the same loss: what is told of it now corrects what was seen.
     """
@@ -128,7 +141,7 @@ def record_loss(
         recorder.emit(Loss, seq=seq, **seen | {"term": term, "coefficient": coefficient})
         return
     seen = {
-        "site": caller_site(),
+        "site": site or caller_site(),
         "loss_id": seq,
         "term": term,
         "coefficient": coefficient,
@@ -137,7 +150,7 @@ def record_loss(
         "num_tokens": num_tokens,
         "num_labels": labels.numel() if labels is not None else None,
         "label_hash": label_hash(labels) if labels is not None else None,
-        "value": number(output) if output.dim() == 0 else None,
+        "value": number(output) if output.dim() == 0 and not is_stand_in else None,
         "requires_grad": output.requires_grad,
         "dtype": str(output.dtype).removeprefix("torch."),
         "num_weighted_tokens": weighted,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes import log_probs
-from gradcheck_dist.probes.marks import is_labelled, is_recorded
+from gradcheck_dist.probes.marks import has_other_outputs, is_labelled, is_recorded
 
 MAX_NODES = 100
 """Nodes behind a root, or behind one of its terms, that are looked at; a trainer's losses lie within ten of it."""
@@ -77,20 +77,20 @@ class Found:
 def search(roots: Sequence[Tensor]) -> Found:
     """The losses behind the roots of a backward pass, down to where the model begins."""
     found = Found()
-    queue = deque(root.grad_fn for root in roots)
+    queue: deque[tuple[Any, int]] = deque((root.grad_fn, root.output_nr) for root in roots)
     visited: set[Any] = set()
 
     def descend(node: Any) -> None:
-        for following, _ in node.next_functions:
+        for following, output in node.next_functions:
             found.above.setdefault(following, []).append(node)
-            queue.append(following)
+            queue.append((following, output))
 
     while queue and len(visited) < MAX_NODES:
-        node = queue.popleft()
-        if node is None or node in visited:
+        node, output = queue.popleft()
+        if node is None or node in visited or has_other_outputs(node, output):
             continue
         visited.add(node)
-        if is_recorded(node):
+        if is_recorded(node, output):
             found.known.append(node)
             found.losses.append(node)
             continue
@@ -125,13 +125,13 @@ def search(roots: Sequence[Tensor]) -> Found:
 COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward"}
 
 
-def end_of(found: Found, node: Any) -> End | None:
-    """What a node is; None: that is to be seen behind it."""
+def end_of(found: Found, node: Any, output: int) -> End | None:
+    """What an output of a node is; None: that is to be seen behind it."""
     name = name_of(node)
-    if _is_squared_logsumexp(node):
+    if _is_squared_logsumexp(node) or has_other_outputs(node, output):
         return End.MODEL
     if (
-        is_recorded(node)
+        is_recorded(node, output)
         or is_labelled(node)
         or name in COUNTED
         or (name in PICKS and source_of(node) in found.logsumexp_inputs)

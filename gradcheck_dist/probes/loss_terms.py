@@ -34,7 +34,7 @@ class Terms:
 def uncounted_terms(root: Tensor, graph: Found) -> Terms:
     """The summands of the scalar `root` that are no counted losses; none where it is no sum. A summand is
     followed through factors that have no gradient."""
-    summands: list[Any] = []
+    summands: list[tuple[Any, int]] = []
     todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
         node, output = todo.pop()
@@ -42,29 +42,29 @@ def uncounted_terms(root: Tensor, graph: Found) -> Terms:
         name = name_of(node)
         if name == _HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
-        elif end_of(graph, node) is None and (name in _SUMS or (name in FACTORS and len(operands) == 1)):
+        elif end_of(graph, node, output) is None and (name in _SUMS or (name in FACTORS and len(operands) == 1)):
             todo += operands
         else:
-            summands.append(node)
+            summands.append((node, output))
     found = Terms()
-    for node in summands if len(summands) > 1 else ():
-        ends = _ends(graph, node)
+    for node, output in summands if len(summands) > 1 else ():
+        ends = _ends(graph, node, output)
         if End.COUNTED not in ends:
             (found.named if End.NAMED in ends else found.others).append(node)
     return found
 
 
-def _ends(graph: Found, node: Any) -> set[End]:
-    """What lies behind a node, up to the first counted loss."""
-    queue, visited, ends = deque([node]), set[Any](), set[End]()
+def _ends(graph: Found, node: Any, output: int) -> set[End]:
+    """What lies behind a node's output, up to the first counted loss."""
+    queue, visited, ends = deque([(node, output)]), set[Any](), set[End]()
     while queue and len(visited) < MAX_NODES and End.COUNTED not in ends:
-        one = queue.popleft()
+        one, output = queue.popleft()
         if one is None or one in visited:
             continue
         visited.add(one)
-        end = end_of(graph, one)
+        end = end_of(graph, one, output)
         if end is None:
-            queue.extend(following for following, _ in one.next_functions)
+            queue.extend(one.next_functions)
         else:
             ends.add(end)
     return ends

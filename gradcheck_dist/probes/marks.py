@@ -8,18 +8,27 @@ from torch import Tensor
 
 RECORDED = "gradcheck"
 """The tensor that the node made is a loss that was recorded, with this id."""
+RECORDED_OUTPUT = "gradcheck_output"
+"""Which of the node's outputs that is, where the others are none."""
 LABELLED = "gradcheck_labels"
 """What a function with labels was given and gave: label_functions.Labelled."""
 
 
-def mark_recorded(output: Tensor, loss_id: int) -> None:
-    node: Any = output.grad_fn
+def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
+    node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[RECORDED] = loss_id
+        if output is not None:
+            node.metadata.setdefault(RECORDED_OUTPUT, set()).add(output)
 
 
-def is_recorded(node: Any) -> bool:
-    return RECORDED in node.metadata
+def is_recorded(node: Any, output: int) -> bool:
+    return RECORDED in node.metadata and output in node.metadata.get(RECORDED_OUTPUT, (output,))
+
+
+def has_other_outputs(node: Any, output: int) -> bool:
+    """Whether this output stands beside a loss, in one node (a compiled model's logits)."""
+    return RECORDED in node.metadata and not is_recorded(node, output)
 
 
 def is_labelled(node: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcheck_dist.events import BEFORE, Clip, ClipValue, OptimizerStep, ParamGroup, ZeroGrad
 from gradcheck_dist.probes.captured import OPTIMIZER
+from gradcheck_dist.probes.dynamo import untraced
 from gradcheck_dist.probes.loss import number
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
@@ -71,8 +72,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
         stepped(recorder, optimizer)
 
     patches.replace(Optimizer, "__init__", watch_making)
-    patches.on_restore(register_optimizer_step_pre_hook(before).remove)
-    patches.on_restore(register_optimizer_step_post_hook(after).remove)
+    patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
+    patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
     patches.replace(Optimizer, "zero_grad", lambda original: _watch_zero(recorder, original))
     patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
     # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; the module that defines them keeps
@@ -212,7 +213,8 @@ def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
 def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        if recorder.recording and not recorder.suspended:
+        compiled = torch.compiler.is_compiling() and isinstance(self, torch.nn.Module)  # an optimizer's never is
+        if recorder.recording and not recorder.suspended and not compiled:
             zeroing(recorder, self, set_to_none)
         original(self, set_to_none)
 

@@ -34,6 +34,10 @@ class Patches:
         inherited = isinstance(owner, type) and name not in owner.__dict__
         patched = make(original)
         self._script_as(original, patched)
+        if isinstance(patched, FunctionType) and isinstance(owner, ModuleType):
+            # torch.compile traces the original in its place: where no graph break is allowed, one of ours would end
+            # training (torch/_dynamo/variables/builder.py).
+            patched._torchdynamo_inline = original  # type: ignore[attr-defined]
         setattr(owner, name, patched)
         self._undo.append((owner, name, _INHERITED if inherited else original, patched))
 

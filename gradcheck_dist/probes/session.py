@@ -19,6 +19,7 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
+from gradcheck_dist.probes.dynamo import keep_out
 from gradcheck_dist.probes.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
@@ -33,6 +34,7 @@ PROBES = (
     "label_functions",
     "unseen",
     "fused",
+    "compiled",
     "optimizer",
     "gradient_norms",
     "writes",
@@ -199,6 +201,8 @@ def attach(
     if verify:
         recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
+    with contextlib.suppress(AttributeError):  # compiled trainers are then recorded as far as they let probes run
+        keep_out()
     writer.flush()
     _session = Session(folder, recorder, patches, from_outside=deferred)
     atexit.register(_session.detach)

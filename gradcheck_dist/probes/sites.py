@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -25,6 +26,7 @@ _SKIP_DIRS = tuple(
 _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _TYPED = ("<ipython-input", "<stdin>")
 _SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__, typing_extensions.__file__}
 """The last wraps what torch calls deprecated (reduce_scatter_tensor)."""
@@ -52,6 +54,18 @@ def caller_site() -> Site | None:
     code = frame.f_code
     called_from = _users_line(frame) if _is_installed(code.co_filename) else None
     return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
+
+
+def site_in(stack_trace: str) -> Site | None:
+    """What `caller_site` gives, of a stack that was noted earlier as text, the innermost frame last."""
+    frames = [(file, int(line), name) for file, line, name in _FRAME.findall(stack_trace) if not _is_foreign(file)]
+    if not frames:
+        return caller_site()
+    file, line, name = frames[-1]
+    if not _is_installed(file):
+        return Site(file, line, name)
+    users = [f"{other}:{number}" for other, number, _ in frames if not _is_installed(other)]
+    return Site(file, line, name, users[-1] if users else _users_line(sys._getframe(1)))
 
 
 def defined_at(function: Any) -> Site | None:

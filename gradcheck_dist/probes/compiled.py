@@ -1,0 +1,131 @@
+"""Losses inside of functions that torch.compile makes one operation of (a model that is given labels, a loss function).
+
+What a compiler gives back is one autograd node that tells nothing. Where Dynamo hands the graph to it
+(torch/_dynamo/output_graph.py, call_user_compiler), its losses are read; beside each call the few operations around a
+loss run again, on the labels that went in and with a stand-in for the loss itself. The stand-in is recorded, and given
+the gradient that arrives at the compiled function's result. What is compiled, and computes, stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.probes.compiled_graph import CompiledLoss, losses_of
+from gradcheck_dist.probes.loss import evaluated
+from gradcheck_dist.probes.marks import mark_recorded
+from gradcheck_dist.probes.patching import Patches
+from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.sites import site_in
+
+_current: Recorder | None = None
+"""Who records now: what was compiled in one session is called in the next."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    global _current
+    _current = recorder
+
+    def watch(module: ModuleType) -> None:
+        patches.replace(module.OutputGraph, "call_user_compiler", functools.partial(_watch, recorder))
+
+    patches.when_imported("torch._dynamo.output_graph", watch)
+    patches.on_restore(_forget)
+
+
+def _forget() -> None:
+    global _current
+    _current = None
+
+
+def _watch(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call_user_compiler(self: Any, gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        losses = compiling(recorder, self, gm)
+        compiled = original(self, gm, *args, **kwargs)
+        return functools.partial(_run, compiled, gm, losses) if losses else compiled
+
+    return call_user_compiler
+
+
+def _run(compiled: Callable[..., Any], graph: GraphModule, losses: list[CompiledLoss], *inputs: Any) -> Any:
+    recorder = _current
+    if recorder is None:
+        return compiled(*inputs)
+    # A backend that only runs the graph calls torch's functions, which are replaced.
+    before, recorder.in_loss = recorder.in_loss, True
+    try:
+        results = compiled(*inputs)
+    finally:
+        recorder.in_loss = before
+    called(recorder, graph, losses, inputs, results)
+    return results
+
+
+@guarded("compiled")
+def compiling(recorder: Recorder, output_graph: Any, graph: GraphModule) -> list[CompiledLoss]:
+    """The losses of a graph that is about to be compiled; none where the result will be stored as it is."""
+    stored = getattr(output_graph, "package", None) is not None or getattr(output_graph, "export", False)
+    return [] if stored else losses_of(graph)
+
+
+@guarded("compiled")
+def called(
+    recorder: Recorder, graph: GraphModule, losses: list[CompiledLoss], inputs: tuple[Any, ...], results: Any
+) -> None:
+    """A compiled function with losses has given its results."""
+    if recorder.suspended or not isinstance(results, tuple | list):
+        return
+    for loss in losses:
+        result = results[loss.index]
+        if isinstance(result, Tensor) and result.requires_grad:
+            recorder.ensure_step()
+            if recorder.recording:
+                _stand_in(recorder, graph, loss, inputs, result)
+
+
+def _stand_in(
+    recorder: Recorder, graph: GraphModule, loss: CompiledLoss, inputs: tuple[Any, ...], result: Tensor
+) -> None:
+    with torch.no_grad():
+        values = loss.fed(graph, inputs)
+        target = values[loss.target]
+        if loss.reduction == "none" and target.is_floating_point():
+            return
+        shape = target.shape if loss.reduction == "none" else ()
+    with torch.enable_grad():
+        leaf = torch.zeros(shape, dtype=loss.call.meta["example_value"].dtype, device=result.device, requires_grad=True)
+        stand_in = leaf.clone()
+        behind = loss.result_of(graph, stand_in.clone(), values)
+    if not isinstance(behind, Tensor) or behind.shape != result.shape or not behind.requires_grad:
+        return
+    weight = values[loss.weight] if loss.weight is not None else None
+    site = site_in(loss.stack_trace)
+    evaluated(
+        recorder, stand_in, target, loss.op, loss.ignore_index, loss.reduction, weight, site=site, is_stand_in=True
+    )
+    recorded = recorder.losses.get(stand_in)
+    if recorded is None:
+        return
+    mark_recorded(result, recorded["loss_id"], output=result.output_nr)
+    result.register_hook(unserializable_hook(functools.partial(_arrived, recorder, leaf, behind, loss.num_terms)))
+
+
+@guarded("compiled")
+def _arrived(recorder: Recorder, leaf: Tensor, behind: Tensor, num_terms: int, grad: Tensor) -> None:
+    """Hand on the gradient of a compiled function's result to the loss's stand-in, whose own hook records it."""
+    if recorder.current is None:
+        return
+    recorder.current.other_losses += num_terms
+    recorder.suspended += 1  # no pass of the trainer's
+    try:
+        torch.autograd.grad(behind, leaf, grad, retain_graph=True)
+    finally:
+        recorder.suspended -= 1
