@@ -118,6 +118,7 @@ class Backward(Event, tag="backward"):
 
     `sync` is False when a data-parallel wrapper was told not to reduce in this pass. `seq` is taken when the pass
     begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
+    `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated.
     """
 
     accumulation_step: Index
@@ -126,6 +127,7 @@ class Backward(Event, tag="backward"):
     sync: bool | None = None
     params: int | None = None
     duration_ns: Count = 0
+    returned: bool = False
 
 
 class StageGradient(Event, tag="stage_gradient"):

@@ -20,6 +20,8 @@ from gradcheck_dist.diagnosis.case import Case
 from gradcheck_dist.diagnosis.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.diagnosis.clips import is_round
 from gradcheck_dist.diagnosis.parts import counted_once, parts_of_one_loss
+from gradcheck_dist.diagnosis.returned import looked_at
+from gradcheck_dist.diagnosis.weighted_tokens import all_weighted
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
 from gradcheck_dist.ledger.expected import expected_weights
@@ -72,6 +74,19 @@ def aim(
 ) -> Aim:
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
     the step, also where their tokens were not evaluated again."""
+    looked = looked_at(data, contributions, measured)
+    result = _of_passes(objective, data, without(contributions, looked), measured, drop_lost)
+    if looked:
+        result.remarks.append(
+            f"{len(looked)} pass(es) handed their gradients to the caller, and nothing of these is in what the "
+            "optimizer reads: an inner step, an adversary or a look, and no part of the step"
+        )
+    return result
+
+
+def _of_passes(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], drop_lost: bool
+) -> Aim:
     lost = discarded(data, contributions)
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured)
@@ -102,6 +117,8 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
             return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
         return _relative(contributions, measured)
     groups = independent(data, contributions)
+    if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
+        return _relative(contributions, measured)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)

@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.case import (
 )
 from gradcheck_dist.diagnosis.cases import cases_of
 from gradcheck_dist.diagnosis.cells import Held, judge, measure
+from gradcheck_dist.diagnosis.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.conclusion import report_of
 from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.contradiction import left_open
@@ -43,14 +44,16 @@ from gradcheck_dist.diagnosis.other_steps import (
     tell_by_other_steps,
     tell_other_counts,
 )
-from gradcheck_dist.diagnosis.own_parameters import may_be_experts, not_known
+from gradcheck_dist.diagnosis.own_parameters import may_be_experts, may_be_own_mean, not_known, own_mean
 from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.diagnosis.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.terms import judge_terms
 from gradcheck_dist.diagnosis.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.unfollowed import from_before, moving, not_attached, stepped_together, without_keepers
 from gradcheck_dist.diagnosis.verified import left_out, not_summed, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.weighted_tokens import leave_weighted_open, spreads_of_losses
 from gradcheck_dist.diagnosis.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
@@ -66,6 +69,7 @@ from gradcheck_dist.ledger.transit import transits
 from gradcheck_dist.steps import ranges
 from gradcheck_dist.trace.run import Run
 
+UNEXPLAINED = "GS000"
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 
@@ -114,6 +118,8 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     notes += [*behind, *more]
     weigh(verdicts)
     tell_by_other_steps(verdicts)
+    leave_weighted_open(verdicts)
+    leave_coefficients_open(verdicts)
     leave_schedules_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
@@ -151,7 +157,7 @@ def judge_step(
     if own is not None:
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
-    verdict = StepVerdict(context, data, contributions)
+    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions))
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.reasons += not_summed(data)
@@ -206,6 +212,8 @@ def judge_step(
     cases = [case for case in cases if not may_be_experts(case, data)]
     verdict.reasons += [frozen(case) for case in cases if may_be_frozen(case, data)]
     cases = [case for case in cases if not may_be_frozen(case, data)]
+    verdict.reasons += [own_mean(case) for case in cases if may_be_own_mean(case, data)]
+    cases = [case for case in cases if not may_be_own_mean(case, data)]
     if any(case.culprit.absent for case in cases) and (inside := stepped_together(data)) is not None:
         verdict.reasons.append(inside)
         cases = [case for case in cases if not case.culprit.absent]
@@ -225,6 +233,9 @@ def judge_step(
     for case in [*cases, *terms.cases]:
         case.norms = norms
         finding = _finding(case, verdict.units)
+        if finding.code == UNEXPLAINED and (samples := mean_over_samples(case, verdict.held, target.tokens)):
+            verdict.reasons.append(samples)
+            continue
         tell_hidden(case, finding, hidden)
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND

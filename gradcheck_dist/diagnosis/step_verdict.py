@@ -68,6 +68,7 @@ class Change:
 @dataclass
 class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
+    `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong."""
 
     context: StepContext
@@ -83,6 +84,7 @@ class StepVerdict:
     weights: list[Weight] = field(default_factory=list)
     audited: set[str] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)
+    spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
     without_lost: StepVerdict | None = None
     alone: StepVerdict | None = None
     scaling: Scaling | None = None

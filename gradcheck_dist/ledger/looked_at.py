@@ -1,7 +1,8 @@
 """Gradients that were only looked at: GradNorm asks for those of one layer before it knows a task's coefficient.
 
 One evaluation of a loss is differentiated twice, and the first pass reaches a part only of the parameters of the other.
-It is no contribution of its own; were it put into `.grad` all the same, the other's weights would show it.
+It is no contribution of its own; were it put into `.grad` all the same, the other's weights would show it. Nor is a
+pass that reaches no parameter: gradients of inputs, for saliency or an adversary, in between.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gradcheck_dist.ledger.tracks import Slot, StepData
 
 def without_looks(data: StepData) -> StepData:
     """The same step without the passes that only looked."""
+    data = _without_inputs(data)
     looks = {(rank, slot) for rank, events in data.events.items() for slot in _looks(data, rank, events)}
     if not looks:
         return data
@@ -31,6 +33,32 @@ def without_looks(data: StepData) -> StepData:
         for key, of_rank in data.tracks.items()
     }
     return replace(data, events=events, tracks=tracks)
+
+
+def _without_inputs(data: StepData) -> StepData:
+    """The same step without the losses of passes that reached no parameter, where others of their rank did. The next
+    pass that reaches one has their slot, and begins behind them."""
+    events: dict[int, list[Event]] = {}
+    for rank, of_rank in data.events.items():
+        begins: dict[Slot, int] = {}
+        for event in of_rank:
+            if isinstance(event, Backward):
+                begins[_slot(event)] = min(event.seq, begins.get(_slot(event), event.seq))
+        inside = {
+            _slot(event)
+            for event in of_rank
+            if isinstance(event, LossGradient) and event.seq > begins.get(_slot(event), event.seq)
+        }
+        events[rank] = [
+            event
+            for event in of_rank
+            if not isinstance(event, LossGradient)
+            or not begins
+            or (_slot(event) in begins and (_slot(event) not in inside or event.seq > begins[_slot(event)]))
+        ]
+    if all(len(events[rank]) == len(of_rank) for rank, of_rank in data.events.items()):
+        return data
+    return replace(data, events=events)
 
 
 def _slot(event: LossGradient | Backward) -> Slot:

@@ -34,6 +34,9 @@ WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every module that is called with gradients enabled, until all parameters are known."""
 
+OF_GRAD = 2
+"""Which positional argument of torch.autograd.grad holds the gradients to start from; of backward it is the second."""
+
 
 def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
@@ -62,6 +65,7 @@ def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) 
             opened(recorder, args, kwargs, gradients_at)
         if current is None:
             return original(*args, **kwargs)
+        current.returned = gradients_at == OF_GRAD
         try:
             return original(*args, **kwargs)
         finally:
@@ -94,7 +98,7 @@ def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
     A backward function that calls this (a checkpoint by hand) is given gradients, which its own results then bring to
     the parameters; they are held until the pass is over, and kept where nothing else arrived.
     """
-    watched = _watch(recorder, original, 2)
+    watched = _watch(recorder, original, OF_GRAD)
     in_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
     @functools.wraps(original)

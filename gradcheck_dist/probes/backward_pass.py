@@ -42,6 +42,7 @@ class BackwardPass:
         "other_losses",
         "reduce_ops",
         "reduced_inside",
+        "returned",
         "root_loss",
         "seq",
         "site",
@@ -71,6 +72,7 @@ class BackwardPass:
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.num_attached = 0  # terms that functions attach to activations
+        self.returned = False  # to the caller, and not accumulated
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only

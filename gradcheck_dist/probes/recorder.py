@@ -360,6 +360,7 @@ class Recorder(Sampler):
             sync=current.sync,
             params=self.registry.param_set(touched),
             duration_ns=time.perf_counter_ns() - current.start_ns,
+            returned=current.returned,
         )
         if sample_after:
             self.sample_grads(current.seq, AFTER, current.not_reduced())

@@ -15,7 +15,7 @@ FROZEN = {
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
         "mean_weight num_factors label_share seq t_ns step site"
     ),
-    "backward": "accumulation_step microbatch stage sync params duration_ns seq t_ns step site",
+    "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
     "exchange": (
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "

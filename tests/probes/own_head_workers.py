@@ -1,0 +1,33 @@
+"""Four ranks with one trunk and a head for each pair of them, for test_own_heads.py."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(divisor: float, run_dir: str) -> None:
+    """Train two steps of two passes each. `divisor`: what each loss is divided by; 2 is right."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with attach(run_dir):
+        torch.manual_seed(0)
+        trunk = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh()))
+        torch.manual_seed(1 + rank // 2)
+        head = DistributedDataParallel(nn.Linear(16, 5), process_group=pairs[rank // 2])
+        optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(10 + rank)
+        for _ in range(2):
+            for k in range(2):
+                trunk.require_backward_grad_sync = head.require_backward_grad_sync = k == 1
+                features = torch.randn(6, 8, generator=generator)
+                labels = torch.randint(0, 5, (6,), generator=generator)
+                (F.cross_entropy(head(trunk(features)), labels) / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""Passes whose gradients are only looked at, or used for something else, are no contributions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_process import judged, record
+from probe_workers import batch, token_sum
+from torch import nn
+from torch.func import functional_call
+
+NUM = 3
+
+
+@pytest.mark.parametrize("after", [0, NUM - 1])
+@pytest.mark.parametrize("divisor", [1, NUM])
+def test_gradients_of_inputs_in_between_are_no_contribution(tmp_path: Path, after: int, divisor: int) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for k in range(NUM):
+            tokens, labels = batch(0, 0)
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / divisor).backward()
+            if k == after:
+                features = torch.randn(5, 16, requires_grad=True)
+                torch.autograd.grad(F.cross_entropy(model.head(features), torch.arange(5)), features)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.verdict == ("clean" if divisor == NUM else "findings")
+    assert [finding.factor.observed for finding in report.findings] == ([] if divisor == NUM else [pytest.approx(NUM)])
+
+
+@pytest.mark.parametrize("divisor", [1, NUM])
+def test_first_order_inner_steps_are_no_contribution(tmp_path: Path, divisor: int) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for k in range(NUM):
+            params = dict(model.named_parameters())
+            tokens, labels = batch(0, 1 + k)
+            support = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            gradients = torch.autograd.grad(support, list(params.values()))
+            fast = {name: param - 0.4 * g for (name, param), g in zip(params.items(), gradients, strict=True)}
+            tokens, labels = batch(0, 0)
+            logits = functional_call(model, fast, (tokens,)).flatten(0, 1)
+            (F.cross_entropy(logits, labels.flatten()) / divisor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert any(f"{NUM} pass(es) handed their gradients to the caller" in one for one in report.coverage.problems)
+    assert report.verdict == ("clean" if divisor == NUM else "findings")
+    if report.findings:
+        (finding,) = report.findings
+        assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+def test_returned_gradients_of_which_some_are_lost_are_found(tmp_path: Path) -> None:
+    """Put into .grad in the place of what was there, where they should have been added."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = [batch(0, k) for k in range(NUM)]
+        num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+        params = list(model.parameters())
+        for part in data:
+            gradients = torch.autograd.grad(token_sum(model, part) / num_tokens, params)
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.verdict == "findings"
+    assert any("x 0" in finding.pattern for finding in report.findings)

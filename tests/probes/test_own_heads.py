@@ -1,0 +1,22 @@
+"""Heads of some ranks alone, averaged over these ranks: whose mean they are to follow is left open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.mark.parametrize(("divisor", "found"), [(2.0, []), (1.0, [("GS303", "2")])])
+def test_heads_that_follow_their_own_tokens_are_not_accused(
+    tmp_path: Path, divisor: float, found: list[tuple[str, str]]
+) -> None:
+    warm_up()
+    launch("own_head_workers:train", (divisor, str(tmp_path / "run")), 4, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [(finding.code, finding.factor.exact) for finding in report.findings] == found
+    assert any("these ranks' own tokens, and x 2 of their part" in reason for reason in report.reasons)
