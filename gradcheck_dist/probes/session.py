@@ -201,8 +201,7 @@ def attach(
     if verify:
         recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
-    with contextlib.suppress(AttributeError):  # compiled trainers are then recorded as far as they let probes run
-        keep_out()
+    patches.when_imported("torch._dynamo.eval_frame", lambda _: keep_out())
     writer.flush()
     _session = Session(folder, recorder, patches, from_outside=deferred)
     atexit.register(_session.detach)
