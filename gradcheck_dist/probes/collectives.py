@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
@@ -43,7 +44,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-            if not recorder.recording or recorder.suspended:
+            if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(tensor, op=op, group=group, async_op=async_op)
             if recorder.current is not None:
                 note_hook(recorder, op)
@@ -60,7 +61,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def reduce_scatter(
             output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
         ) -> Any:
-            if not recorder.recording or recorder.suspended or recorder.current is not None:
+            if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
                 return original(output, input, op=op, group=group, async_op=async_op)
             opened = before_manual(recorder, pending, input, "reduce_scatter", op, group)
             result = original(output, input, op=op, group=group, async_op=async_op)
@@ -77,7 +78,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.recording or recorder.suspended:
+            if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
             opened = None
@@ -96,7 +97,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def all_reduce_coalesced(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.recording or recorder.suspended:
+            if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
             opened: list[tuple[Tensor, list[Region] | None]] = []

@@ -9,7 +9,7 @@ the gradient that arrives at the compiled function's result. What is compiled, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.probes.compiled_graph import CompiledLoss, losses_of
+from gradcheck_dist.probes.compiled_graph import CompiledLoss, Way, losses_of
 from gradcheck_dist.probes.loss import evaluated
 from gradcheck_dist.probes.marks import mark_recorded
 from gradcheck_dist.probes.patching import Patches
@@ -69,11 +69,15 @@ def _run(compiled: Callable[..., Any], graph: GraphModule, losses: list[Compiled
     return results
 
 
-@guarded("compiled")
 def compiling(recorder: Recorder, output_graph: Any, graph: GraphModule) -> list[CompiledLoss]:
-    """The losses of a graph that is about to be compiled; none where the result will be stored as it is."""
-    stored = getattr(output_graph, "package", None) is not None or getattr(output_graph, "export", False)
-    return [] if stored else losses_of(graph)
+    """The losses of a graph that is about to be compiled; none where the result will be stored as it is. Guarded by
+    hand: what is guarded does not run while something is compiled."""
+    try:
+        stored = getattr(output_graph, "package", None) is not None or getattr(output_graph, "export", False)
+        return [] if stored else losses_of(graph)
+    except Exception as error:
+        recorder.failed("compiled", error)
+        return []
 
 
 @guarded("compiled")
@@ -84,16 +88,22 @@ def called(
     if recorder.suspended or not isinstance(results, tuple | list):
         return
     for loss in losses:
-        result = results[loss.index]
-        if isinstance(result, Tensor) and result.requires_grad:
+        ways = [way for way in loss.ways if results[way.index] is not None and results[way.index].requires_grad]
+        if ways:
             recorder.ensure_step()
             if recorder.recording:
-                _stand_in(recorder, graph, loss, inputs, result)
+                _stand_in(recorder, graph, loss, ways, inputs, results)
 
 
 def _stand_in(
-    recorder: Recorder, graph: GraphModule, loss: CompiledLoss, inputs: tuple[Any, ...], result: Tensor
+    recorder: Recorder,
+    graph: GraphModule,
+    loss: CompiledLoss,
+    ways: list[Way],
+    inputs: tuple[Any, ...],
+    results: Sequence[Tensor],
 ) -> None:
+    """Record a tensor in the place of a loss, from which the graph's results are computed once more."""
     with torch.no_grad():
         values = loss.fed(graph, inputs)
         target = values[loss.target]
@@ -101,10 +111,11 @@ def _stand_in(
             return
         shape = target.shape if loss.reduction == "none" else ()
     with torch.enable_grad():
-        leaf = torch.zeros(shape, dtype=loss.call.meta["example_value"].dtype, device=result.device, requires_grad=True)
+        dtype, device = loss.call.meta["example_value"].dtype, results[ways[0].index].device
+        leaf = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         stand_in = leaf.clone()
-        behind = loss.result_of(graph, stand_in.clone(), values)
-    if not isinstance(behind, Tensor) or behind.shape != result.shape or not behind.requires_grad:
+        behind = [loss.result_of(way, graph, stand_in.clone(), values) for way in ways]
+    if any(one.shape != results[way.index].shape for way, one in zip(ways, behind, strict=True)):
         return
     weight = values[loss.weight] if loss.weight is not None else None
     site = site_in(loss.stack_trace)
@@ -114,14 +125,18 @@ def _stand_in(
     recorded = recorder.losses.get(stand_in)
     if recorded is None:
         return
-    mark_recorded(result, recorded["loss_id"], output=result.output_nr)
-    result.register_hook(unserializable_hook(functools.partial(_arrived, recorder, leaf, behind, loss.num_terms)))
+    for way, one in zip(ways, behind, strict=True):
+        result = results[way.index]
+        mark_recorded(result, recorded["loss_id"], output=result.output_nr)
+        if one.requires_grad:
+            hook = functools.partial(_arrived, recorder, leaf, one, way.num_terms)
+            result.register_hook(unserializable_hook(hook))
 
 
 @guarded("compiled")
-def _arrived(recorder: Recorder, leaf: Tensor, behind: Tensor, num_terms: int, grad: Tensor) -> None:
+def _arrived(recorder: Recorder, leaf: Tensor, behind: Tensor, num_terms: int, grad: Tensor | None) -> None:
     """Hand on the gradient of a compiled function's result to the loss's stand-in, whose own hook records it."""
-    if recorder.current is None:
+    if recorder.current is None or grad is None:  # None: another result of the same function was differentiated
         return
     recorder.current.other_losses += num_terms
     recorder.suspended += 1  # no pass of the trainer's

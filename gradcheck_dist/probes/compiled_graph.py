@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,21 @@ _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
 
 
 @dataclass
-class CompiledLoss:
-    """A cross-entropy in a graph, and one result that comes from it.
+class Way:
+    """How one result of a graph comes from a loss: `behind`, in the order of the graph. `left_out` are summands beside
+    the loss that take the model to compute, of which `num_terms` hold no loss of this kind."""
 
-    `before` makes its labels and what else is needed of the graph's inputs, `behind` the result of the loss; both in
-    the order of the graph. `left_out` are summands beside the loss that take the model to compute, of which `num_terms`
-    hold no loss of this kind.
-    """
+    result: Node
+    index: int
+    behind: list[Node]
+    left_out: set[Node]
+    num_terms: int
+
+
+@dataclass
+class CompiledLoss:
+    """A cross-entropy in a graph. `before` makes its labels, and what else is needed of the graph's inputs, in the
+    order of the graph; `ways` lead to the results that come from it."""
 
     op: str
     target: Node
@@ -39,30 +47,25 @@ class CompiledLoss:
     ignore_index: int
     reduction: str
     call: Node
-    result: Node
-    index: int
     before: list[Node]
-    behind: list[Node]
-    left_out: set[Node]
-    num_terms: int
+    ways: list[Way]
     stack_trace: str
 
     def fed(self, graph: GraphModule, inputs: tuple[Any, ...]) -> dict[Node, Any]:
         """The values of the graph's inputs, and of all nodes in front of the loss that are needed."""
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         values: dict[Node, Any] = dict(zip(placeholders, inputs, strict=True))
-        values |= dict.fromkeys(self.left_out, 0.0)
         for node in self.before:
             if node.op != "placeholder":
                 values[node] = _run(graph, node, values)
         return values
 
-    def result_of(self, graph: GraphModule, loss: Tensor, values: dict[Node, Any]) -> Any:
-        """The result for a value of the loss, differentiably."""
-        values = values | {self.call: loss}
-        for node in self.behind:
+    def result_of(self, way: Way, graph: GraphModule, loss: Tensor, values: dict[Node, Any]) -> Any:
+        """A result for a value of the loss, differentiably."""
+        values = values | dict.fromkeys(way.left_out, 0.0) | {self.call: loss}
+        for node in way.behind:
             values[node] = _run(graph, node, values)
-        return values[self.result]
+        return values[way.result]
 
 
 def losses_of(graph: GraphModule) -> list[CompiledLoss]:
@@ -72,12 +75,8 @@ def losses_of(graph: GraphModule) -> list[CompiledLoss]:
     results = nodes[-1].args[0] if nodes and nodes[-1].op == "output" else ()
     if not calls or not isinstance(results, tuple | list):
         return []
-    return [
-        loss
-        for call in calls
-        for index, result in enumerate(results)
-        if isinstance(result, Node) and (loss := _Reader(nodes, calls, call).read(result, index)) is not None
-    ]
+    read = [_Reader(nodes, calls, call).read(results) for call in calls]
+    return [loss for loss in read if loss is not None]
 
 
 def _is_loss(target: Any) -> bool:
@@ -95,25 +94,21 @@ class _Reader:
         self._below = _closure(call, lambda node: node.users)
         self._trained = _trained(nodes)
         self._needed: set[Node] = set()
-        self._left_out: set[Node] = set()
 
-    def read(self, result: Node, index: int) -> CompiledLoss | None:
-        if result is not self._call and result not in self._below:
-            return None
+    def read(self, results: Sequence[Any]) -> CompiledLoss | None:
         try:
             given = _arguments(self._call)
             target, weight = given["target"], given.get("weight")
+            if not isinstance(target, Node) or not isinstance(weight, Node | None):
+                return None
             for node in (target, weight):
-                if isinstance(node, Node):
+                if node is not None:
                     self._need(node)
-                elif node is not None:
-                    raise _NotKnownError
-            behind = self._behind(result)
+            ways = [self._way(result, index) for index, result in enumerate(results) if self._comes_from(result)]
         except _NotKnownError:
             return None
-        if len(self._needed) + len(behind) > MAX_NODES or not isinstance(target, Node):
+        if not ways or len(self._needed) + sum(len(way.behind) for way in ways) > MAX_NODES:
             return None
-        others = [node for node in self._left_out if not self._holds_loss(node)]
         return CompiledLoss(
             op=self._call.target.__name__,  # type: ignore[union-attr]
             target=target,
@@ -121,16 +116,20 @@ class _Reader:
             ignore_index=int(given.get("ignore_index", -100)),
             reduction=str(given.get("reduction", "mean")),
             call=self._call,
-            result=result,
-            index=index,
             before=[node for node in self._nodes if node in self._needed],
-            behind=behind,
-            left_out=self._left_out,
-            num_terms=len(others),
+            ways=ways,
             stack_trace=self._call.stack_trace or "",
         )
 
-    def _behind(self, result: Node) -> list[Node]:
+    def _comes_from(self, result: Any) -> bool:
+        return result is self._call or result in self._below
+
+    def _way(self, result: Node, index: int) -> Way:
+        left_out: set[Node] = set()
+        behind = self._behind(result, left_out)
+        return Way(result, index, behind, left_out, sum(not self._holds_loss(node) for node in left_out))
+
+    def _behind(self, result: Node, left_out: set[Node]) -> list[Node]:
         """The nodes from the loss to the result; what else goes into them is needed, or left out of a sum."""
         between = (_closure(result, lambda node: node.all_input_nodes) | {result}) & self._below
         for node in between:
@@ -144,7 +143,7 @@ class _Reader:
                 if operand not in self._trained:
                     self._need(operand)
                 elif node.target in _SUMS:
-                    self._left_out.add(operand)
+                    left_out.add(operand)
                 else:
                     raise _NotKnownError
         return [node for node in self._nodes if node in between]

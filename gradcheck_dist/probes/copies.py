@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcheck_dist.events import ParamValues
 from gradcheck_dist.probes import autograd
+from gradcheck_dist.probes.dynamo import untraced
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.registry import ParamInfo
@@ -118,7 +119,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def all_to_all(*args: Any, **kwargs: Any) -> Any:
-            if recorder.sampling:
+            if not torch.compiler.is_compiling() and recorder.sampling:
                 exchanged(recorder, copies, signature, args, kwargs)
             return original(*args, **kwargs)
 
@@ -140,7 +141,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.on_restore(lambda: autograd.CALL_LISTENERS.remove(call))
     autograd.OPEN_LISTENERS.append(begin)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
-    patches.on_restore(register_optimizer_step_post_hook(after).remove)
+    patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
 
 
 @guarded("copies")

@@ -4,6 +4,9 @@ Inside a compiled function Dynamo sees every Python frame that runs: after a gra
 also those of replaced functions and of hooks. Traced, they would be told that a compiler runs, record nothing, and cost
 seconds. A frame's code can be marked so that it is run as it is (torch/_dynamo/eval_frame.py, skip_code); where such a
 function is called inside of a traced one, it is traced along as before.
+
+And Dynamo knows torch's functions by their identity, in a table that it makes once: a replaced one, or the original
+when the probes are taken away, would be a stranger to it, and break graphs from then on.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -45,6 +49,17 @@ def untraced(function: F) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "gradcheck records here"  # type: ignore[attr-defined]
     return function
+
+
+def known_alike(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Let Dynamo take originals and what they are replaced by for the same functions. To be called when it is imported.
+    Source: torch/_dynamo/trace_rules.py, get_torch_obj_rule_map."""
+    rules = import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    for original, replaced in pairs:
+        rule = rules.get(original) or rules.get(replaced)
+        if rule is not None:
+            rules.setdefault(original, rule)
+            rules.setdefault(replaced, rule)
 
 
 class QuietHooks:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -17,12 +18,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def guarded(probe: str) -> Callable[[F], F]:
     """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
-    capture of a CUDA graph it does not run, and neither under torch.jit.trace, which would take it for the model's."""
+    capture of a CUDA graph it does not run, and neither under torch.jit.trace, which would take it for the model's, nor
+    where torch.compile traces it: a graph break of ours would end a training that allows none."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-            if recorder.captures.under_way or is_tracing():
+            if torch.compiler.is_compiling() or recorder.captures.under_way or is_tracing():
                 return None
             start = time.perf_counter_ns()
             try:

@@ -74,7 +74,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(Optimizer, "__init__", watch_making)
     patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
     patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
-    patches.replace(Optimizer, "zero_grad", lambda original: _watch_zero(recorder, original))
+    patches.replace(Optimizer, "zero_grad", lambda original: untraced(_watch_zero(recorder, original)))
     patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
     # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; the module that defines them keeps
     # its private names, through which clip_grad_norm_ calls itself.
@@ -213,8 +213,7 @@ def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
 def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        compiled = torch.compiler.is_compiling() and isinstance(self, torch.nn.Module)  # an optimizer's never is
-        if recorder.recording and not recorder.suspended and not compiled:
+        if not torch.compiler.is_compiling() and recorder.recording and not recorder.suspended:
             zeroing(recorder, self, set_to_none)
         original(self, set_to_none)
 
@@ -253,7 +252,7 @@ def inside_clip(recorder: Recorder) -> Iterator[None]:
 def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-        if not recorder.recording:
+        if torch.compiler.is_compiling() or not recorder.recording:
             return original(parameters, max_norm, norm_type, *args, **kwargs)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
@@ -269,7 +268,7 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
 def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not recorder.recording:
+        if torch.compiler.is_compiling() or not recorder.recording:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
@@ -284,7 +283,7 @@ def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> 
 def _watch_clip_value(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        if not recorder.recording:
+        if torch.compiler.is_compiling() or not recorder.recording:
             return original(parameters, clip_value, *args, **kwargs)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)

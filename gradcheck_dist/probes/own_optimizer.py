@@ -31,6 +31,7 @@ from gradcheck_dist.events import (
     OptimizerStep,
 )
 from gradcheck_dist.probes import autograd
+from gradcheck_dist.probes.dynamo import untraced
 from gradcheck_dist.probes.norms import record_norms
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
@@ -205,7 +206,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             passed(recorder, own, current)
 
     patches.replace(Optimizer, "__init__", watch_making)
-    patches.on_restore(register_optimizer_step_pre_hook(stop).remove)
+    patches.on_restore(register_optimizer_step_pre_hook(untraced(stop)).remove)
     patches.replace(Tensor, "zero_", watch_zero)
     patches.on_restore(rest)
     autograd.OPEN_LISTENERS.append(opened)

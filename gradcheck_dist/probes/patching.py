@@ -34,10 +34,6 @@ class Patches:
         inherited = isinstance(owner, type) and name not in owner.__dict__
         patched = make(original)
         self._script_as(original, patched)
-        if isinstance(patched, FunctionType) and isinstance(owner, ModuleType):
-            # torch.compile traces the original in its place: where no graph break is allowed, one of ours would end
-            # training (torch/_dynamo/variables/builder.py).
-            patched._torchdynamo_inline = original  # type: ignore[attr-defined]
         setattr(owner, name, patched)
         self._undo.append((owner, name, _INHERITED if inherited else original, patched))
 
@@ -51,6 +47,10 @@ class Patches:
         elif (operator := _builtins._find_builtin(original)) is not None:
             _builtins._register_builtin(patched, operator)
             self.on_restore(lambda: _builtins._get_builtin_table().pop(id(patched), None) and None)
+
+    def replaced_functions(self) -> list[tuple[Any, Any]]:
+        """(original, what stands in its place) of all that is replaced in modules."""
+        return [(old, new) for owner, _, old, new in self._undo if isinstance(owner, ModuleType)]
 
     def on_restore(self, remove: Callable[[], None]) -> None:
         self._removers.append(remove)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcheck_dist.events import Replica
 from gradcheck_dist.probes import autograd
+from gradcheck_dist.probes.dynamo import untraced
 from gradcheck_dist.probes.patching import Patches
 from gradcheck_dist.probes.recorder import Recorder, guarded
 from gradcheck_dist.probes.world import several_ranks
@@ -69,8 +70,8 @@ class Replicas:
             if self.num_changes < MAX_CHANGES:
                 look(self.recorder, self, True)
 
-        patches.on_restore(register_optimizer_step_pre_hook(before).remove)
-        patches.on_restore(register_optimizer_step_post_hook(after).remove)
+        patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
+        patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
 
     def look(self, after: bool) -> None:
         values = self._values()
@@ -130,7 +131,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     autograd.OPEN_LISTENERS.append(begin)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
-    patches.on_restore(register_optimizer_step_post_hook(after).remove)
+    patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
 
 
 @guarded("replicas")

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
-from gradcheck_dist.probes.dynamo import keep_out
+from gradcheck_dist.probes.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.loss import record_loss
 from gradcheck_dist.probes.patching import Patches
@@ -201,12 +201,18 @@ def attach(
     if verify:
         recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
-    patches.when_imported("torch._dynamo.eval_frame", lambda _: keep_out())
+    patches.when_imported("torch._dynamo.output_graph", lambda _: compiler_comes(recorder, patches))
     writer.flush()
     _session = Session(folder, recorder, patches, from_outside=deferred)
     atexit.register(_session.detach)
     recorder.finished = _session.stop
     return _session
+
+
+@guarded("dynamo")
+def compiler_comes(recorder: Recorder, patches: Patches) -> None:
+    keep_out()
+    known_alike(patches.replaced_functions())
 
 
 def _open_trace(locate: Callable[[], tuple[Path, Header]]) -> TraceWriter:

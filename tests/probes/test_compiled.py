@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -179,6 +182,22 @@ def test_what_was_compiled_in_one_session_is_seen_in_the_next(tmp_path: Path) ->
         assert (gradient.num_tokens, gradient.weight) == (6, pytest.approx(1 / 6))
 
 
+@pytest.mark.parametrize(("taken", "weight"), [(0, 1 / 6), (1, 1 / 12)])
+def test_one_of_two_results_of_a_loss_is_differentiated(tmp_path: Path, taken: int, weight: float) -> None:
+    model = nn.Linear(4, VOCABULARY)
+
+    @torch.compile(backend="aot_eager")
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(model(x), y)
+        return loss, loss / 2
+
+    with gradcheck_dist.attach(tmp_path / "run"):
+        both(torch.randn(6, 4), torch.arange(6))[taken].backward()
+    (trace,) = read_run(tmp_path / "run").ranks.values()
+    (gradient,) = [event for event in trace.events if isinstance(event, LossGradient)]
+    assert gradient.weight == pytest.approx(weight)
+
+
 def test_logits_of_a_compiled_model_are_no_loss(tmp_path: Path) -> None:
     """They leave the same autograd node; a term that is made of them is one beside the loss."""
 
@@ -200,10 +219,14 @@ def test_a_whole_compiled_step_is_recorded(tmp_path: Path) -> None:
     model = nn.Linear(4, VOCABULARY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
+    told: list[Tensor] = []
+
     @torch.compile(backend="aot_eager")
     def step(x: Tensor, y: Tensor) -> None:
         for _ in range(2):
-            (F.cross_entropy(model(x), y) / 2).backward()
+            loss = F.cross_entropy(model(x), y)
+            (loss / 2).backward()
+        told.append(loss.detach())  # so that it is a result of the graph, and its half another one
         optimizer.step()
         optimizer.zero_grad()
 
@@ -230,6 +253,57 @@ def test_where_no_graph_break_is_allowed_the_probes_make_none(tmp_path: Path) ->
     assert not [event for event in trace.events if isinstance(event, Clip)]
     norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
     assert torch.stack(norms).norm() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_torchs_functions_are_known_to_the_compiler_with_the_probes_and_without(tmp_path: Path) -> None:
+    """Also where something is compiled after the last recorded step."""
+
+    def compiled() -> Callable[[Tensor], Any]:
+        @torch.compile(backend="eager", fullgraph=True)
+        def function(x: Tensor) -> Any:
+            picked = torch.gather(x, 1, torch.zeros(6, 1, dtype=torch.int64))
+            return picked, torch._foreach_norm([x, picked]), torch.linalg.vector_norm(x), F.cross_entropy(x, x)
+
+        return function
+
+    x = torch.randn(6, 4)
+    expected = compiled()(x)
+    torch._dynamo.reset()
+    with gradcheck_dist.attach(tmp_path / "run"):
+        inside = compiled()
+        while_recorded = inside(x)
+    torch._dynamo.reset()
+    for found in (while_recorded, inside(x), compiled()(x)):
+        flat = [tensor for one in found for tensor in ([one] if isinstance(one, Tensor) else one)]
+        whole = [tensor for one in expected for tensor in ([one] if isinstance(one, Tensor) else one)]
+        assert all(torch.equal(one, other) for one, other in zip(flat, whole, strict=True))
+
+
+def test_in_a_process_of_its_own_the_table_is_made_while_functions_are_replaced(tmp_path: Path) -> None:
+    script = """
+import sys, torch, gradcheck_dist
+with gradcheck_dist.attach(sys.argv[1]):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+@torch.compile(backend="eager", fullgraph=True)
+def function(x):
+    return torch.gather(x, 1, torch.zeros(6, 1, dtype=torch.int64)), torch._foreach_norm([x])
+function(torch.randn(6, 4))
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], check=True, timeout=120)
+
+
+def test_who_wraps_a_replaced_function_is_compiled_as_it_is_written(tmp_path: Path) -> None:
+    """functools.wraps copies what is noted on a function."""
+    with gradcheck_dist.attach(tmp_path / "run"):
+
+        @functools.wraps(F.cross_entropy)
+        def half(*args: Any) -> Tensor:
+            return 0.5 * F.cross_entropy(*args)
+
+        logits = torch.randn(6, 4, requires_grad=True)
+        labels = torch.arange(6) % 4
+        halved = torch.compile(half, backend="eager")(logits, labels)
+    assert torch.equal(halved, 0.5 * F.cross_entropy(logits, labels))
 
 
 def test_all_code_of_a_module_is_found_once() -> None:
