@@ -37,12 +37,25 @@ def install(recorder: Recorder, patches: Patches) -> None:
         patches.replace(module.OutputGraph, "call_user_compiler", functools.partial(_watch, recorder))
 
     patches.when_imported("torch._dynamo.output_graph", watch)
+    patches.replace(torch, "compile", functools.partial(_unwrapping, patches))
     patches.on_restore(_forget)
 
 
 def _forget() -> None:
     global _current
     _current = None
+
+
+def _unwrapping(patches: Patches, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Who compiles one of torch's functions by itself (F.cross_entropy) compiles torch's: what replaces it is kept
+    from Dynamo."""
+
+    @functools.wraps(original)
+    def compile(model: Any = None, **options: Any) -> Any:
+        own = next((old for old, new in patches.replaced_functions() if new is model), model)
+        return original(own, **options)
+
+    return compile
 
 
 def _watch(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -279,6 +279,14 @@ def test_torchs_functions_are_known_to_the_compiler_with_the_probes_and_without(
         assert all(torch.equal(one, other) for one, other in zip(flat, whole, strict=True))
 
 
+def test_torchs_functions_are_compiled_by_themselves(tmp_path: Path) -> None:
+    logits, labels = torch.randn(6, 4, requires_grad=True), torch.arange(6) % 4
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for function, inputs in ((F.cross_entropy, (logits, labels)), (torch.linalg.vector_norm, (logits,))):
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(*inputs), function(*inputs))
+
+
 def test_in_a_process_of_its_own_the_table_is_made_while_functions_are_replaced(tmp_path: Path) -> None:
     script = """
 import sys, torch, gradcheck_dist
