@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -52,14 +51,19 @@ def untraced(function: F) -> F:
 
 
 def known_alike(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Let Dynamo take originals and what they are replaced by for the same functions. To be called when it is imported.
-    Source: torch/_dynamo/trace_rules.py, get_torch_obj_rule_map."""
-    rules = import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+    """Let Dynamo take originals, which are about to come back, for what it knows in their place; to be called before.
+    Nothing is done where its table (torch/_dynamo/trace_rules.py, get_torch_obj_rule_map) is not made yet.
+
+    Args:
+        pairs: (original, what it is replaced by).
+    """
+    table = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    if table is None or not table.cache_info().currsize:
+        return
+    rules = table()
     for original, replaced in pairs:
-        rule = rules.get(original) or rules.get(replaced)
-        if rule is not None:
-            rules.setdefault(original, rule)
-            rules.setdefault(replaced, rule)
+        if replaced in rules:
+            rules.setdefault(original, rules[replaced])
 
 
 class QuietHooks:

@@ -76,6 +76,7 @@ class Session:
         self._open = False
         if self.recorder.own_optimizer is not None:
             self.recorder.own_optimizer.look()  # which rests when patches are taken back
+        originals_come(self.recorder, self._patches)
         self._patches.restore()
         self.recorder.suspended += 1  # functions that the user imported while they were replaced pass everything on
         if not self.recorder.writer.is_inherited:  # a forked child neither writes nor waits for its parent's device
@@ -93,6 +94,7 @@ class Session:
         if replicas is None or not replicas.may_come_later():
             self.detach()
             return
+        originals_come(self.recorder, self._patches)
         self._patches.restore()
         self.recorder.finish()
         self.recorder.writer.flush()
@@ -105,6 +107,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
+
+
+@guarded("dynamo")
+def originals_come(_: Recorder, patches: Patches) -> None:
+    known_alike(patches.replaced_functions())
 
 
 def attach(
@@ -201,18 +208,12 @@ def attach(
     if verify:
         recorder.meant = dict.fromkeys(meant, False)
         install("verify", recorder, patches, module="gradcheck_dist.verify.run")
-    patches.when_imported("torch._dynamo.output_graph", lambda _: compiler_comes(recorder, patches))
+    patches.when_imported("torch._dynamo.eval_frame", lambda _: keep_out())
     writer.flush()
     _session = Session(folder, recorder, patches, from_outside=deferred)
     atexit.register(_session.detach)
     recorder.finished = _session.stop
     return _session
-
-
-@guarded("dynamo")
-def compiler_comes(recorder: Recorder, patches: Patches) -> None:
-    keep_out()
-    known_alike(patches.replaced_functions())
 
 
 def _open_trace(locate: Callable[[], tuple[Path, Header]]) -> TraceWriter:
