@@ -20,8 +20,8 @@ from gradcheck_dist.probes.recorder import Recorder, guarded
 
 
 def scalars_of(args: tuple[Any, ...], results: Any) -> list[Tensor]:
-    """The computed scalars among a function's arguments, where it gives something else back than scalars. Runs behind
-    every function: kept short."""
+    """The computed scalars among a function's arguments, where it gives activations back and no scalar: one that hands
+    a loss on with the activations (DDP's sink) attaches nothing. Runs behind every function: kept short."""
     scalars = [
         arg
         for arg in args
@@ -29,8 +29,8 @@ def scalars_of(args: tuple[Any, ...], results: Any) -> list[Tensor]:
     ]
     if not scalars:
         return []
-    given = results if isinstance(results, tuple) else (results,)
-    return scalars if any(isinstance(one, Tensor) and one.numel() > 1 for one in given) else []
+    given = [one for one in (results if isinstance(results, tuple) else (results,)) if isinstance(one, Tensor)]
+    return scalars if given and all(one.numel() > 1 for one in given) else []
 
 
 def watch_attached(name: str, recorder: Recorder, scalars: list[Tensor]) -> None:

@@ -120,6 +120,25 @@ def test_a_term_that_a_function_attaches_is_weighed(tmp_path: Path, scale: float
     assert "attaches to activations" in problem and told in problem
 
 
+def test_a_loss_that_is_handed_on_with_activations_is_not_attached(tmp_path: Path) -> None:
+    """As by DDP's sink, through which all outputs of a module go."""
+
+    class HandOn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            return grads
+
+    def loss(x: Tensor, k: int) -> Tensor:
+        return HandOn.apply(x, main(x) / STEPS)[1]  # type: ignore[no-untyped-call,no-any-return]
+
+    report = run_of(tmp_path / "run", loss)
+    assert (report.verdict, report.coverage.problems) == ("clean", [])
+
+
 def test_a_scalar_that_scales_activations_is_no_attached_loss(tmp_path: Path) -> None:
     """As a fake quantisation's: what arrives at it is another number in each pass."""
 
