@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcheck_dist.events import LossTerm
-from gradcheck_dist.probes.loss import number
-from gradcheck_dist.probes.loss_graph import name_of, operands_of
-from gradcheck_dist.probes.loss_terms import FACTORS, MAX_TERMS
+from gradcheck_dist.probes.loss_graph import FACTORS, name_of, operands_of
+from gradcheck_dist.probes.loss_terms import MAX_TERMS, emit_term
 from gradcheck_dist.probes.recorder import Recorder, guarded
 
 
@@ -50,14 +48,4 @@ def _arrived(recorder: Recorder, name: str, output: int, grads: tuple[Tensor | N
     if grad is None or current is None or not recorder.recording or current.num_attached >= MAX_TERMS:
         return
     current.num_attached += 1
-    recorder.emit(
-        LossTerm,
-        site=current.site,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        ordinal=MAX_TERMS + current.num_attached,
-        op=name,
-        weight=number(getattr(grad, "_local_tensor", grad).detach().reshape(())),
-        stage=current.stage,
-        attached=True,
-    )
+    emit_term(recorder, current, grad, name, MAX_TERMS + current.num_attached, attached=True)

@@ -44,7 +44,8 @@ def keep_out() -> None:
 
 def untraced(function: F) -> F:
     """Let Dynamo break its graph where a traced function calls this one, as for what torch.compiler.disable gives, but
-    without the import of Dynamo. Only for what torch calls where the graph breaks anyway (around optimizer.step)."""
+    without the import of Dynamo. Only for what is called where the graph breaks anyway: around optimizer.step, and an
+    optimizer's zero_grad."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "gradcheck records here"  # type: ignore[attr-defined]
     return function

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradcheck_dist.probes.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.log_probs import PASS_THROUGH, emit_weights, summary
-from gradcheck_dist.probes.loss_graph import Found, is_product, log_probs_of, name_of
+from gradcheck_dist.probes.loss_graph import Found, class_dim, is_product, log_probs_of, name_of
 from gradcheck_dist.probes.recorder import Recorder, guarded
 
 SHARE_DECIMALS = 6
@@ -63,8 +63,7 @@ def watch_whole(
 ) -> None:
     """Record the weight of a loss where all of it arrives: at the log_softmax `source`."""
     current.smoothed[loss_id] = None
-    dim = source._saved_dim if source._saved_dim < 2**63 else source._saved_dim - 2**64
-    hook(source, functools.partial(_arrived, recorder, current, dim, loss_id))
+    hook(source, functools.partial(_arrived, recorder, current, class_dim(source), loss_id))
 
 
 @guarded("unseen")

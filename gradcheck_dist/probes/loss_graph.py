@@ -34,6 +34,8 @@ CURVED = {
 }
 """Between a loss and the root: what such a node passes on depends on the loss itself."""
 PRODUCTS = {"MulBackward", "DivBackward"}
+FACTORS = {*PRODUCTS, "NegBackward"}
+"""What multiplies by a number, where one operand alone has a gradient."""
 MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
 
 
@@ -157,6 +159,12 @@ def name_of(node: Any) -> str:
 def operands_of(node: Any) -> list[Any]:
     """The nodes of those inputs that have a gradient."""
     return [following for following, _ in node.next_functions if following is not None]
+
+
+def class_dim(node: Any) -> int:
+    """Along which a log_softmax normalises; autograd keeps a negative one as an unsigned number."""
+    dim: int = node._saved_dim
+    return dim if dim < 2**63 else dim - 2**64
 
 
 def is_product(node: Any) -> bool:

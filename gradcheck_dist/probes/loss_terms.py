@@ -11,13 +11,12 @@ from torch import Tensor
 
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.probes.loss import number
-from gradcheck_dist.probes.loss_graph import MAX_NODES, End, Found, end_of, name_of, op_of
+from gradcheck_dist.probes.loss_graph import FACTORS, MAX_NODES, End, Found, end_of, name_of, op_of
 from gradcheck_dist.probes.recorder import BackwardPass, Recorder, guarded
 
 MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
 _SUMS = {"AddBackward", "SubBackward"}
-FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
 _HANDS_ON = "_DDPSinkBackward"
 """Behind all outputs of a DDP module; gives each back as it is (torch/nn/parallel/distributed.py)."""
 
@@ -59,9 +58,9 @@ def _ends(graph: Found, node: Any, output: int) -> set[End]:
     queue, visited, ends = deque([(node, output)]), set[Any](), set[End]()
     while queue and len(visited) < MAX_NODES and End.COUNTED not in ends:
         one, output = queue.popleft()
-        if one is None or one in visited:
+        if one is None or (one, output) in visited:
             continue
-        visited.add(one)
+        visited.add((one, output))
         end = end_of(graph, one, output)
         if end is None:
             queue.extend(one.next_functions)
@@ -83,6 +82,13 @@ def _arrived(recorder: Recorder, current: BackwardPass, ordinal: int, op: str, g
     grad = grads[0]
     if recorder.current is not current or not recorder.recording or grad is None or grad.numel() != 1:
         return
+    emit_term(recorder, current, grad, op, ordinal)
+
+
+def emit_term(
+    recorder: Recorder, current: BackwardPass, grad: Tensor, op: str, ordinal: int, *, attached: bool = False
+) -> None:
+    """Record the weight of a term: the gradient, of one element, that arrives at it."""
     recorder.emit(
         LossTerm,
         site=current.site,
@@ -92,4 +98,5 @@ def _arrived(recorder: Recorder, current: BackwardPass, ordinal: int, op: str, g
         op=op,
         weight=number(getattr(grad, "_local_tensor", grad).detach().reshape(())),
         stage=current.stage,
+        attached=attached,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.backward_pass import BackwardPass
-from gradcheck_dist.probes.loss_graph import OTHERS, name_of, operands_of
+from gradcheck_dist.probes.loss_graph import FACTORS, OTHERS, name_of, operands_of
 
 MAX_FACTORS = 16
 MEAN = 1  # torch.nn._reduction.get_enum
@@ -21,7 +21,6 @@ _WITH_REDUCTION = {
     *("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "SoftMarginLossBackward"),
     *("BinaryCrossEntropyBackward", "BinaryCrossEntropyWithLogitsBackward"),
 }
-_FACTORS = {"MulBackward", "DivBackward", "NegBackward"}
 _DISTANCES = {"PowBackward", "AbsBackward"}
 
 
@@ -42,7 +41,7 @@ def watch(current: BackwardPass, root: Any, passes: Passes) -> None:
     for num_factors in range(MAX_FACTORS):
         current.num_factors = num_factors
         operands = operands_of(node)
-        if name_of(node) not in _FACTORS or len(operands) != 1:
+        if name_of(node) not in FACTORS or len(operands) != 1:
             break
         node = operands[0]
     if not _is_mean(node) or node._sequence_nr() < passes.closed_at:

@@ -20,7 +20,7 @@ from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes import autograd, label_smoothing, log_probs, means
 from gradcheck_dist.probes.label_functions import Labelled
 from gradcheck_dist.probes.loss import gradient_arrived, label_hash, number
-from gradcheck_dist.probes.loss_graph import PICKS, name_of, search
+from gradcheck_dist.probes.loss_graph import PICKS, class_dim, name_of, search
 from gradcheck_dist.probes.loss_terms import uncounted_terms, watch_terms
 from gradcheck_dist.probes.marks import LABELLED, RECORDED
 from gradcheck_dist.probes.patching import Patches
@@ -126,7 +126,7 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
     loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
-    dim = node._saved_dim if node._saved_dim < 2**63 else node._saved_dim - 2**64
+    dim = class_dim(node)
     _hook(node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
 

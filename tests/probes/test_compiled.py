@@ -198,8 +198,17 @@ def test_one_of_two_results_of_a_loss_is_differentiated(tmp_path: Path, taken: i
     assert gradient.weight == pytest.approx(weight)
 
 
-def test_logits_of_a_compiled_model_are_no_loss(tmp_path: Path) -> None:
-    """They leave the same autograd node; a term that is made of them is one beside the loss."""
+TERMS: list[tuple[Callable[[dict[str, Tensor]], Tensor], int]] = [
+    (lambda result: 0.9 * result["loss"] + 0.1 * result["logits"].abs().mean(), 1),
+    (lambda result: 0.9 * result["loss"] + result["logits"].mean() * (result["loss"] * 2 / 3), 0),
+]
+
+
+@pytest.mark.parametrize(("root", "others"), TERMS)
+def test_logits_of_a_compiled_model_are_no_loss(
+    tmp_path: Path, root: Callable[[dict[str, Tensor]], Tensor], others: int
+) -> None:
+    """They leave the same autograd node; a term that is made of them alone is one beside the loss."""
 
     def loss_of(logits: Tensor, labels: Tensor, _: Tensor) -> dict[str, Tensor]:
         loss = F.cross_entropy(logits, labels.flatten())
@@ -208,10 +217,12 @@ def test_logits_of_a_compiled_model_are_no_loss(tmp_path: Path) -> None:
     model = Model(loss_of)
     with gradcheck_dist.attach(tmp_path / "run"):
         result = torch.compile(model, backend="aot_eager")(*batches(0)[0], torch.tensor(1))
-        (0.9 * result["loss"] + 0.1 * result["logits"].abs().mean()).backward()
+        root(result).backward()
     (trace,) = read_run(tmp_path / "run").ranks.values()
     (gradient,) = [event for event in trace.events if isinstance(event, LossGradient)]
-    assert (gradient.other_losses, gradient.weight * (gradient.num_tokens or 0)) == (1, pytest.approx(0.9))
+    assert gradient.other_losses == others
+    if others:
+        assert gradient.weight * (gradient.num_tokens or 0) == pytest.approx(0.9)
 
 
 def test_a_whole_compiled_step_is_recorded(tmp_path: Path) -> None:
