@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcheck_dist.compare.sources import Source
 from gradcheck_dist.compare.statistics import Aligned, Ratio, align, align_by_tokens, ratio, seen_tokens
-from gradcheck_dist.diagnosis.factors import Name, name_number
+from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.text import number, plural, printable
 

@@ -1,58 +1,15 @@
-"""Faults that leave no pattern in the weights: what a rule can look at, and what it answers."""
+"""Let the rules look at a step for what leaves no pattern in the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.effect import Effect
-from gradcheck_dist.diagnosis.finding import Factor, Finding, FirstEvent
-from gradcheck_dist.diagnosis.norms import StepNorms
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
+from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.events import Event
-from gradcheck_dist.ledger.contributions import Contributions
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
-from gradcheck_dist.ledger.transit import Transits
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """One step, as far as it was recorded. `found` are the codes of what the weights show, `on_the_way` is what
-    happened to gradients between pipeline stages."""
-
-    context: StepContext
-    data: StepData
-    contributions: Contributions
-    norms: StepNorms
-    held: list[Held]
-    found: frozenset[str]
-    on_the_way: Transits
-    made_up: bool = False
-    """Whether weights were off at the loss that an exchange of activations may make up for."""
-
-    @property
-    def weights_right(self) -> bool:
-        """Whether every weight that could be told is as it should be."""
-        return not self.found and not self.made_up and any(held.cells for held in self.held)
-
-
-@dataclass(frozen=True)
-class Remark:
-    """What a rule found in a step: its words, a factor where there is one, whom it concerns, and the culprit event.
-    `explains` tells which findings of the weights are consequences of it, and no causes of their own."""
-
-    answer: Answer
-    pattern: str
-    params: frozenset[ParamKey]
-    ranks: tuple[int, ...]
-    rank: int
-    event: Event | None
-    factor: Factor = field(default_factory=lambda: Factor(observed=None))
-    effect: Effect | None = None
-    explains: Callable[[Finding], bool] = lambda finding: False
+from gradcheck_dist.ledger.tracks import ParamKey
 
 
 @dataclass(frozen=True)

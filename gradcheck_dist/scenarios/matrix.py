@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.engine import judge_step
-from gradcheck_dist.diagnosis.unexplained import unexplained
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.markdown import text as escaped
 from gradcheck_dist.reports.text import number, plural, printable

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.stream.watched import add_to, watch_run
 from gradcheck_dist.stream.workers import Processes, Wanted, Workers
 from gradcheck_dist.trace.run import Run

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan, nan, prod
 
-from gradcheck_dist.diagnosis.cells import systematic
+from gradcheck_dist.diagnosis.weights.cells import systematic
 from gradcheck_dist.events import (
     OWN_OPTIMIZER,
     SHARDING,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradcheck_dist.axes import AXIS_NAMES
-from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, Finding, FirstEvent
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.events import AnyEvent, Reduce, ScaleGrads, Site
 from gradcheck_dist.stream.plain import PlainReader
 from gradcheck_dist.stream.summaries import Block, BlockReader, detail

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import AnyRecord, Event, Param, ParamSet, Plan, Reduce, Wrapper
 from gradcheck_dist.stream.cursor import RankCursor, RunCursor

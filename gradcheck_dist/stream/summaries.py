@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from gradcheck_dist.diagnosis.cells import MAX_SPREAD
-from gradcheck_dist.diagnosis.parts import LEAST
+from gradcheck_dist.diagnosis.losses.parts import LEAST
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
 from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEnd, Samples, StepColumns, StepShape
 from gradcheck_dist.stream.documented import ShapeWays, ways_of
 from gradcheck_dist.trace.frames import Damage

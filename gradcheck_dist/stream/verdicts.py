@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.engine import judge_step
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.buffers import Replay
 from gradcheck_dist.ledger.contributions import Contribution, Contributions
 from gradcheck_dist.ledger.tracks import StepData

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
-from gradcheck_dist.diagnosis.next_step import next_step
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
 from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader

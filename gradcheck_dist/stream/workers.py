@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Protocol
 
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.shares import read_shares
 from gradcheck_dist.stream.summaries import MakeReader, Round

@@ -146,7 +146,7 @@ class WatchApp(App[None]):
 
     def _selection_of(self, index: int) -> Selection:
         """A finding's cell and culprit; without findings any cell."""
-        from gradcheck_dist.diagnosis.step_verdict import cause
+        from gradcheck_dist.diagnosis.steps.step_verdict import cause
 
         step, report = self.shown.step, self.shown.report
         if step is None or report is None:

@@ -12,9 +12,9 @@ from math import nan
 import msgspec
 import numpy as np
 
-from gradcheck_dist.diagnosis.context import step_context
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.events import AnyEvent, Event, Loss, LossGradient, Reduce, ScaleGrads, StepColumns, StepShape
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.strangers import strangers

@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.finding import Weight
-    from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+    from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 
 Row = tuple[str, int]
 Key = tuple[int, int, int]

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gradcheck_dist.diagnosis.engine import conclude, judge_step, objective_of
+from gradcheck_dist.diagnosis.engine import conclude, objective_of
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps
 from gradcheck_dist.reports.document import Document, build

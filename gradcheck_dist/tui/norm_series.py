@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradcheck_dist.diagnosis.norms import norm_of, step_norms
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.norms.step_norms import norm_of, step_norms
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.trace.run import Run
 
 

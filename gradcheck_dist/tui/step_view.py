@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.cells import Cell, Held
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import (
     AmpUnscale,
     Event,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.account import path
-from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.diagnosis.causes.account import path
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.tracks import StepData
 

@@ -8,11 +8,11 @@ import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
 
-from gradcheck_dist.diagnosis.account import Account, Step
-from gradcheck_dist.diagnosis.causes import GAP, Row
-from gradcheck_dist.diagnosis.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.account import Account, Step
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.explanations import Search
+from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Row
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.explanations import Search
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Event, Reduce, ScaleGrads, Site
 

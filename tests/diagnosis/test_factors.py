@@ -14,7 +14,7 @@ from random_trainers import global_mean
 from simulator import Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
-from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
+from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 
 QUANTITIES = {"dp_replicate": 4.0, "accumulation_steps": 4.0, "pp": 2.0, "microbatches": 3.0, "num_tokens": 296.0}
 DEGREES = st.dictionaries(

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from gradcheck_dist.diagnosis.cells import Cell
-from gradcheck_dist.diagnosis.handmade import _until_then
+from gradcheck_dist.diagnosis.steps.handmade import _until_then
+from gradcheck_dist.diagnosis.weights.cells import Cell
 
 
 def cell(ratio: float) -> Cell:

@@ -6,8 +6,8 @@ from math import inf, prod, sqrt
 
 import pytest
 
-from gradcheck_dist.diagnosis.clips import COPIES, RIGHT, SHARDS, SOME, STAGE, UNNAMED, is_round, judge_clips
-from gradcheck_dist.diagnosis.norms import ClipCall, Interval, Part, StepNorms, norm_of
+from gradcheck_dist.diagnosis.norms.clips import COPIES, RIGHT, SHARDS, SOME, STAGE, UNNAMED, is_round, judge_clips
+from gradcheck_dist.diagnosis.norms.step_norms import ClipCall, Interval, Part, StepNorms, norm_of
 from gradcheck_dist.events import Clip
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.aims import _usual
-from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.losses.aims import _usual
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 
 KEYS: list[ContributionKey] = [(rank, k, 0) for rank in range(2) for k in range(4)]

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.shapes import Place, counts, power_law, where
+from gradcheck_dist.diagnosis.weights.shapes import Place, counts, power_law, where
 
 PLACES = [Place((rank, k, m), holder, holder) for rank, k, m, holder in itertools.product(*map(range, (2, 3, 2, 2)))]
 

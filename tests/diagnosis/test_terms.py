@@ -12,7 +12,7 @@ from simulator import Hand, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.diagnosis.terms import _Fit, _simplest
+from gradcheck_dist.diagnosis.losses.terms import _Fit, _simplest
 
 COEFFICIENT = 0.01
 TRAINER = Trainer(root=global_mean(), op="sum", accumulation=3, data_ranks=2, coefficient=COEFFICIENT)

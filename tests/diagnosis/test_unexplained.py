@@ -8,8 +8,9 @@ from random_trainers import global_mean
 from simulator import Trainer, World
 from trainer_families import make_case
 
-from gradcheck_dist.diagnosis.engine import judge_step, objective_of
-from gradcheck_dist.diagnosis.unexplained import unexplained
+from gradcheck_dist.diagnosis.engine import objective_of
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.events import Reduce, ScaleGrads
 from gradcheck_dist.trace.run import Run
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.cells import Held
-from gradcheck_dist.diagnosis.unfollowed import from_before, not_attached, stepped_together
+from gradcheck_dist.diagnosis.open_cases.inside_step import stepped_together
+from gradcheck_dist.diagnosis.steps.unfollowed import from_before, not_attached
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import BEFORE, Event, OptimizerStep, Param, Reduce, Replica, StepEnd
 from gradcheck_dist.ledger.tracks import Point, StepData, Track, Values
 

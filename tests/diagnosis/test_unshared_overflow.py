@@ -11,8 +11,8 @@ import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
 
-from gradcheck_dist.diagnosis.alternatives import until_apart
 from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.steps.alternatives import until_apart
 from gradcheck_dist.events import AmpUnscale, OptimizerStep, Reduce
 from gradcheck_dist.trace.run import Run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_dist.diagnosis.written import is_exactly_written
+from gradcheck_dist.diagnosis.weights.written import is_exactly_written
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 / 3, 0.2, 3.0, 2.0**-16, 1 / 3120, 0.125, 1024.0, 6.25, -1.0])

@@ -11,10 +11,10 @@ import torch
 from probe_workers import Net, batch, token_sum
 from torch import Tensor
 
-from gradcheck_dist.diagnosis.consequence import consequence
-from gradcheck_dist.diagnosis.effect import Effect
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.norms.consequence import consequence
+from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from probe_workers import Net, batch
 from torch import Tensor, nn
 
-from gradcheck_dist.diagnosis.engine import diagnose, judge_step
+from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.diagnosis.unexplained import unexplained
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from recorded_runs import RUNS
 
-from gradcheck_dist.diagnosis.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.stream import cursor
 from gradcheck_dist.stream.cursor import RunCursor

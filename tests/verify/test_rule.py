@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gradcheck_dist.diagnosis.audit import Remark
+from gradcheck_dist.diagnosis.audits.facts import Remark
+from gradcheck_dist.diagnosis.audits.verified import not_verified, nothing_verified
 from gradcheck_dist.diagnosis.rules import gs801_wrong_backward as rule
-from gradcheck_dist.diagnosis.verified import not_verified, nothing_verified
 from gradcheck_dist.events import GradientCheck, Site
 from gradcheck_dist.ledger.transit import Transits
 

@@ -27,11 +27,11 @@ If the scaling is meant, declare the objective that it serves (`--objective`), o
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.culprit import Culprit
-from gradcheck_dist.diagnosis.patterns import Pattern
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.patterns import Pattern
 
 CODE = "GS000"
 NAME = "unexplained-scale"

@@ -37,10 +37,10 @@ or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.causes import RANKS
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
+from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 

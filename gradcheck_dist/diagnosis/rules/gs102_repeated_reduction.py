@@ -29,9 +29,9 @@ The forward must be inside no_sync too: DDP decides there. FSDP2: set_requires_g
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS102"
 NAME = "repeated-reduction"

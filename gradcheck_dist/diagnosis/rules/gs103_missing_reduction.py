@@ -30,12 +30,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 

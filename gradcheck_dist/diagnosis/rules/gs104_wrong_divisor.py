@@ -31,9 +31,9 @@ the data-parallel size.
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS104"

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
 from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.diagnosis.unlike import first_of, mixed
 from gradcheck_dist.events import Reduce
 
 CODE = "GS105"

@@ -27,9 +27,9 @@ Take the division out of the schedule and put the whole normalisation into the l
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import ScaleGrads
 
 CODE = "GS201"

@@ -30,9 +30,9 @@ that is scaled to fit a smaller dtype must be scaled back before backward.
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS202"
 NAME = "scaled-in-flight"

@@ -34,10 +34,10 @@ from __future__ import annotations
 
 from statistics import median
 
-from gradcheck_dist.diagnosis.case import Case, factor_in_words
-from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.finding import Severity
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS301"
 NAME = "mean-of-means"

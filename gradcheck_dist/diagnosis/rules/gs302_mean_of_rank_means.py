@@ -25,10 +25,10 @@ Divide by the average number of tokens a rank, N/R, the same number on every ran
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import follows, severity, spread
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS302"
 NAME = "mean-of-rank-means"

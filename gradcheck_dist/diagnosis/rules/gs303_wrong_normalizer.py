@@ -23,10 +23,10 @@ which number was used once too often or not at all.
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case, ambiguous
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.experiments import between_names
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
+from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS303"
 NAME = "wrong-normalizer"

@@ -26,9 +26,9 @@ is divided by its own number of them.
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case, ambiguous
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS304"
 NAME = "misscaled-term"

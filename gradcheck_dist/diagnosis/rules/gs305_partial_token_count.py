@@ -27,10 +27,10 @@ Count over every rank that holds other tokens of the step, and over all accumula
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case, factor_in_words
-from gradcheck_dist.diagnosis.context import StepContext
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import spread
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS305"
 NAME = "partial-token-count"

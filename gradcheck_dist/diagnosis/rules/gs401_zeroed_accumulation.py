@@ -24,9 +24,9 @@ Empty the gradients once a step, after optimizer.step() or before the first micr
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import ZeroGrad
 
 CODE = "GS401"

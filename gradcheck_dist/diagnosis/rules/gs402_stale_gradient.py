@@ -28,10 +28,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.cells import Held
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import OptimizerStep
 
 CODE = "GS402"

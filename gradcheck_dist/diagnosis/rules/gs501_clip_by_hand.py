@@ -27,13 +27,12 @@ constant stays. `torch.nn.utils.clip_grad_norm_` is recorded, and its coefficien
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.causes import RANKS
-from gradcheck_dist.diagnosis.factors import SURE, Name, chance
-from gradcheck_dist.diagnosis.hand_clip import could_be_clip
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.rules.gs000_unexplained_scale import shown
 from gradcheck_dist.diagnosis.rules.gs606_unscale_without_scale import loss_scale_power
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.factors import SURE, Name, chance
 
 CODE = "GS501"
 NAME = "clip-by-hand"
@@ -57,7 +56,7 @@ def _combined(case: Case) -> bool:
 
 def judge(case: Case) -> Answer | None:
     culprit, pattern = case.culprit, case.pattern
-    if not could_be_clip(case) or loss_scale_power(case) is not None:
+    if not case.could_be_clip or loss_scale_power(case) is not None:
         return None
     if any(name.cost < SIMPLE and _surely(name, case) for name in case.names):
         return None  # a constant of degrees and counts is somebody's formula, not a norm

@@ -40,12 +40,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
-from gradcheck_dist.diagnosis.clips import SHARDS, SOME, STAGE, JudgedClip, judge_clips
-from gradcheck_dist.diagnosis.norms import local_norm, own_error
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.norms.clips import SHARDS, SOME, STAGE, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.step_norms import local_norm, own_error
 from gradcheck_dist.events import Clip, OptimizerStep
 
 CODE = "GS601"

@@ -33,13 +33,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.clip_words import effect, remark, severity_of
-from gradcheck_dist.diagnosis.clips import COPIES, UNNAMED, JudgedClip, judge_clips
-from gradcheck_dist.diagnosis.early_clips import completed_by
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.audits.early_clips import completed_by
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Severity
-from gradcheck_dist.diagnosis.norms import ClipCall
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.norms.clips import COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 
 CODE = "GS602"
 NAME = "wrong-clip-norm"

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.effect import effect_of_clip
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.norms import ClipCall
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
+from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.events import OptimizerStep
 
 CODE = "GS603"

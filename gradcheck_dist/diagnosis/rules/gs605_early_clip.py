@@ -30,13 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.clips import ACTS
-from gradcheck_dist.diagnosis.culprit import Culprit
-from gradcheck_dist.diagnosis.early_clips import completed_by
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.early_clips import completed_by
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.norms.clips import ACTS
 from gradcheck_dist.events import Clip, Reduce
 from gradcheck_dist.ledger.buffers import Replay
 

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 from math import log2
 
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import AmpUnscale, Clip, GradientNorm, OptimizerStep
 
 CODE = "GS606"

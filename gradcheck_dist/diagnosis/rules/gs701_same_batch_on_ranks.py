@@ -33,8 +33,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.ledger.contributions import Contribution
 
 CODE = "GS701"

@@ -35,14 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.case import Case
-from gradcheck_dist.diagnosis.cells import Cell, Held
-from gradcheck_dist.diagnosis.context import StepContext
-from gradcheck_dist.diagnosis.exchanges import equal_summands
-from gradcheck_dist.diagnosis.factors import exact_fraction, name_number
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.exchanges import equal_summands
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 
 CODE = "GS703"
 NAME = "unsummed-parts"

@@ -29,10 +29,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.cells import Cell, Held
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.rules.verdict import Answer
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.names import plain_name

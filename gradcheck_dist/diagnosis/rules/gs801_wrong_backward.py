@@ -45,12 +45,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.backward_words import RECEIVED, explain, fix, is_group_size, pattern
-from gradcheck_dist.diagnosis.exchanges import equal_summands
-from gradcheck_dist.diagnosis.finding import Factor, Severity
-from gradcheck_dist.diagnosis.rules.verdict import Answer
-from gradcheck_dist.diagnosis.verified import (
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.backward_words import RECEIVED, explain, fix, is_group_size, pattern
+from gradcheck_dist.diagnosis.audits.exchanges import equal_summands
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.audits.verified import (
     ALL_PARAMETERS,
     not_summed,
     parameters_of,
@@ -58,6 +57,7 @@ from gradcheck_dist.diagnosis.verified import (
     was_verified,
     wrong_modules,
 )
+from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
 
 CODE = "GS801"

@@ -43,10 +43,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from gradcheck_dist.diagnosis.audit import Remark, StepFacts
-from gradcheck_dist.diagnosis.exchanges import Faulty, could_judge, faults
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.rules.verdict import Answer
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"

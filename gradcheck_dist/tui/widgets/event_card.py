@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import Static
 
-from gradcheck_dist.diagnosis.cells import Cell
 from gradcheck_dist.diagnosis.finding import FirstEvent
+from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.events import (
     AmpUnscale,
     Clip,

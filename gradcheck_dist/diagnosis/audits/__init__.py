@@ -1,0 +1,1 @@
+"""What rules look at besides the weights: clips, copies, backward checks, exchanges of activations."""

@@ -1,0 +1,245 @@
+"""Which exchanges of activations came back wrong, which of them are findings, and which leave a verdict open."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
+from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
+from gradcheck_dist.ledger.exchanges import APART, COPY, GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
+from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+
+UNDOES = 1e-3
+"""Two factors whose product is nearer to 1 than this may be meant to undo one another."""
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """An exchange whose backward is not its forward's transpose. `shared`: its ranks have one loss, on the same
+    tokens."""
+
+    passed: Passed
+    shared: bool
+
+    @property
+    def name(self) -> str:
+        first = self.passed.first
+        return first.function or f"{first.collectives[0]} without a function"
+
+    @property
+    def where(self) -> str:
+        site = self.passed.first.site
+        return f"{site.file.rsplit('/', 1)[-1]}:{site.line}" if site is not None else "line unknown"
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Equal for applications that are wrong alike and written once."""
+        first = self.passed.first
+        at = first.defined_at or first.site
+        return (first.function, at and (at.file, at.line), self.passed.outcome, f"{self.passed.factor:.4g}")
+
+
+@dataclass
+class Faults:
+    found: list[Faulty] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def could_judge(data: StepData) -> bool:
+    return any(isinstance(event, Exchange) for of_rank in data.events.values() for event in of_rank)
+
+
+def faults(data: StepData, contributions: Contributions, weights_right: bool) -> Faults:
+    """The exchanges of a step that came back wrong.
+
+    What stands between a loss and the root is part of the weight at the loss, and judged with that. A multiple accuses
+    only where all weights came out right and no other exchange undoes it: it may be one half of a convention (losses
+    that ranks add up, experts whose gradients are divided on the way). Of ranks with losses of their own any may be
+    meant to count all or the mean of them.
+    """
+    result = Faults()
+    scaled: list[Faulty] = []
+    scalers: list[float] = []  # of functions that hand their input on and communicate with nobody
+    found = list(passed(data.events))
+    unlike = {one.ranks for one in found if one.forward in (SUM, SCATTER)}  # whose inputs are known to differ
+    for one in found:
+        if one.outcome == "right" or _behind_the_loss(data, one):
+            continue
+        if len(one.ranks) == 1:
+            scalers.append(one.factor)
+            continue
+        if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
+            continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
+        apart = _losses_differ(data, one)
+        shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
+        fault = Faulty(one, shared)
+        if one.outcome == "kept":
+            if apart:
+                result.found.append(fault)
+        elif one.outcome == "lost":
+            result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
+        elif one.outcome == "scaled":
+            if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one):
+                scaled.append(fault)
+        elif one.outcome == "own" and not shared and not one.first.function:
+            result.reasons.append(
+                f"{fault.name} at {fault.where} changes a tensor of the graph in place and has no gradient, so that "
+                f"each rank's input learns from its own loss alone (meant for statistics, wrong for a sum): {_VERIFY}"
+            )
+        else:
+            result.found.append(fault)
+    factors = {fault.place: fault.passed.factor for fault in scaled}
+    pairs = combinations([*factors.values(), *set(scalers)], 2)
+    undone = any(abs(mine * theirs - 1) < UNDOES for mine, theirs in pairs)
+    for fault in scaled:
+        known = fault.shared or fault.passed.forward == SWAP
+        if weights_right and known and not undone and not _inside_a_loss(data, fault.passed):
+            result.found.append(fault)
+        elif weights_right or undone:
+            result.reasons.append(
+                f"gradients come back through {fault.name} ({fault.where}) x {fault.passed.factor:.6g} of the "
+                f"transpose of its forward, which another line may make up for: {_VERIFY}"
+            )
+    result.reasons = list(dict.fromkeys(result.reasons))
+    return result
+
+
+def makes_up_for(case: Case, data: StepData) -> str | None:
+    """Why a factor may be right: the sum of whole gradients on the way to these parameters multiplies by as much.
+
+    One loss that all ranks compute, divided by their number, under an all-reduce that sums in backward too: in front of
+    that a weight at the loss is not what arrives. There lie shards, and copies whose gradients are summands.
+    """
+    if case.pattern.kind != "uniform" or case.terms:
+        return None
+    for one in passed(data.events):
+        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > max(UNDOES, case.pattern.tolerance):
+            continue
+        if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+            fault = Faulty(one, shared=True)
+            return (
+                f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
+                f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
+                f"in front of that: {_VERIFY}"
+            )
+    return None
+
+
+def _are_parts(of_rank: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
+    """Whether no two of the ranks got one gradient of a parameter."""
+    tracks = [of_rank[rank] for rank in ranks if rank in of_rank]
+    slots = set.intersection(*(set(track.leaves) for track in tracks)) if tracks else set()
+    return all(_unlike(one.leaves[slot][1].data, other.leaves[slot][1].data)
+               for slot in slots for one, other in combinations(tracks, 2))  # fmt: skip
+
+
+def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
+    both = np.isfinite(mine) & np.isfinite(theirs)
+    size = max(float(np.linalg.norm(mine[both])), float(np.linalg.norm(theirs[both])))
+    return float(np.linalg.norm(mine[both] - theirs[both])) >= APART * size
+
+
+_VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"
+
+
+def _losses_differ(data: StepData, one: Passed) -> bool:
+    """Whether the ranks of an exchange have losses of their own and not one that each computes whole."""
+    slot = (one.first.accumulation_step, one.first.microbatch)
+    found = [loss_values(data, rank).get(slot, ()) for rank in one.ranks]
+    return any(max(values) - min(values) > OTHER_LOSS * max(map(abs, values)) for values in zip(*found, strict=False))
+
+
+@dataclass(frozen=True)
+class EqualSummands:
+    """Parameters that each rank adds to its summand of `sum` alike, so that their gradient is the sum of equal parts,
+    and that nothing adds up."""
+
+    sum: Passed
+    params: frozenset[ParamKey]
+
+
+def equal_summands(data: StepData) -> list[EqualSummands]:
+    """Copies of a parameter behind which ranks sum what they made of it: a bias that each tensor-parallel rank adds
+    before the all-reduce. Where the ranks' gradients of it differ, the weights tell."""
+    named: dict[tuple[int, str], list[tuple[ParamKey, Track]]] = defaultdict(list)
+    for key, of_key in data.tracks.items():
+        for rank, track in of_key.items():
+            # Biases that began as zeros have names of their own where their module's weights are shards.
+            named[rank, key[1].split(" ")[0]].append((key, track))
+    found: dict[object, tuple[Passed, set[ParamKey]]] = {}
+    for one in passed(data.events):
+        if one.forward not in (SUM, SCATTER):
+            continue
+        names = [_names(data, named, rank, event.params) for rank, event in one.events.items()]
+        site = one.first.site
+        for name in set.intersection(*names):
+            tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
+            if _are_copies(data, tracks, one.ranks):
+                keys = {key for rank in one.ranks for key, _ in named[rank, name]}
+                found.setdefault((site.file, site.line) if site else None, (one, set()))[1].update(keys)
+    return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
+
+
+def _names(
+    data: StepData, named: Mapping[tuple[int, str], list[tuple[ParamKey, Track]]], rank: int, params: int | None
+) -> set[str]:
+    """The names of a set of parameters on a rank, as far as they are one parameter's alone."""
+    ids = set(data.params_of(rank, params)) if params is not None else set()
+    return {
+        name
+        for (holder, name), tracks in named.items()
+        if holder == rank and len(tracks) == 1 and tracks[0][1].param.id in ids
+    }
+
+
+def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
+    """Whether ranks hold copies of a parameter, in front of the step and behind it, with one gradient."""
+    if not alike_and_apart(data, tracks, ranks):
+        return False
+    left = [tracks[rank].left for rank in ranks]
+    gradients = [leaf.data for _, leaf in tracks[ranks[0]].leaves.values()]
+    return any(np.nan_to_num(one).any() for one in gradients) and all(
+        one is not None and left[0] is not None and np.allclose(one, left[0], rtol=1e-5, atol=0) for one in left
+    )
+
+
+def _is_degree(one: Passed) -> bool:
+    """Whether ranks with losses of their own were averaged or counted all."""
+    size = len(one.ranks)
+    whole = one.whole and one.forward in (SUM, GATHER)
+    return abs(one.factor * size - 1) < UNDOES or (whole and abs(one.factor / size - 1) < UNDOES)
+
+
+def _slots(events: Iterable[Event], one: Exchange) -> list[tuple[LossGradient, bool]]:
+    """The losses of an exchange's pass that count something, and whether they were reached before it."""
+    counted = {event.loss_id for event in events if isinstance(event, Loss) and event.reduction != UNKNOWN}
+    return [
+        (event, event.seq < one.seq)
+        for event in events
+        if isinstance(event, LossGradient)
+        and event.loss_id in counted
+        and (event.accumulation_step, event.microbatch) == (one.accumulation_step, one.microbatch)
+    ]
+
+
+def _behind_the_loss(data: StepData, one: Passed) -> bool:
+    """Whether the exchange came between the losses of its pass and the root."""
+    found = [_slots(data.events[rank], event) for rank, event in one.events.items()]
+    return any(of_rank and not any(before for _, before in of_rank) for of_rank in found)
+
+
+def _inside_a_loss(data: StepData, one: Passed) -> bool:
+    """Whether the pass has a loss that nobody could count, and the exchange may be a part of it."""
+    unknown: dict[int, bool] = defaultdict(bool)
+    for rank, event in one.events.items():
+        has_loss = any(isinstance(other, LossGradient) for other in data.events[rank])
+        unknown[rank] = has_loss and not _slots(data.events[rank], event)
+    return any(unknown.values())

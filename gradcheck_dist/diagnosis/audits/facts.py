@@ -1,0 +1,54 @@
+"""Faults that leave no pattern in the weights: what a rule can look at, and what it remarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.norms.effect import Effect
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.events import Event
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.transit import Transits
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One step, as far as it was recorded. `found` are the codes of what the weights show, `on_the_way` is what
+    happened to gradients between pipeline stages."""
+
+    context: StepContext
+    data: StepData
+    contributions: Contributions
+    norms: StepNorms
+    held: list[Held]
+    found: frozenset[str]
+    on_the_way: Transits
+    made_up: bool = False
+    """Whether weights were off at the loss that an exchange of activations may make up for."""
+
+    @property
+    def weights_right(self) -> bool:
+        """Whether every weight that could be told is as it should be."""
+        return not self.found and not self.made_up and any(held.cells for held in self.held)
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What a rule found in a step: its words, a factor where there is one, whom it concerns, and the culprit event.
+    `explains` tells which findings of the weights are consequences of it, and no causes of their own."""
+
+    answer: Answer
+    pattern: str
+    params: frozenset[ParamKey]
+    ranks: tuple[int, ...]
+    rank: int
+    event: Event | None
+    factor: Factor = field(default_factory=lambda: Factor(observed=None))
+    effect: Effect | None = None
+    explains: Callable[[Finding], bool] = lambda finding: False

@@ -1,0 +1,136 @@
+"""Tensors of one name whose gradients are reduced together, though they are not copies of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.audits.facts import StepFacts
+from gradcheck_dist.events import Event, Reduce
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
+
+APART = 0.5
+"""Relative difference from which two tensors' values are unlike: copies that drifted differ by far less, and two draws
+of one distribution by about 1.4."""
+
+_SHARDED = {"fsdp", "hsdp", "replicate"}
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """A parameter, a reduction of its gradient on `rank`, and the ranks of its group by the values that they hold."""
+
+    param: ParamKey
+    rank: int
+    event: Reduce
+    holders: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What was reduced together in a step. `alike` are the parameters of which all ranks of a group hold one value."""
+
+    unlike: list[Unlike]
+    alike: list[ParamKey]
+    coordinate: dict[int, int]
+
+    @property
+    def tells(self) -> bool:
+        """Whether any values that were compared could be told apart."""
+        return bool(self.unlike or self.alike)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold what is unlike."""
+        return tuple(sorted({rank for one in self.unlike for part in one.holders for rank in part}))
+
+    @cached_property
+    def began_apart(self) -> bool:
+        """Whether the whole model differs between data ranks that reduce it, which is no layout but another start."""
+        return (
+            bool(self.unlike)
+            and not self.alike
+            and all(
+                all(len(ranks) == 1 for ranks in one.holders)
+                and len({self.coordinate.get(rank, rank) for (rank,) in one.holders}) == len(one.holders)
+                for one in self.unlike
+            )
+        )
+
+
+def mixed(facts: StepFacts) -> Mixed:
+    """Which reductions of a step join tensors that are no copies of one another, and which join copies."""
+    unlike: dict[ParamKey, Unlike] = {}
+    alike: list[ParamKey] = []
+    for key, of_rank in facts.data.tracks.items():
+        for rank, event, group in _reductions(facts.data, key, of_rank):
+            holders = _holders({peer: of_rank[peer] for peer in group})
+            if holders is None:
+                continue
+            if len(holders) == 1:
+                alike.append(key)
+            elif key not in unlike or len(group) > len(unlike[key].event.group):
+                unlike[key] = Unlike(key, rank, event, holders)
+    return Mixed(list(unlike.values()), [key for key in alike if key not in unlike], facts.contributions.coordinate)
+
+
+def _reductions(
+    data: StepData, key: ParamKey, of_rank: dict[int, Track]
+) -> Iterator[tuple[int, Reduce, tuple[int, ...]]]:
+    """The reductions of a parameter over ranks that each hold a tensor of this name, every group once."""
+    known: set[tuple[int, ...]] = set()
+    for rank, track in sorted(of_rank.items()):
+        for event in data.events[rank]:
+            if not isinstance(event, Reduce) or track.param.id not in data.params_of(rank, event.params):
+                continue
+            group = _peers(event)
+            held = tuple(sorted(peer for peer in group if peer in of_rank))
+            if len(held) > 1 and held not in known:
+                known.add(held)
+                yield rank, event, held
+
+
+def _peers(event: Reduce) -> tuple[int, ...]:
+    """The ranks that are to hold what this one holds: under sharding the replicas of its shard."""
+    if event.impl in _SHARDED:
+        return event.replicate_group if event.all_reduced else ()
+    return () if event.impl == "reduce_scatter" else event.group
+
+
+def _holders(tracks: dict[int, Track]) -> tuple[tuple[int, ...], ...] | None:
+    """The ranks by the values that they hold; None where the values do not tell, or where some are neither alike nor
+    unlike at both ends of the step."""
+    together = []
+    for one, other in combinations(tracks, 2):
+        told = {
+            _same(mine, theirs)
+            for mine, theirs in ((tracks[one].begun, tracks[other].begun), (tracks[one].left, tracks[other].left))
+            if mine is not None and theirs is not None
+        }
+        if len(told) != 1 or None in told:
+            return None
+        if told == {True}:
+            together.append({one, other})
+    return tuple(sorted(tuple(sorted(part)) for part in merge([{rank} for rank in tracks], together)))
+
+
+def _same(mine: np.ndarray, theirs: np.ndarray) -> bool | None:
+    """Whether two tensors hold the same values; None where they hold one number each, as zeros and ones do."""
+    if len(mine) != len(theirs):
+        return False
+    if not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+        return None
+    if np.ptp(mine) == 0 and np.ptp(theirs) == 0:
+        return None
+    size = max(float(np.linalg.norm(mine)), float(np.linalg.norm(theirs)))
+    return float(np.linalg.norm(mine - theirs)) <= APART * size
+
+
+def first_of(unlike: list[Unlike]) -> tuple[int, Event]:
+    """The earliest of the reductions on the first rank that has one: (rank, event)."""
+    one = min(unlike, key=lambda one: (one.rank, one.event.seq))
+    return one.rank, one.event

@@ -1,0 +1,343 @@
+"""The account of one weight: the loss's share, what each recorded event did by its documentation, and what nobody did.
+
+Along the way of a contribution from its loss to the gradient that the optimizer read,
+
+    observed / expected  =  root  *  product of documented factors  *  product of measured gaps
+
+A gap is what the gradient did between two neighbouring measurements beyond what was documented in between: 1 when
+nothing happened behind the records' back. Steps name culprits by their event, gaps by the two events that enclose them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.replay import LEAF_ORDER, nominal_factor
+from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.transit import gain
+
+SAME = 1e-3
+"""Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
+
+
+Hand = tuple[object, ...]
+SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A recorded event that multiplied the weight, be it by 1. `opaque`: by a factor that no documentation gives and
+    that was measured."""
+
+    event: Event
+    rank: int
+    factor: float
+    opaque: bool = False
+
+    @property
+    def hand(self) -> Hand:
+        """Equal for events that are one and the same line doing one and the same thing."""
+        event = self.event
+        site = (event.site.file, event.site.line) if event.site is not None else None
+        group, op = len(getattr(event, "group", ()) or ()), getattr(event, "op", None)
+        if isinstance(event, Reduce) and event.replicate_group:
+            group, op = group * len(event.replicate_group), op if group > 1 else event.replicate_op
+        constant = nominal_factor(event) if isinstance(event, Reduce) else getattr(event, "divisor", None)
+        constant = None if constant is None or constant != constant else round(constant, 12)
+        return (type(event).__name__, op, group, site, constant)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A measured factor that no record accounts for. `start` None: the loss. `noise` is its relative standard error.
+
+    `inside`: both measurements belong to one event, or to one backward pass: it is this event that did it. `in_flight`:
+    it lies between two pipeline stages, before the gradient came to the parameter.
+    """
+
+    start: Event | None
+    end: Event | None
+    rank: int
+    factor: float
+    noise: float
+    inside: bool
+    in_flight: bool = False
+
+
+@dataclass
+class Account:
+    """`leaf` is the backward in which the contribution arrived, `arrived` tells whether it came to the rank that holds
+    the gradient at all, `by_hand` whether it came there from another rank although no reduction was recorded."""
+
+    root: float
+    steps: list[Step] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    arrived: bool = True
+    leaf: Event | None = None
+    by_hand: bool = False
+
+    @cached_property
+    def documented(self) -> float:
+        """What the weight's ratio would be had only the recorded happened."""
+        return self.root * prod(step.factor for step in self.steps)
+
+    @cached_property
+    def measured(self) -> bool:
+        """Whether some of what is documented had to be measured."""
+        return any(step.opaque for step in self.steps)
+
+    @cached_property
+    def factors(self) -> dict[Hand, list[float]]:
+        """What each recorded hand did, time after time."""
+        found: dict[Hand, list[float]] = {}
+        for step in self.steps:
+            found.setdefault(step.hand, []).append(step.factor)
+        return found
+
+    @cached_property
+    def doings(self) -> tuple[object, ...]:
+        """Equal for weights to which the same was done."""
+        return tuple((hand, tuple(factors)) for hand, factors in self.factors.items())
+
+
+def account(data: StepData, held: Held, cell: Cell) -> Account:
+    """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
+    replay, column, holder = held.replay, cell.column, held.rank
+    result = Account(cell.root_ratio)
+    result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])
+    entries, leaf, result.arrived = path(data, held, column)
+    result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
+    hops = held.hops.get(column, ())
+    result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
+    reached = _walk(data, result, entries, column, leaf, result.root * gain(hops))
+    if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
+        reached /= held.clip_by_hand
+    last = replay.final(holder)
+    if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
+        # Its last state is known from what other shards of the same gradient hold (cells.py), and from nothing before.
+        start, end = result.gaps[-1].end if result.gaps else leaf, event_at(data, holder, last.seq)
+        noise = cell.stderr * max(abs(cell.ratio), 1.0) / max(abs(cell.ratio), 1e-30)
+        result.gaps.append(Gap(start, end, holder, cell.ratio / reached, noise, False))
+    if last is not None and not last.sampled and result.arrived and result.documented != 0 and cell.ratio == 0:
+        step = next((e for e in reversed(data.events[holder]) if isinstance(e, OptimizerStep)), None)
+        start = result.gaps[-1].end if result.gaps else leaf
+        result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
+    return result
+
+
+def _free(result: Account, clip: float) -> bool:
+    """Take a clip that nobody recorded out of the gap in which it acted: the last before the optimizer or its clip.
+    Whether there is one."""
+    for index in reversed(range(len(result.gaps))):
+        if isinstance(result.gaps[index].end, OptimizerStep | Clip):
+            result.gaps[index] = replace(result.gaps[index], factor=result.gaps[index].factor / clip)
+            return True
+    return False
+
+
+def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None, bool]:
+    """The entries of the replayed ledger that a contribution passes on its way to the optimizer's rank, in order; the
+    event from which it starts; and whether it ever arrives there."""
+    replay, holder = held.replay, held.rank
+    origin = _origin(replay, column, holder)
+    leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
+    entries, carried_over = route(replay, column, origin, holder)
+    if carried_over or holder == origin:
+        return entries, leaf, True
+    if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
+        entries, leaf = _by_hand(data, held, column)
+    return entries, leaf, bool(entries)
+
+
+def _walk(
+    data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None, arrived: float
+) -> float:
+    """Collect steps and gaps of a contribution that `arrived` at its leaf with a weight. Returns its ratio behind the
+    last measurement and what is documented since.
+
+    Only measured states bound a gap: what is carried on by documentation proves nothing.
+    """
+    start, start_rank = leaf, entries[0].rank if entries else 0
+    measured, nominal, since, spread = arrived, 1.0, 1.0, 0.0
+    opaque: Step | None = None
+    kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
+    for entry in entries:
+        value = float(entry.nominal[column]) / entry.clip
+        if entry.event is not None:
+            factor = _documented(entry.event, value / nominal if nominal else 1.0)
+            if isinstance(entry.event, ZeroGrad) and kept is None:
+                kept = len(result.steps), len(result.gaps), measured * since
+            if np.isnan(factor):
+                opaque = Step(entry.event, entry.rank, 1.0, opaque=True)
+            elif isinstance(entry.event, SCALING):
+                result.steps.append(Step(entry.event, entry.rank, factor))
+                since *= factor
+        if not np.isnan(value):
+            nominal = value
+        if not (entry.sampled and entry.observed is not None and entry.stderr is not None):
+            continue
+        seen = float(entry.observed[column]) / entry.clip
+        if np.isnan(seen):
+            continue
+        least = 6 * float(entry.stderr[column]) / entry.clip
+        fallen = abs(measured * since - seen * arrived) > least * abs(arrived)
+        if abs(seen) <= least and (fallen or measured * since == 0):
+            seen = 0.0  # what is left of it is rounding, which the next measurement is no multiple of
+            if kept is None and measured * since != 0:
+                kept = len(result.steps), len(result.gaps), measured * since  # emptied, and nothing told of it
+        ratio = seen * arrived
+        end = event_at(data, entry.rank, entry.seq)
+        if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, column):
+            # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.
+            del result.steps[kept[0] :], result.gaps[kept[1] :]
+            measured, since, kept = kept[2], 1.0, None
+        factor = ratio / (measured * since) if measured * since else float(ratio != 0)
+        if opaque is not None:
+            result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))
+            nominal, factor, opaque = seen, 1.0, None
+        size = max(abs(seen), 1e-30)
+        noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
+        inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
+        result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
+        start, start_rank, measured, since = end, entry.rank, ratio, 1.0
+        spread = float(entry.stderr[column]) / entry.clip
+    return measured * since
+
+
+def _own_noise(entry: Entry, column: int, before: float) -> float:
+    """The standard error of what happened since the measurement before, whose own error `before` is already in it:
+    what was inherited from there put both off alike."""
+    if entry.own is None or entry.stderr is None:
+        return 0.0
+    own, total = float(entry.own[column]) / entry.clip, float(entry.stderr[column]) / entry.clip
+    return float(np.sqrt(own**2 + max(before**2 - (total**2 - own**2), 0.0)))
+
+
+def _documented(event: Event, change: float) -> float:
+    """By what an event multiplies a weight; of a reduction that is told by what the replay made of all its inputs."""
+    if isinstance(event, ScaleGrads):
+        return 1.0 / event.divisor
+    if isinstance(event, AmpUnscale):
+        return 1.0 / event.scale
+    if isinstance(event, ZeroGrad):
+        return 0.0
+    return change if isinstance(event, Reduce) else 1.0
+
+
+def _same_doing(start: Event, end: Event) -> bool:
+    if start is end:
+        return True
+    return (
+        isinstance(start, Backward)
+        and isinstance(end, Reduce)
+        and (start.accumulation_step, start.microbatch) == (end.accumulation_step, end.microbatch)
+        and end.impl != "all_reduce"
+    )
+
+
+def _origin(replay: Replay, column: int, holder: int) -> int:
+    """The rank on which a contribution's gradient arrived: of several with the same one (tensor parallel), the holder
+    itself, else one from which a reduction brought it to the holder."""
+    basis = replay.basis
+    ranks = [rank for (rank, *_), index in basis.of.items() if index == column]
+    if holder in ranks:
+        return holder
+    sources = {s for entry in replay.history(holder) if isinstance(entry.event, Reduce) for s in entry.sources}
+    return next((rank for rank in ranks if rank in sources), basis.origin[column])
+
+
+def _leaf_event(data: StepData, held: Held, rank: int, slot: tuple[int, int]) -> Event | None:
+    track = data.tracks[held.param].get(rank)
+    if track is None or slot not in track.leaves:
+        return None
+    return event_at(data, rank, track.leaves[slot][0])
+
+
+def event_at(data: StepData, rank: int, seq: int) -> Event | None:
+    return data.event_of[rank].get(seq)
+
+
+def route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
+    """The entries that concern a contribution: on its origin until a reduction carried it over, on as many further
+    ranks as it went through (a reduction over cp, then one over dp), then on the holder.
+
+    The second value tells whether recorded reductions carried it. Of several ways the one over the fewest ranks.
+    """
+    history = replay.history(origin)
+    start = next((i for i, entry in enumerate(history) if _contains(entry, column)), None)
+    if start is None:
+        return [], False
+    own = _one_buffer(history[start:])
+    if origin == holder:
+        return own, False
+    ways: dict[int, list[Entry]] = {origin: []}
+    since = {origin: own}
+    todo = deque([origin])
+    while todo:
+        rank = todo.popleft()
+        for index, entry in enumerate(since[rank]):
+            if not isinstance(entry.event, Reduce):
+                continue
+            # What was sent to one rank only leaves no sources behind where it came from.
+            for other in entry.sources or ((entry.event.root,) if entry.event.root is not None else ()):
+                received = None if other in ways else _received(replay, column, rank, other)
+                if received is None:
+                    continue
+                ways[other] = [*ways[rank], *since[rank][:index]]
+                since[other] = received
+                if other == holder:
+                    return [*ways[other], *received], True
+                todo.append(other)
+    return own, False
+
+
+def _received(replay: Replay, column: int, sender: int, rank: int) -> list[Entry] | None:
+    """The entries of a rank from the reduction on that brought it a contribution from another one."""
+    history = replay.history(rank)
+    for index, entry in enumerate(history):
+        if isinstance(entry.event, Reduce) and sender in entry.sources and bool(entry.nominal[column] != 0):
+            return _one_buffer(history[index:])
+    return None
+
+
+def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None]:
+    """A contribution of another rank that turns up without a recorded reduction: the entries from its first measured
+    appearance on, and the last measured event of the holder before."""
+    own, holder = held.replay.history(held.rank), held.rank
+    first = next((i for i, entry in enumerate(own) if entry.sampled and _contains(entry, column)), None)
+    if first is None:
+        return [], None
+    leaves = [(seq, LEAF_ORDER) for seq, _ in data.tracks[held.param][holder].leaves.values()]
+    before = [*leaves, *((entry.seq, entry.order) for entry in own[:first] if entry.sampled)]
+    seen = max((at for at in before if at < (own[first].seq, own[first].order)), default=(-1, LEAF_ORDER))
+    return _one_buffer([entry for entry in own if (entry.seq, entry.order) > seen]), event_at(data, holder, seen[0])
+
+
+def _contains(entry: Entry, column: int) -> bool:
+    value = entry.nominal[column]
+    if not np.isnan(value) and value != 0:
+        return True
+    if not entry.sampled or entry.observed is None or entry.stderr is None:
+        return False
+    return bool(abs(entry.observed[column]) > max(SAME * entry.largest, 6 * entry.stderr[column]))
+
+
+def _one_buffer(entries: list[Entry]) -> list[Entry]:
+    """Follow a contribution out of the unsharded buffer into the sharded one: a reduction is the only way over."""
+    if not entries:
+        return []
+    chosen, name = [], entries[0].buffer
+    for entry in entries:
+        if isinstance(entry.event, Reduce):
+            name = entry.buffer
+        if entry.buffer == name:
+            chosen.append(entry)
+    return chosen

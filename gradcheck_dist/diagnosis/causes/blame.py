@@ -1,0 +1,342 @@
+"""Whose fault a wrong weight is: every wrong cell is given to the culprits whose factors make it up.
+
+What was measured and not documented is a fault of its own, between the two measurements that enclose it. What is wrong
+although everything did what it documents is the fault of the fewest recorded hands that, taken away, or made to act
+once instead of again and again, leave every weight right. Where no hand helps, the loss is wrong from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log, prod
+
+from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account, event_at
+from gradcheck_dist.diagnosis.causes.brackets import merge
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, kind_of, last_backward, order
+from gradcheck_dist.diagnosis.causes.hands import (
+    FAINT,
+    NOISY,
+    Judged,
+    Surroundings,
+    blame_losses,
+    recorded,
+    settle,
+    still_wrong,
+)
+from gradcheck_dist.diagnosis.causes.spared import give_spared
+from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
+from gradcheck_dist.events import Clip, Event, GradientNorm, OptimizerStep
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.solve import EPSILON
+from gradcheck_dist.ledger.tracks import StepData
+
+
+@dataclass
+class Blame:
+    """One culprit with its part of the matrix: the ratios of `cells` are its share alone. `repeats` tells for each cell
+    how often events like the culprit acted on it."""
+
+    culprit: Culprit
+    cells: list[tuple[Held, Cell]]
+    repeats: list[int]
+
+
+def blame(
+    data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]
+) -> list[Blame]:
+    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
+    accounts: dict[tuple[object, ...], Account] = {}
+    every: list[Judged] = []
+    for held in judged:
+        largest = max((abs(cell.ratio) for cell in held.cells), default=1.0) or 1.0
+        for cell in held.cells:
+            key = (held.signature, cell.key, cell.column)
+            if key not in accounts:
+                accounts[key] = account(data, held, cell)
+            loss = contributions.by_key[cell.key].loss
+            rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
+            every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
+    wrong = [one for one in every if not one.cell.right]
+    blame_losses(contributions, [one for one in wrong if one.account.root == 0])
+    wrong = [one for one in wrong if one.account.root != 0]
+    place = contributions.coordinate
+    brought = [
+        one for one in every if one.account.by_hand and not one.gone and place.get(one.held.rank) != one.cell.key[0]
+    ]
+    unseen = {one.held.rank: one for one in brought}
+    _liken(wrong)
+    wrong = _never_arrived(data, contributions, wrong, brought)
+    changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
+    _give_unseen(changed)
+    shown = set(map(id, changed))
+    for one in wrong:
+        if id(one) not in shown and one.like is not None and one.like.shares:
+            _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
+    undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
+    merge(wrong)
+    give_spared(wrong, every)
+    wrong = [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
+    # What came out right in spite of its records speaks for no record.
+    right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
+    by_hand = next((gap.end for one in unseen.values() for gap in one.account.gaps), None) if unseen else None
+    noisy = by_hand if any(one.cell.margin > NOISY * max(abs(one.cell.ratio), 1.0) for one in wrong) else None
+    around = Surroundings(quantities, lambda held: last_backward(data, held, held.rank), by_hand, noisy)
+    unclear = undone or (changed and any(still_wrong(one) for one in wrong))
+    if not (unclear and settle(contributions, wrong, [(one, _loud(one)) for one in every if one.cell.right], around)):
+        for one in undone:
+            one.shares = []
+        recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
+    blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
+    _join_noisy(every)
+    _join_undone(every)
+    return _collect(every)
+
+
+def _join_undone(every: list[Judged]) -> None:
+    """Two changes that nobody recorded and that befell all weights alike are one, where the last may be a clip: nobody
+    knows its number, so it may undo the other one, and only their product is known to be off."""
+    unseen = [[item for item in one.shares if item[0].unrecorded or _in_a_hook(item[0])] for one in every]
+    if not every or any(len(gaps) < 2 or len(gaps) != len(one.shares) for one, gaps in zip(every, unseen, strict=True)):
+        return
+    for gaps in unseen:
+        gaps.sort(key=lambda item: isinstance(item[0].before, OptimizerStep | Clip))
+    if not all(isinstance(gaps[-1][0].before, OptimizerStep | Clip) and 0 < gaps[-1][1] < 1 for gaps in unseen):
+        return
+    best = min(every, key=lambda one: one.tolerance)
+    if best.cell.ratio >= 1 or not all(_agree(one, best) for one in every):
+        return
+    if all(isinstance(gaps[-1][0].event, GradientNorm) for gaps in unseen):
+        return  # what was before the norm was taken is no part of the clip
+    for one, gaps in zip(every, unseen, strict=True):
+        whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
+        one.shares = [(whole, one.cell.ratio)]
+
+
+def _in_a_hook(culprit: Culprit) -> bool:
+    return culprit.kind == "backward" and not culprit.absent
+
+
+def _join_noisy(every: list[Judged]) -> None:
+    """A weight that came out right only as far as its noise can tell shares the fate of those to which the same was
+    done, where what they came to is within its noise as well."""
+    told: dict[int, list[Judged]] = {}
+    for one in every:
+        if len(one.shares) > 1:
+            told.setdefault(id(one.held), []).append(one)
+    for one in every:
+        for other in () if one.shares else told.get(id(one.held), ()):
+            together = prod(share for _, share in other.shares)
+            if _documented_alike(one, other) and abs(together - one.cell.ratio) <= one.cell.margin:
+                one.shares = list(other.shares)
+                break
+
+
+def _documented_alike(one: Judged, other: Judged) -> bool:
+    mine, theirs = one.account.documented, other.account.documented
+    return abs(mine - theirs) <= max(one.allowed, other.allowed) * abs(theirs)
+
+
+def _never_arrived(
+    data: StepData, contributions: Contributions, wrong: list[Judged], brought: Sequence[Judged]
+) -> list[Judged]:
+    """Contributions of other ranks that no reduction brought here, and the holder's own beside them. Where a reduction
+    that nobody recorded `brought` others, here or to another rank, it is this one that left them out."""
+    missing: set[tuple[int, tuple[int, int]]] = set()
+    for one in wrong:
+        if not one.account.arrived and one.gone:
+            missing.add((id(one.held), one.cell.key[1:]))
+    unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
+    rest = []
+    for one in wrong:
+        own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
+        if (id(one.held), one.cell.key[1:]) in missing and (own or not one.account.arrived):
+            event = last_backward(data, one.held, one.held.rank)
+            culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
+            if one.held.rank in unseen:
+                ends = unseen[one.held.rank].account.gaps[:1]
+                before = ends[0].end if ends else None
+                culprit = replace(culprit, factor=None, absent=False, unrecorded=True, unheard=True, before=before)
+            elif one.held.param in elsewhere and event is not None:
+                # It brought others to other ranks, and nothing to this one.
+                culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
+            one.shares.append((culprit, one.cell.ratio))
+        else:
+            rest.append(one)
+    return _instead(data, rest)
+
+
+def _instead(data: StepData, wrong: list[Judged]) -> list[Judged]:
+    """Contributions of other ranks that something unrecorded put in the place of the holder's own: what these weigh is
+    its doing too, since an average that takes one rank's gradient is none. Returns the others."""
+    lost = {
+        (id(one.held), id(gap.end))
+        for one in wrong
+        if one.gone and one.account.arrived
+        for gap in one.account.gaps
+        if abs(gap.factor) < FAINT
+    }
+    rest = []
+    for one in wrong:
+        ends = one.account.gaps[0].end if one.account.by_hand and one.account.gaps else None
+        if ends is None or one.gone or (id(one.held), id(ends)) not in lost:
+            rest.append(one)
+            continue
+        event = last_backward(data, one.held, one.held.rank)
+        ratio = one.cell.ratio
+        one.shares.append(
+            (Culprit("backward", one.held.rank, event, factor=ratio, unrecorded=True, before=ends), ratio)
+        )
+    return rest
+
+
+def _measured_behind(data: StepData, one: Judged, event: Event) -> Event | None:
+    """The first event behind this one at which the gradient was measured on the rank that holds it."""
+    seqs = (entry.seq for entry in one.held.replay.history(one.held.rank) if entry.sampled and entry.seq > event.seq)
+    return next((found for seq in seqs if (found := event_at(data, one.held.rank, seq)) is not None), None)
+
+
+def _loud_gaps(one: Judged) -> list[Gap]:
+    """The gaps in which a change was measured beyond doubt."""
+    if one.gone:
+        return [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
+    limit = max(SAME, 2 * (one.cell.tolerance - SIGMAS * one.cell.stderr))
+    return [gap for gap in one.account.gaps if abs(gap.factor - 1) > max(limit, SIGMAS * gap.noise)]
+
+
+def _loud(one: Judged) -> list[tuple[Culprit, float]]:
+    return [(culprit_of_gap(gap, one.account), gap.factor) for gap in _loud_gaps(one)]
+
+
+def _give_loud(one: Judged) -> bool:
+    """Give what the documented factors do not explain to the gaps in which it was measured beyond doubt."""
+    loud = _loud_gaps(one)
+    factor = one.cell.ratio / one.documented
+    for gap in loud:
+        one.shares.append((culprit_of_gap(gap, one.account), factor if len(loud) == 1 else gap.factor))
+    return bool(loud)
+
+
+def _liken(wrong: list[Judged]) -> None:
+    """Of weights that went the same way, the better measured ones tell for the others, as far as these agree: what
+    differs within noise has no cause of its own."""
+    known: dict[tuple[object, ...], list[Judged]] = {}
+    for one in sorted(wrong, key=lambda one: one.tolerance):
+        tellers = known.setdefault(one.way, [])
+        one.like = next((other for other in tellers if _agree(one, other)), None)
+        if one.like is None:
+            tellers.append(one)
+    for one in wrong:
+        if one.account.arrived or one.cell.margin <= SAME * one.largest:
+            continue
+        # Too faint to be seen arriving: it went the way of the others of its slot, if that is within its noise.
+        others = (other for way, tellers in known.items() if way[0] == one.cell.key[1:] for other in tellers)
+        like = next((other for other in others if other.account.arrived and _agree(one, other)), None)
+        if like is not None:
+            one.like, one.account = like, replace(like.account, root=one.account.root)
+
+
+def _give_unseen(changed: list[Judged]) -> None:
+    """Give what nobody recorded to the gaps in which it happened."""
+    quiet = [one for one in changed if one.like is None and not _give_loud(one)]
+    known = {culprit.identity for one in changed for culprit, _ in one.shares}
+    for one in quiet:
+        _give_likely(one, known)
+    for one in changed:
+        if one.like is not None and one.like.shares:
+            _give_like(one, one.like)
+        elif one.like is not None and not _give_loud(one):
+            _give_likely(one, known)
+
+
+def _give_like(one: Judged, like: Judged) -> None:
+    own = {culprit.identity: culprit for gap in one.account.gaps
+           for culprit in (culprit_of_gap(gap, one.account),)}  # fmt: skip
+    one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in like.shares]
+
+
+def _agree(one: Judged, other: Judged) -> bool:
+    return abs(one.cell.ratio - other.cell.ratio) <= one.cell.margin + other.cell.margin
+
+
+def _give_likely(one: Judged, known: set[tuple[object, ...]]) -> None:
+    """A change that no single measurement shows beyond doubt: where others saw theirs, else where it is loudest."""
+    gaps = [(gap, culprit_of_gap(gap, one.account)) for gap in one.account.gaps]
+    gaps = [item for item in gaps if item[1].identity in known] or gaps
+    _, culprit = max(gaps, key=lambda item: _loudness(item[0]))
+    one.shares.append((culprit, one.cell.ratio / one.documented))
+
+
+def _loudness(gap: Gap) -> float:
+    return abs(log(gap.factor)) / (gap.noise + 1e-9) if gap.factor > 0 else float("inf")
+
+
+def culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
+    if gap.inside:
+        event = gap.end if gap.start is gap.end else gap.start
+        assert event is not None
+        documented = next((step.factor for step in accounted.steps if step.event is event), 1.0)
+        return Culprit(kind_of(event), gap.rank, event, nominal=documented, factor=gap.factor * documented)
+    kind = kind_of(gap.start) if gap.start is not None else "loss"
+    return Culprit(
+        kind,
+        gap.rank,
+        gap.start,
+        nominal=1.0,
+        factor=gap.factor,
+        unrecorded=True,
+        before=gap.end,
+        in_flight=gap.in_flight,
+    )
+
+
+def _collect(every: list[Judged]) -> list[Blame]:
+    """A matrix for each culprit. The right cells of the same parameters and ranks belong to the shape: 4 2 1 is not
+    4 2. A cell that one culprit alone made wrong shows its measured ratio, one of several its share."""
+    culprits: dict[tuple[object, ...], Culprit] = {}
+    holders: dict[tuple[object, ...], dict[int, None]] = {}
+    of_holder: dict[int, list[Judged]] = {}
+    for one in every:
+        of_holder.setdefault(id(one.held), []).append(one)
+        for culprit, _ in one.shares:
+            identity = culprit.identity
+            if identity not in culprits or order(culprit) < order(culprits[identity]):
+                culprits[identity] = culprit
+            holders.setdefault(identity, {}).setdefault(id(one.held))
+    result = []
+    for identity in sorted(culprits, key=lambda identity: _place(culprits[identity])):
+        cells, repeats = [], []
+        culprit = culprits[identity]
+        for one in (one for holder in holders[identity] for one in of_holder[holder]):
+            shares = [share for blamed, share in one.shares if blamed.identity == identity]
+            if one.shares and not shares and one.gone:
+                continue  # another's doing hides what this one did
+            cell = one.cell
+            if (one.shares and len(one.shares) != len(shares)) or len(shares) > 1:
+                cell = _with_share(cell, prod(shares))
+            cells.append((one.held, cell))
+            repeats.append(_repeats(one, culprit))
+        result.append(Blame(culprit, cells, repeats))
+    return result
+
+
+def _with_share(cell: Cell, share: float) -> Cell:
+    """A cell that shows a share of its ratio: known as well, relatively, as the whole."""
+    if not cell.ratio or not share:
+        return replace(cell, ratio=share)
+    smaller = abs(share / cell.ratio) * max(abs(cell.ratio), 1.0) / max(abs(share), 1.0)
+    stderr = cell.stderr * min(smaller, 1.0)
+    return replace(cell, ratio=share, stderr=stderr, tolerance=cell.tolerance + SIGMAS * (stderr - cell.stderr))
+
+
+def _repeats(one: Judged, culprit: Culprit) -> int:
+    event = culprit.event
+    return sum(type(step.event) is type(event) and caller_of(step.event) == caller_of(event)
+               for step in one.account.steps if event is not None)  # fmt: skip
+
+
+def _place(culprit: Culprit) -> tuple[int, int, int]:
+    event = culprit.event
+    last = isinstance(culprit.before, OptimizerStep)
+    seq = event.seq if event is not None else 0
+    return (int(culprit.kind != "loss"), int(last), seq)

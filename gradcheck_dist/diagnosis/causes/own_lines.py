@@ -1,0 +1,57 @@
+"""The trainer's own line between two recorded events that did what nothing else there did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, prod
+
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, line_of
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import GradWrite
+from gradcheck_dist.ledger.tracks import StepData
+
+
+def line_between(
+    data: StepData, culprit: Culprit, held: Sequence[Held], off: float, tolerance: float
+) -> GradWrite | None:
+    """The recorded write to a gradient (probes/writes.py) that an unrecorded change is laid to.
+
+    Args:
+        held: the gradients that are wrong.
+        off: the factor by which they are wrong, of the relative `tolerance`.
+
+    Returns:
+        The only line whose number is what they are off by, else the only one whose number was measured there, else the
+        only line that wrote to them, unless its numbers are known and others; None where several would do. Where none
+        wrote to these gradients, a line that multiplied another tensor by this very number: a buffer from which they
+        were filled. Behind a loss only what they are off by counts.
+    """
+    if not culprit.unrecorded or culprit.event is None or culprit.in_flight or culprit.spared or culprit.unheard:
+        return None
+    tracks = (data.tracks[one.param].get(culprit.rank) for one in held)
+    params = {track.param.id for track in tracks if track is not None}
+    end = culprit.before.seq if culprit.before is not None else inf
+    between = [
+        event
+        for event in data.events[culprit.rank]
+        if isinstance(event, GradWrite) and event.site is not None and culprit.event.seq < event.seq < end
+    ]
+    owners = {one.seq: set(data.params_of(culprit.rank, one.params or 0)) for one in between if one.params is not None}
+    writes = [one for one in between if params & owners.get(one.seq, set())]
+    values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
+    for value in values:
+        such = [one for one in writes or between if _is(one.factor, value, tolerance)]
+        if len({line_of(one) for one in such}) == 1:
+            return such[0]
+        if such:
+            return None
+    if len({line_of(one) for one in writes}) != 1 or culprit.kind == "loss":
+        return None
+    # One line, run more than once on a gradient, or by what is no one number.
+    known = [one.factor for one in writes if min(params) in owners[one.seq] and one.factor is not None]
+    unknown = any(one.factor is None for one in writes)
+    return writes[0] if unknown or any(_is(prod(known), value, tolerance) for value in values) else None
+
+
+def _is(factor: float | None, value: float | None, tolerance: float) -> bool:
+    return bool(value and factor and abs(factor / value - 1) <= max(1e-3, tolerance))

@@ -1,0 +1,258 @@
+"""The judgement of one optimizer step: from what was recorded of it to a verdict.
+
+A step is read and weighed (observed beside expected), wrong weights are given to whoever is to blame, what may be meant
+is left open, and the rules name the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradcheck_dist.diagnosis.audit import audit, audited
+from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
+from gradcheck_dist.diagnosis.audits.facts import StepFacts
+from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.causes.case import (
+    Case,
+    factor_of,
+    first_event,
+)
+from gradcheck_dist.diagnosis.causes.experiments import between_rivals
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.losses.aims import Aim, aim
+from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
+from gradcheck_dist.diagnosis.losses.terms import judge_terms
+from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
+from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
+from gradcheck_dist.diagnosis.norms.assumed import divisions
+from gradcheck_dist.diagnosis.norms.effect import effect_of_case
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
+from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
+from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
+from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.diagnosis.steps.alternatives import (
+    LOST,
+    UNREDUCED,
+)
+from gradcheck_dist.diagnosis.steps.cases import cases_of
+from gradcheck_dist.diagnosis.steps.contradiction import left_open
+from gradcheck_dist.diagnosis.steps.hand_clip import (
+    HandClip,
+    clip_by_hand,
+    freed,
+    scaling_of,
+    tell_hidden,
+    undone,
+)
+from gradcheck_dist.diagnosis.steps.handmade import name_places, note
+from gradcheck_dist.diagnosis.steps.open_steps import out_of_sight, passes_unmatched, tokens_known, unseen, why_not
+from gradcheck_dist.diagnosis.steps.other_steps import (
+    conduct_of,
+)
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.unfollowed import (
+    from_before,
+    moving,
+    not_attached,
+)
+from gradcheck_dist.diagnosis.steps.units import unit_of, weights
+from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
+from gradcheck_dist.diagnosis.weights.context import step_context
+from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
+from gradcheck_dist.ledger.contributions import Contributions, collect
+from gradcheck_dist.ledger.leaves import same_tokens
+from gradcheck_dist.ledger.looked_at import without_looks
+from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.strangers import strangers
+from gradcheck_dist.ledger.tied import told, told_beside
+from gradcheck_dist.ledger.tracks import ParamKey, step_data
+from gradcheck_dist.ledger.transit import Transits, transits
+from gradcheck_dist.trace.run import Run
+
+UNEXPLAINED = "GS000"
+CLIP_BY_HAND = "GS601"
+"""Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
+
+
+@dataclass
+class _Weighed:
+    """The weights of a step as they were measured, and what they are compared with."""
+
+    measured: list[Held]
+    target: Aim
+    on_the_way: Transits
+
+
+@left_open
+def judge_step(
+    run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False, alone: bool = False
+) -> StepVerdict:
+    """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
+    ranks that reduce no gradients between them train models of their own."""
+    verdict, own = _read(run, step, objective, objective_from, alone=alone)
+    data, recorded = verdict.data, verdict.contributions
+    weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
+    verdict.remarks += losses_beside(recorded, data.events, verdict.held)
+    if weighed is None:
+        return verdict
+    norms = step_norms(run, data, recorded.coordinate)
+    cases, hidden = _cases(verdict, weighed, norms)
+    verdict.reasons += not_attached(data)
+    cases, meant = leave_open(cases, data)
+    cases, made_up = leave_open(cases, data, [makes_up_for])
+    verdict.reasons += [*meant, *made_up]
+    if not data.complete:
+        # It could still have come, and been made up for, before an optimizer that never came.
+        cases = [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
+    if hidden is None:
+        hidden = [ratio for case in cases for ratio in case.culprit.hidden]
+    _tell(verdict, weighed, recorded, cases, hidden, norms)
+    relative, expected = weighed.target.relative, weighed.target.expected
+    verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
+    found = frozenset(finding.code for finding in verdict.findings)
+    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, weighed.on_the_way, bool(made_up))
+    for one in audit(facts, verdict.units):
+        verdict.findings = [finding for finding in verdict.findings if not one.explains(finding)]
+        verdict.found(one.finding, one.effect)
+    verdict.reasons += faults(data, recorded, facts.weights_right).reasons
+    verdict.audited = audited(facts)
+    if not drop_lost and LOST in found:
+        verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
+    if own is None and UNREDUCED in found:
+        verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
+    return verdict
+
+
+def _read(
+    run: Run, step: int, objective: str, objective_from: str, *, alone: bool
+) -> tuple[StepVerdict, dict[int, set[int]] | None]:
+    """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
+    where ranks train models of their own."""
+    recorded = step_data(run, step)
+    data = without_looks(recorded)
+    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
+    everyone = own_coordinates(data, contributions)
+    models = own_models(data, everyone)
+    own = everyone if alone or models else None
+    if own is not None:
+        data = apart(data, own)
+    context = step_context(run, step, data.events, contributions, objective, objective_from)
+    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions))
+    verdict.lost = lost(run, recorded)
+    verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
+    verdict.reasons += not_summed(data)
+    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems]
+    verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
+    verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
+    verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
+    # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
+    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
+    return verdict, own
+
+
+def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool) -> _Weighed | None:
+    """Lay observed weights beside expected ones; None where too little of the step is known for that."""
+    data, contributions, context = verdict.data, verdict.contributions, verdict.context
+    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        return None
+    on_the_way = transits(data, contributions)
+    context.num_handed_over = len(on_the_way.matched)
+    measured = measure(data, contributions, on_the_way)
+    if (late := from_before(measured)) is not None:
+        verdict.reasons.append(late)
+        return None
+    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
+    means = loss_by_loss(aimed_at, context.objective, data, measured)
+    target = means.aim
+    context.judged_on(target.contributions)
+    verdict.contributions = target.contributions
+    context.relative, context.of_means = target.relative, target.of_means
+    name_places(measured, data, target.contributions, target.expected)
+    verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
+    verdict.reasons += [*target.reasons, *means.reasons]
+    verdict.held = judge(measured, target.contributions, target.expected)
+    verdict.reasons += unseen(verdict.held, target.expected, own)
+    verdict.units = unit_of(verdict.held)
+    verdict.conduct = conduct_of(data, verdict.held, target.contributions)
+    return _Weighed(measured, target, on_the_way)
+
+
+def _cases(verdict: StepVerdict, weighed: _Weighed, norms: StepNorms) -> tuple[list[Case], Sequence[float] | None]:
+    """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; and the factors
+    that such a clip hides, None where there is none."""
+    data, target = verdict.data, weighed.target
+    cases = cases_of(verdict, weighed.measured, target.expected, target.tokens)
+    by_hand = clip_by_hand(cases, data, norms)
+    if by_hand is not None:
+        cases = _without(verdict, weighed, by_hand)
+        if (more := undone(cases, by_hand)) is not None:
+            by_hand = more
+            cases = _without(verdict, weighed, by_hand)
+        verdict.remarks.append(by_hand.text)
+        verdict.reasons += [by_hand.reason] if by_hand.reason else []
+        verdict.assumed = by_hand.assumed
+    if not cases and verdict.assumed is None:
+        verdict.divided = divisions(data, verdict.held, verdict.context.quantities)
+    return cases, by_hand.hidden if by_hand is not None else None
+
+
+def _without(verdict: StepVerdict, weighed: _Weighed, clip: HandClip) -> list[Case]:
+    """What is wrong in a step that is freed of a clip by hand."""
+    measured, target = freed(weighed.measured, clip), weighed.target
+    verdict.held = judge(measured, target.contributions, target.expected)
+    verdict.units = unit_of(verdict.held)
+    return cases_of(verdict, measured, target.expected, target.tokens)
+
+
+def _tell(
+    verdict: StepVerdict,
+    weighed: _Weighed,
+    recorded: Contributions,
+    cases: list[Case],
+    hidden: Sequence[float],
+    norms: StepNorms,
+) -> None:
+    """Turn cases into findings, those of auxiliary loss terms with them."""
+    data, target = verdict.data, weighed.target
+    terms = judge_terms(verdict.context, data.events, recorded, target.expected, cases)
+    verdict.reasons += terms.reasons
+    verdict.remarks += terms.remarks
+    for case in [*cases, *terms.cases]:
+        case.norms = norms
+        finding = _finding(case, verdict.units)
+        if finding.code == UNEXPLAINED and (samples := mean_over_samples(case, verdict.held, target.tokens)):
+            verdict.reasons.append(samples)
+            continue
+        tell_hidden(case, finding, hidden)
+        verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
+        known = not case.terms and finding.code != CLIP_BY_HAND
+        of_step = (data, norms, verdict.held, target.contributions, target.expected)
+        note(verdict, case, finding, effect_of_case(case, *of_step) if known else None)
+
+
+def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
+    """Let the rules name a case; GS000 names what no other does."""
+    for rule in all_rules():
+        answer = rule.judge(case) if hasattr(rule, "judge") else None
+        if answer is None:
+            continue
+        if answer.culprit is not None:
+            case.culprit = answer.culprit
+        return Finding(
+            code=rule.CODE,
+            name=rule.NAME,
+            severity=answer.severity,
+            step=case.context.step,
+            factor=answer.factor or factor_of(case),
+            pattern=answer.pattern or case.pattern.text,
+            units=sorted({units[held.param] for held in case.held}),
+            num_parameters=len({held.param for held in case.held}),
+            ranks=case.ranks,
+            first_event=first_event(case),
+            explanation=answer.explanation,
+            fix=answer.fix,
+            suggested_experiment=between_rivals(case) or answer.suggested_experiment,
+            steps=[case.context.step],
+        )
+    raise AssertionError("GS000 answers every case")

@@ -1,0 +1,1 @@
+"""What the losses of a step aim at, and what they did wrong themselves."""

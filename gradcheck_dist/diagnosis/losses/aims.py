@@ -1,0 +1,243 @@
+"""What each contribution's weight is compared with: the objective's, or, where tokens are not known, one another.
+
+Three things stand between an objective and an expected weight. Losses that train disjoint parameters (two models in one
+loop) are objectives of their own, each over its own tokens. A class-weighted loss may count labels or class weights.
+And a loss whose tokens nobody counted says nothing of its weight: there, what happened to the contributions' own
+gradients is compared, since no objective treats one rank or accumulation step unlike another behind the loss's back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.losses.bare_means import added_means
+from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
+from gradcheck_dist.diagnosis.losses.returned import looked_at
+from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
+from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+SAME = 1e-3
+"""Transfers nearer to one another than this, relative, are the same."""
+
+
+@dataclass
+class Aim:
+    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
+    `of_means`: each counts as one mean, whatever it is a mean of."""
+
+    contributions: Contributions
+    expected: dict[ContributionKey, Fraction]
+    tokens: dict[ContributionKey, int]
+    relative: bool = False
+    of_means: bool = False
+    reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.relative:
+            self.reasons.append(self._why_relative())
+
+    def _why_relative(self) -> str:
+        if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
+            return (
+                "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
+                "a curve, before backward: how much each should weigh is a function of the data, so weights are "
+                "relative to each contribution's own gradient and compared with one another"
+            )
+        losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
+        ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
+        named = f" ({', '.join(ops)})" if ops else ""
+        share = float(next(iter(self.expected.values())))
+        return (
+            f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
+            f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
+            "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
+        )
+
+
+def aim(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], *, drop_lost: bool = False
+) -> Aim:
+    """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
+    the step, also where their tokens were not evaluated again."""
+    looked = looked_at(data, contributions, measured)
+    result = _of_passes(objective, data, without(contributions, looked), measured, drop_lost)
+    if looked:
+        result.remarks.append(
+            f"{len(looked)} pass(es) handed their gradients to the caller, and nothing of these is in what the "
+            "optimizer reads: an inner step, an adversary or a look, and no part of the step"
+        )
+    return result
+
+
+def _of_passes(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], drop_lost: bool
+) -> Aim:
+    lost = discarded(data, contributions)
+    contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
+    kept = _aim(objective, data, contributions, measured)
+    by_key = contributions.by_key
+    left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and c.label_hash is None)}
+    if not left_out or len(left_out) == len(by_key):
+        return kept
+    # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
+    meant = _aim(objective, data, without(contributions, left_out), measured)
+    if not _wrong(meant, measured):
+        return meant
+    if kept.relative or _wrong(kept, measured) - lost - left_out:
+        meant.reasons.append(
+            f"{len(left_out)} contribution(s) were multiplied by zero at the loss, or their gradients emptied before "
+            "the optimizer came and their labels not seen: whether that was meant, or their tokens are missing in the "
+            "step, cannot be told"
+        )
+        return meant
+    return kept
+
+
+def _aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
+    unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
+    if contributions.by_key and len(unusable) == len(contributions.by_key):
+        added = added_means(data, contributions, measured, judge)
+        if added is not None:
+            return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
+        return _relative(contributions, measured)
+    groups = independent(data, contributions)
+    if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
+        return _relative(contributions, measured)
+    counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
+    if groups_of_parts := parts_of_one_loss(data, contributions):
+        return _in_parts(objective, counted, groups_of_parts, measured)
+    weighted = _by_class_weights(contributions)
+    computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
+    if (weighted is None and not computed) or not _wrong(counted, measured):
+        return counted
+    if weighted is not None:
+        sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
+        other = Aim(weighted, _expected(objective, sums, groups), sums)
+        if not _wrong(other, measured):
+            return other
+    return _relative(contributions, measured) if computed else counted
+
+
+def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
+    """The samples of one loss that several passes evaluate count once, unless the weights are right as if each pass
+    had a batch of its own: the verdict is open then."""
+    num = max(len(group) for group in groups)
+    same = f"{num} backward passes differentiate losses of one value on the same labels, with other gradients"
+    once = Aim(counted.contributions, counted_once(objective, counted.tokens, groups), counted.tokens)
+    if _wrong(once, measured) and not _wrong(counted, measured):
+        counted.reasons.append(
+            f"{same}: where these are parts of one loss over one batch, all weigh 1/{num} of what they should; where "
+            "each pass has a batch of its own, they weigh what they should"
+        )
+        return counted
+    once.remarks.append(f"{same}: they are taken for parts of one loss over one batch, whose samples count once")
+    return once
+
+
+def _expected(
+    objective: str, tokens: Mapping[ContributionKey, int], groups: list[set[ContributionKey]]
+) -> dict[ContributionKey, Fraction]:
+    expected: dict[ContributionKey, Fraction] = {}
+    for group in groups:
+        expected |= expected_weights(objective, {key: count for key, count in tokens.items() if key in group})
+    return expected
+
+
+def independent(data: StepData, contributions: Contributions) -> list[set[ContributionKey]]:
+    """Groups of contributions that have no parameter in common: each has an objective of its own."""
+    members: dict[ParamKey, set[ContributionKey]] = defaultdict(set)
+    for key, tracks in data.tracks.items():
+        for rank, track in tracks.items():
+            coordinate = contributions.coordinate.get(rank, rank)
+            members[key] |= {(coordinate, *slot) for slot in track.leaves}
+    groups: list[set[ContributionKey]] = [{key} for key in contributions.by_key]
+    for of_param in members.values():
+        joined = [group for group in groups if group & of_param]
+        if len(joined) > 1:
+            groups = [group for group in groups if not group & of_param] + [set[ContributionKey]().union(*joined)]
+        if len(groups) <= 1:
+            break
+    return groups
+
+
+def _by_class_weights(contributions: Contributions) -> Contributions | None:
+    """The same with the sum of the labels' class weights in the place of their number."""
+    by_key: dict[ContributionKey, Contribution] = {}
+    for key, contribution in contributions.by_key.items():
+        loss, count = contribution.loss, contribution.num_tokens
+        if loss is None or loss.num_weighted_tokens is None or count is None or contribution.weight is None:
+            return None
+        total = Fraction(loss.num_weighted_tokens).limit_denominator(10**9)
+        of_mean = loss.reduction == "mean" and total > 0  # a pass whose labels are all ignored has neither
+        weight = contribution.weight * (count / float(total) if of_mean else 1.0)
+        by_key[key] = replace(contribution, num_tokens=total, weight=weight)  # type: ignore[arg-type]
+    return replace(contributions, by_key=by_key) if by_key else None
+
+
+def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
+    judged = judge(measured, one.contributions, one.expected)
+    return {cell.key for held in judged for cell in held.cells if not cell.right}
+
+
+def _relative(contributions: Contributions, measured: list[Held]) -> Aim:
+    """Every contribution counts as one token of weight 1; each should be scaled as most are."""
+    by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
+    share = _usual(measured, by_key)
+    return Aim(
+        replace(contributions, by_key=by_key), dict.fromkeys(by_key, share), dict.fromkeys(by_key, 1), relative=True
+    )
+
+
+Transfer = tuple[float, tuple[int, int], float]
+"""Measured, (accumulation step, microbatch), documented."""
+
+
+def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution]) -> Fraction:
+    """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
+    ones that which is documented, and of the latest contributions, to which least was done. What came to some copies of
+    a parameter only is no example, where other weights are. 1 where nothing arrived."""
+    everywhere: list[Transfer] = []
+    in_part: list[Transfer] = []
+    seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)
+    for held in measured:
+        if held.observed is None or held.stderr is None or held.nominal is None:
+            continue
+        # Beside the largest, for a loss scale may be taken away from all of them.
+        largest = max((abs(value) for value in held.observed.tolist() if np.isfinite(value)), default=0.0)
+        for column, key in enumerate(held.replay.basis.keys):
+            value, error = float(held.observed[column]), float(held.stderr[column])
+            if key in by_key and held.visible[column] and np.isfinite(value):
+                arrived = value > max(SAME * min(largest, 1.0), SIGMAS * error)
+                seen[held.param, key].append((value, key[1:], float(held.nominal[column])) if arrived else None)
+    for transfers in seen.values():
+        (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
+    found = everywhere or in_part
+    if not found:
+        return Fraction(1)
+    found.sort()
+    groups: list[list[Transfer]] = []
+    for one in found:
+        if groups and one[0] <= groups[-1][0][0] * (1 + SAME):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    best = max(groups, key=lambda group: (len(group), _documented(group), max(slot for _, slot, _ in group)))
+    value = float(np.median([value for value, _, _ in best]))
+    documented = [nominal for _, _, nominal in best if abs(nominal - value) <= SAME * value]
+    return Fraction(documented[0] if documented else value).limit_denominator(10**9)
+
+
+def _documented(group: list[Transfer]) -> int:
+    """How many transfers are what the recorded operations document."""
+    return sum(abs(nominal - value) <= SAME * value for value, _, nominal in group)

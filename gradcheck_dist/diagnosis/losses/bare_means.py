@@ -1,0 +1,80 @@
+"""Losses that count nothing and are means: how often their sum was forgotten to be divided.
+
+A mean squared error or a binary cross-entropy counts no tokens, and a number beside it may be a coefficient. Where the
+program multiplies the mean by nothing at all, or by 1 / accumulation steps alone, no coefficient is meant. If passes
+of one line, over the same parameters, one computed after the other, add up to as many means as there are accumulation
+steps, or data ranks, nobody divides by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+SAME = 1e-3
+Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
+
+
+def added_means(
+    data: StepData, contributions: Contributions, measured: list[Held], judge: Judge
+) -> tuple[Contributions, dict[ContributionKey, Fraction]] | None:
+    """The contributions as means that each count alike, and what each should weigh, where all together weigh as many
+    times too much as there are accumulation steps, data ranks or both. None where that is not what happened, or a
+    coefficient may be meant."""
+    by_key = contributions.by_key
+    ranks = {key[0] for key in by_key}
+    num_steps, num_ranks = len(by_key) // max(len(ranks), 1), len(ranks)
+    slots = [{key[1:] for key in by_key if key[0] == rank} for rank in ranks]
+    weight = _written(data, contributions)
+    if weight is None or any(of_rank != slots[0] for of_rank in slots) or not _one_loop(data, contributions):
+        return None
+    if abs(weight - 1) <= SAME:
+        numbers = {num_steps, num_ranks, num_steps * num_ranks} - {1}
+    elif abs(weight * num_steps - 1) <= SAME:
+        numbers = {num_ranks} - {1}
+    else:
+        return None
+    counted = {
+        key: replace(c, num_tokens=1, weight=c.gradient.mean_weight if c.gradient is not None else None, spread=0.0)
+        for key, c in by_key.items()
+    }
+    expected = dict.fromkeys(by_key, Fraction(1, len(by_key)))
+    means = replace(contributions, by_key=counted)
+    cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
+    for number in numbers if cells else ():
+        if all(abs(cell.ratio - number) <= max(cell.margin, SAME * number) for cell in cells):
+            return means, expected
+    return None
+
+
+def _written(data: StepData, contributions: Contributions) -> float | None:
+    """The number that multiplies every mean, freed of a loss scale; None where they differ or are not known."""
+    found = [c.gradient.mean_weight if c.gradient is not None else None for c in contributions.by_key.values()]
+    scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
+    factors = {c.gradient.num_factors for c in contributions.by_key.values() if c.gradient is not None}
+    first = found[0] if found else None
+    if first is None or len(scales) > 1 or any(one is None or abs(one - first) > SAME * abs(first) for one in found):
+        return None
+    weight = first / next(iter(scales), 1.0)
+    # A coefficient may be just what the losses are divided by: then it stands there as a number of its own.
+    return weight if factors == {len(scales) + (abs(weight - 1) > SAME)} else None
+
+
+def _one_loop(data: StepData, contributions: Contributions) -> bool:
+    """Whether all passes begin on one line and reach the same parameters."""
+    sites = {
+        (c.gradient.site.file, c.gradient.site.line) if c.gradient is not None and c.gradient.site else None
+        for c in contributions.by_key.values()
+    }
+    reached: Mapping[int, set[frozenset[tuple[int, int]]]] = {rank: set() for rank in data.events}
+    for tracks in data.tracks.values():
+        for rank, track in tracks.items():
+            if track.leaves:
+                reached[rank].add(frozenset(track.leaves))
+    return len(sites) == 1 and None not in sites and all(len(kinds) <= 1 for kinds in reached.values())

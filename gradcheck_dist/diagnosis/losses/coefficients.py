@@ -1,0 +1,102 @@
+"""Losses whose weight is one of a few numbers, another from pass to pass without a system: a batch's own coefficient.
+
+Where each batch comes from one source or one task, its loss is multiplied by that source's weight. No normaliser that
+is wrong does this: what divides by a count gives as many numbers as there are counts, and what depends on the
+accumulation step or the rank is the same in each step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from gradcheck_dist.diagnosis.losses.weighted_tokens import drop_of_constants
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+
+ALIKE = 1e-3
+"""Relative; coefficients that somebody wrote lie further apart."""
+SHARE = 2
+"""So many contributions a number at least, on average: else any numbers would be few."""
+
+MEANS, COUNTED_APART = "GS301", frozenset({"GS302", "GS305"})
+
+Values = Mapping[ContributionKey, float]
+Reading = Callable[["StepVerdict", Contribution], float]
+
+
+def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
+    """Accuse no loss, nor what follows all losses, of factors that are such coefficients."""
+    found = [finding for verdict in verdicts for finding in verdict.findings]
+    at_loss = [one for one in found if one.code == "GS000" and one.first_event and one.first_event.kind == "loss"]
+    if not at_loss or any(one.code in COUNTED_APART for one in found):
+        return
+    counted = [verdict for verdict in verdicts if verdict.contributions.by_key and not verdict.context.relative]
+    means = any(one.code == MEANS for one in found)
+    for reading in (_of_mean,) if means else (_of_mean, _of_token):
+        steps = [_values(verdict, reading) for verdict in counted]
+        levels = _levels([value for values in steps for value in values.values()])
+        if levels and _unsystematic([_as_levels(values, levels) for values in steps]):
+            least = levels[0] if levels[0] > 0 else 1.0
+            told = ", ".join(f"{level / least:.4g}" for level in levels[:5]) + (", ..." if len(levels) > 5 else "")
+            for verdict in counted:
+                drop_of_constants(
+                    verdict,
+                    f"losses of different passes weigh {told} to one another, now these and now those, and no count "
+                    "tells why: coefficients of their own (by source or task) may be meant, and what all of them "
+                    "together should come to is not known. gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., "
+                    "coefficient=...) on each loss tells",
+                    spare=MEANS,
+                )
+            return
+
+
+def _of_mean(verdict: StepVerdict, one: Contribution) -> float:
+    return (one.weight or 0.0) * (one.num_tokens or 0) * verdict.context.num_accumulation
+
+
+def _of_token(verdict: StepVerdict, one: Contribution) -> float:
+    return (one.weight or 0.0) * (verdict.contributions.num_tokens or 0)
+
+
+def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, float]:
+    return {key: reading(verdict, one) for key, one in verdict.contributions.by_key.items()}
+
+
+def _levels(values: Sequence[float]) -> list[float]:
+    """The numbers that occur, the least first; none where there are too many of them, or one alone."""
+    levels: list[float] = []
+    for value in sorted(values):
+        if not levels or abs(value - levels[-1]) > ALIKE * abs(value):
+            levels.append(value)
+    return levels if 1 < len(levels) <= len(values) // SHARE else []
+
+
+def _as_levels(values: Values, levels: Sequence[float]) -> dict[ContributionKey, int]:
+    return {key: min(range(len(levels)), key=lambda i: abs(levels[i] - value)) for key, value in values.items()}
+
+
+def _unsystematic(steps: Sequence[Mapping[ContributionKey, int]]) -> bool:
+    """Whether the numbers change from pass to pass: in more than one of a step's passes and within most steps, there
+    either apart on ranks or to and fro (a window that was left in brings one number first, then the other)."""
+    slots: dict[ContributionKey, set[int]] = defaultdict(set)
+    for values in steps:
+        for key, level in values.items():
+            slots[key].add(level)
+    changing = sum(len(levels) > 1 for levels in slots.values())
+    mixed = sum(len(set(values.values())) > 1 for values in steps)
+    return changing > 1 and 2 * mixed >= len(steps) and any(_to_and_fro(values) for values in steps)
+
+
+def _to_and_fro(values: Mapping[ContributionKey, int]) -> bool:
+    of_ranks: dict[int, list[int]] = defaultdict(list)
+    for key in sorted(values):
+        of_ranks[key[0]].append(values[key])
+    orders = list(of_ranks.values())
+    if any(order != orders[0] for order in orders):
+        return True
+    changes = sum(one != other for one, other in zip(orders[0], orders[0][1:], strict=False))
+    return changes >= len(set(orders[0])) > 1

@@ -1,0 +1,63 @@
+"""Passes whose gradients were handed to the caller, and nothing of which is in the gradient that the optimizer reads.
+
+First-order MAML takes an inner step with them, an adversary or a line search looks at them. They are no contributions.
+Where some of a line's passes weigh something, the rest of them were lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held
+from gradcheck_dist.events import Backward
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+NOTHING = 1e-6
+"""Transfers below this are none: float32 rounding leaves some 1e-8."""
+Line = tuple[str, int]
+
+
+def looked_at(data: StepData, contributions: Contributions, measured: Iterable[Held]) -> set[ContributionKey]:
+    """Contributions of lines whose gradients were all returned and weigh nothing in any parameter; none where that is
+    true of all, or where a weight could not be measured."""
+    lines: dict[Line, set[ContributionKey]] = defaultdict(set)
+    accumulated: set[ContributionKey] = set()
+    for rank, events in data.events.items():
+        for event in events:
+            if isinstance(event, Backward):
+                key = (contributions.coordinate.get(rank, rank), event.accumulation_step, event.microbatch)
+                if event.returned and event.site is not None:
+                    lines[event.site.file, event.site.line].add(key)
+                else:
+                    accumulated.add(key)
+    if not lines:
+        return set()
+    weighs, measured_keys = _weigh(measured)
+    found = {
+        key
+        for keys in lines.values()
+        if keys <= measured_keys and not keys & (weighs | accumulated)
+        for key in keys
+        if key in contributions.by_key
+    }
+    return found if len(found) < len(contributions.by_key) else set()
+
+
+def _weigh(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:
+    """Contributions with a weight in some parameter, or with one that is not known well enough; and those measured."""
+    weighs: set[ContributionKey] = set()
+    seen: set[ContributionKey] = set()
+    for held in measured:
+        if held.observed is None or held.stderr is None:
+            continue
+        largest = max((abs(value) for value in held.observed.tolist() if np.isfinite(value)), default=0.0)
+        for column, key in enumerate(held.replay.basis.keys):
+            value, error = float(held.observed[column]), float(held.stderr[column])
+            seen.add(key)
+            if not abs(value) <= max(NOTHING * largest, SIGMAS * error):
+                weighs.add(key)
+    return weighs, seen

@@ -1,0 +1,180 @@
+"""Losses that are differentiated one by one: each is a mean of its own, with a coefficient that nobody declared.
+
+Multi-task trainers call backward once a task. Nothing says then that the tokens of all tasks share one mean, so where
+one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when
+they start from different lines, and either train different parameters (a head each) or count the same labels. Two
+branches of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and
+are one loss. A loop over tasks (`for head, labels in tasks: ...`) runs them all from one line: there, passes that each
+reach parameters which no other one reaches may be losses of their own, or microbatches of a model that is called in
+part (experts), and the verdict stays open.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.losses.aims import Aim
+from gradcheck_dist.diagnosis.weights.cells import Held, judge
+from gradcheck_dist.events import Backward, Event
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+SAME = 1e-3
+"""Factors nearer to one another than this, relative, are one."""
+MIXED = 1e-4
+"""How near, relative, a coefficient of a mixture is to the number that was written."""
+Place = tuple[str, str]
+"""The lines of a loss: where it was computed, where its backward pass began."""
+
+
+@dataclass
+class OwnMeans:
+    """What the weights are compared with. `remarks` say what was inferred, `reasons` what stays open."""
+
+    aim: Aim
+    remarks: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
+    """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
+    counted = {key: c for key, c in target.contributions.by_key.items() if key in target.tokens}
+    losses: dict[Place, list[ContributionKey]] = defaultdict(list)
+    for key, contribution in sorted(counted.items()):
+        losses[_place(contribution)].append(key)
+    if target.relative or _fits(measured, target.contributions, target.expected):
+        return OwnMeans(target)
+    passes = _passes(data, target.contributions)
+    in_a_loop = len(losses) < 2
+    if in_a_loop:
+        mixture = _mixture(target, objective, measured)
+        losses = _by_parameters(counted, passes)
+        if mixture is not None or len(losses) < 2:
+            return mixture or OwnMeans(target)
+    touched = {place: frozenset[ParamKey]().union(*(passes.get(key, ()) for key in keys))
+               for place, keys in losses.items()}  # fmt: skip
+    trained_apart = len(set(touched.values())) == len(losses)
+    if not trained_apart and not _same_labels(losses, counted):
+        return OwnMeans(target)
+    own: dict[ContributionKey, Fraction] = {}
+    for keys in losses.values():
+        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    shares = {place: _usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
+    lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
+    if trained_apart and not in_a_loop and all(abs(share - 1) <= SAME for share in shares.values()):
+        inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
+        return OwnMeans(replace(target, expected=own), remarks=[f"the losses at {lines} {inferred} (inferred)"])
+    scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
+    shown = " and ".join(f"x {share:.4g}" for share in shares.values())
+    apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
+    reason = (
+        f"the losses at {lines} are differentiated {apart}, and weigh {shown} of a mean over their own tokens: "
+        "whether these are coefficients that are meant or wrong normalisers is not known. "
+        "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
+    )
+    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+
+
+def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | None:
+    """One loss whose accumulation steps have a coefficient each (0.7 of code, 0.3 of text): unequal numbers that
+    somebody wrote and that add up to 1, each times the mean over the tokens of its step."""
+    steps: dict[int, list[ContributionKey]] = defaultdict(list)
+    for key in target.tokens:
+        steps[key[1]].append(key)
+    own: dict[ContributionKey, Fraction] = {}
+    for keys in steps.values():
+        own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
+    shares = {k: _usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
+    numbers = {k: Fraction(round(100 * share), 100) for k, share in shares.items()}
+    written = all(abs(share - numbers[k]) <= MIXED * share for k, share in shares.items())
+    if not written or sum(numbers.values()) != 1 or len(set(numbers.values())) < 2:
+        return None
+    scaled = {key: own[key] * numbers[k] for k, keys in steps.items() for key in keys}
+    shown = ", ".join(f"{float(number):g}" for number in numbers.values())
+    reason = (
+        f"the accumulation steps weigh {shown} of a mean over the tokens of each, which add up to 1: coefficients of a "
+        "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
+    )
+    if _weigh_as(scaled, target.contributions) and not _weigh_as(target.expected, target.contributions):
+        return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    return None  # something behind the losses did it
+
+
+def _weigh_as(expected: Mapping[ContributionKey, Fraction], contributions: Contributions) -> bool:
+    """Whether the weights at the losses are as expected, up to a factor."""
+    found = [(contributions.by_key[key].weight or 0.0) / float(weight) for key, weight in expected.items()]
+    return max(found) <= min(found) * (1 + SAME)
+
+
+def _by_parameters(
+    counted: Mapping[ContributionKey, Contribution], passes: Mapping[ContributionKey, frozenset[ParamKey]]
+) -> dict[Place, list[ContributionKey]]:
+    """The contributions by what their passes reached, where each of several such sets has parameters that no other
+    one has, on every data rank; {} where it is not so."""
+    members: dict[frozenset[ParamKey], list[ContributionKey]] = defaultdict(list)
+    for key in sorted(counted):
+        members[passes.get(key, frozenset())].append(key)
+    everyone = {key[0] for key in counted}
+    for reached, keys in members.items():
+        others = frozenset[ParamKey]().union(*(other for other in members if other != reached))
+        if not reached - others or {key[0] for key in keys} != everyone:
+            return {}
+    return {("", str(index)): keys for index, keys in enumerate(members.values())}
+
+
+def _place(contribution: Contribution) -> Place:
+    return (_line(contribution.loss), _line(contribution.gradient))
+
+
+def _line(event: Event | None) -> str:
+    site = event.site if event is not None else None
+    return f"{site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+
+
+def _fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:
+    return all(cell.right for held in judge(measured, contributions, dict(expected)) for cell in held.cells)
+
+
+def _passes(data: StepData, contributions: Contributions) -> dict[ContributionKey, frozenset[ParamKey]]:
+    """The parameters that a contribution's backward pass reached, on the rank of its loss."""
+    names = {(rank, track.param.id): key for key, of_rank in data.tracks.items() for rank, track in of_rank.items()}
+    found: dict[ContributionKey, frozenset[ParamKey]] = {}
+    for key, contribution in contributions.by_key.items():
+        rank = contribution.loss_rank
+        for event in data.events.get(rank, ()) if rank is not None else ():
+            if isinstance(event, Backward) and (event.accumulation_step, event.microbatch) == key[1:]:
+                reached = data.params_of(rank or 0, event.params) if event.params is not None else ()
+                found[key] = frozenset(names[rank or 0, param] for param in reached if (rank or 0, param) in names)
+    return found
+
+
+def _same_labels(
+    losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution]
+) -> bool:
+    """Whether every loss counts the same labels."""
+    hashes = [{(key[0], counted[key].label_hash) for key in keys} for keys in losses.values()]
+    return all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
+
+
+def _usual(
+    measured: list[Held],
+    contributions: Contributions,
+    expected: Mapping[ContributionKey, Fraction],
+    keys: Iterable[ContributionKey],
+) -> float:
+    """By what most of a loss's weights are off, of several as frequent factors the one at the loss; 1 where none is
+    known."""
+    found = [
+        (cell.ratio, cell.root_ratio)
+        for held in judge(measured, contributions, dict(expected))
+        for cell in held.cells
+        if cell.key in set(keys) and cell.ratio > SAME
+    ]
+    if not found:
+        return 1.0
+    alike = {ratio: sum(abs(other / ratio - 1) <= SAME for other, _ in found) for ratio, _ in found}
+    return max(found, key=lambda item: (alike[item[0]], abs(item[0] / item[1] - 1) <= SAME if item[1] else False))[0]

@@ -1,0 +1,1 @@
+"""Wrong weights that are no finding, each kind with the reason why."""

@@ -1,0 +1,67 @@
+"""Factors at a loss that may be coefficients: other losses stand beside it, or its targets are soft."""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.norms.clips import is_round
+from gradcheck_dist.ledger.tracks import StepData
+
+SOFT_TARGETS = "log_softmax"
+"""Op of a loss whose targets are no labels: probes/unseen.py."""
+SAME = 1e-3
+"""Factors nearer to one another than this, relative, are the same."""
+
+
+def coefficient(case: Case, _: StepData) -> str | None:
+    """Why one factor on all weights of a loss accuses nobody: it may be a coefficient that is meant."""
+    if not _may_be_meant(case):
+        return None
+    if added := _added(case):
+        return (
+            f"each backward pass adds up {added} losses, which weigh {added} times as much as one mean over all their "
+            "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
+            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
+        )
+    wrong = "a wrong normaliser" if case.culprit.kind == "loss" else "the average over ranks is one division too many"
+    return (
+        f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
+        f"(beside other losses, or for a temperature) or {wrong} is not known. "
+        "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its coefficient tells"
+    )
+
+
+def _may_be_meant(case: Case) -> bool:
+    """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or targets are soft."""
+    culprit = case.culprit
+    if culprit.unrecorded or case.pattern.kind != "uniform":
+        return False
+    if culprit.kind != "loss":
+        # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
+        average = case.reduce is not None and case.recorded and case.everywhere
+        return average and is_round(case.pattern.factor) and _beside_others(case)
+    counted = case.context.contributions.by_key.values()
+    if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
+        return True  # distillation is multiplied by the temperature's square, and more
+    return bool(_added(case)) or _labels_alone(case) or _beside_others(case)
+
+
+def _labels_alone(case: Case) -> bool:
+    """Whether the labels' own part is weighed right, where more is added for all classes: a penalty, and no smoothing
+    that takes from the labels what it gives to the others."""
+    shares = [c.gradient.label_share if c.gradient else None for c in case.context.contributions.by_key.values()]
+    near = max(SAME, case.pattern.tolerance)
+    return bool(shares) and all(share is not None and abs(case.pattern.factor * share - 1) <= near for share in shares)
+
+
+def _beside_others(case: Case) -> bool:
+    """Whether a factor below 1 may be a coefficient, since losses that count nothing stand beside all that do."""
+    counted = case.context.contributions.by_key.values()
+    return 0 < case.pattern.factor < 1 and all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
+
+
+def _added(case: Case) -> int:
+    """How many losses each pass adds up, each a mean of its own: tasks (heads, start and end of a span), or chunks of
+    one batch whose means should have been averaged. 0 where that is not what the factor says."""
+    calls = {c.num_losses for c in case.context.contributions.by_key.values()}
+    num = next(iter(calls)) if len(calls) == 1 else 1
+    return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0

@@ -1,0 +1,84 @@
+"""Parameters that a rank may have for itself, though they began as copies do: experts that were drawn from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.ledger.tracks import StepData, Track
+
+EXACT = 1e-5
+"""Relative: how near a ratio of token counts must be."""
+
+
+def experts(case: Case, data: StepData) -> str | None:
+    """Why parameters whose gradients were not reduced accuse nobody: they may be each rank's own experts."""
+    if not _may_be_experts(case, data):
+        return None
+    names = sorted({held.param[1] for held in case.held})
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
+        "and after their modules are called: experts that were drawn from one seed need no reduction, copies do. Draw "
+        "experts from a seed of their own on each rank, which they need to become different, and this is told"
+    )
+
+
+def _may_be_experts(case: Case, data: StepData) -> bool:
+    """Whether gradients that were not reduced are those of parameters that are called between exchanges of activations
+    (all-to-all), where nothing is called whose gradients are reduced. Such a parameter gets all ranks' tokens without
+    any reduction; the norms of a sequence-parallel model stand beside what is reduced."""
+    if not case.culprit.absent or case.everywhere:
+        return False
+    own = {held.param for held in case.held}
+    mine: set[int] = set()
+    others: set[int] = set()
+    for key, of_rank in data.tracks.items():
+        for track in of_rank.values():
+            count, ranks = track.exchanges or (0, ())
+            (mine if key in own else others).add(count)
+            if key in own and (not count or not of_rank.keys() <= set(ranks)):
+                return False
+    return bool(mine) and mine.isdisjoint(others)
+
+
+def own_mean(case: Case, data: StepData) -> str | None:
+    """Why a mean over some ranks' own tokens accuses nobody: their heads or adapters may be meant so."""
+    if not _may_be_own_mean(case, data):
+        return None
+    names = sorted({held.param[1] for held in case.held})
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"{shown} are of some ranks alone, and so is what reaches them: their gradients are means over these ranks' "
+        f"own tokens, and x {case.pattern.factor:.4g} of their part of the mean over all tokens, by which the other "
+        "parameters go. Heads and adapters by task or language may be meant so; experts, or shares of one loss, may not"
+    )
+
+
+def _may_be_own_mean(case: Case, data: StepData) -> bool:
+    """Whether parameters of some ranks alone, which no activations of others reach, are averaged over the tokens of
+    these ranks: heads and adapters by language or task may be meant so. Experts get others' tokens by exchanges, and
+    where nothing was reduced, copies may have been forgotten."""
+    contributions = case.context.contributions
+    total = contributions.num_tokens
+    if case.culprit.absent or case.pattern.kind != "uniform" or not total:
+        return False
+    for held in case.held:
+        of_rank = data.tracks.get(held.param, {})
+        reached = {
+            (contributions.coordinate.get(rank, rank), *slot)
+            for rank, track in of_rank.items()
+            for slot in track.leaves
+        }
+        if len(of_rank) == len(data.events) or any(not _of_own(track, of_rank) for track in of_rank.values()):
+            return False
+        counts = [contributions.by_key[key].num_tokens for key in reached if key in contributions.by_key]
+        own = sum(count or 0 for count in counts)
+        if not 0 < own < total or abs(case.pattern.factor * own / total - 1) > max(case.pattern.tolerance, EXACT):
+            return False
+    return bool(case.held)
+
+
+def _of_own(track: Track, holders: Collection[int]) -> bool:
+    count, ranks = track.exchanges or (0, ())
+    return not count or set(ranks) <= set(holders)

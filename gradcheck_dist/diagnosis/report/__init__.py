@@ -1,0 +1,1 @@
+"""What all judged steps come to: the report of a run."""

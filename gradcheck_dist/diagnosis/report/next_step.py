@@ -1,0 +1,40 @@
+"""What to do now, in one sentence."""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.audits.verified import SUMMAND
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.steps.handmade import LINES
+from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
+
+ALL_SKIPPED = "no optimizer was called, and no gradient was used"
+BRING = (
+    "Ranks of another machine recorded into a folder there: copy its rank-*.trace files into this one, or give every "
+    "machine the same --out on a shared file system. Otherwise record again."
+)
+SAYS = {
+    ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
+    "the trace of rank": BRING,
+    "whose trace is missing": BRING,
+    "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
+    "final, and record again.",
+    LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
+    NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
+    "did not reach the parameter.",
+    SUMMAND: "Where these are copies, add after the sum over the ranks what every rank holds whole, or all-reduce its "
+    "gradient; shards are to begin with values of their own.",
+    "mark_loss": "Add mark_loss where the loss is computed and record again.",
+}
+"""By what stands in a reason, the first that does."""
+
+
+def next_step(report: Report) -> str:
+    if report.findings and report.verdict == "findings":
+        return report.findings[0].fix
+    if report.verdict == "clean":
+        return "Nothing to mend."
+    for words, step in SAYS.items():
+        if any(words in reason for reason in report.reasons):
+            return step
+    return "Record a whole optimizer step and judge again."

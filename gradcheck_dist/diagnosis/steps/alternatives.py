@@ -1,0 +1,73 @@
+"""Other ways to see a step, each judged beside it and taken where the whole run speaks for it."""
+
+from __future__ import annotations
+
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.steps import steps_in_words
+from gradcheck_dist.trace.run import Run
+
+LOST = "GS401"
+SKIPPED_APART = "GS607"
+UNREDUCED = "GS103"
+
+
+def skipped_apart(verdict: StepVerdict) -> bool:
+    """Whether some ranks skipped a step that others took: it stands, although not all optimizers came to it."""
+    return any(finding.code == SKIPPED_APART for finding in verdict.findings)
+
+
+def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
+    """Behind a step that only some ranks of a model took, its parts are a step apart and their loss scales differ: what
+    is off there is the consequence, and no fault of the lines that show it."""
+    first = next((index for index, verdict in enumerate(verdicts) if skipped_apart(verdict)), None)
+    if first is None:
+        return verdicts, []
+    behind = [verdict for verdict in verdicts[first + 1 :] if not skipped_apart(verdict)]
+    if not behind:
+        return verdicts, []
+    kept = [*verdicts[: first + 1], *(verdict for verdict in verdicts[first + 1 :] if skipped_apart(verdict))]
+    left_out = [str(verdict.context.step) for verdict in behind]
+    return kept, [
+        f"step(s) {', '.join(left_out)} came behind step {verdicts[first].context.step}, which only some ranks took: "
+        "parts of the model are a step apart there, and these steps are left out"
+    ]
+
+
+def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
+    """Passes that were thrown away in some steps and not in others, and without which these are right, are no fault: a
+    warm-up in the first step, or steps that a trainer skipped (a spike, an overflow that it looks for itself)."""
+    lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
+    if len(verdicts) < 2 or not any(lost) or all(lost):
+        return verdicts, []
+    only_first = lost[0] and not any(lost[1:])
+    others = [verdict.without_lost if gone else verdict for verdict, gone in zip(verdicts, lost, strict=True)]
+    chosen = [verdict for verdict in others if verdict is not None]
+    if len(chosen) < len(verdicts) or (
+        not only_first and any(one.findings for one, gone in zip(chosen, lost, strict=True) if gone)
+    ):
+        return verdicts, []
+    where = steps_in_words([verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
+    if only_first:
+        note = f"{where}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
+    else:
+        note = (
+            f"{where}: passes whose gradients were emptied before the optimizer came, as not in all steps, are "
+            "taken for steps that were skipped on purpose"
+        )
+    return chosen, [note]
+
+
+def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
+    """Ranks that never reduce gradients and whose parameters are averaged instead train apart on purpose (local SGD,
+    DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average."""
+    found = averaged(run) if any(verdict.alone is not None for verdict in verdicts) else None
+    if found is None:
+        return verdicts
+    chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
+    chosen[0].reasons.append(
+        f"ranks reduce no gradients between them, and {found.words}: local SGD, DiLoCo and other averages of "
+        "parameters do this. So each rank's gradients are judged on its own tokens (inferred); how parameters are "
+        "averaged is not judged"
+    )
+    return chosen

@@ -1,0 +1,133 @@
+"""The cases of a step: what its losses did wrong, and what happened to the gradients afterwards, by culprit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.causes.blame import Blame, blame
+from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
+from gradcheck_dist.diagnosis.causes.own_lines import line_between
+from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, pool
+from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
+from gradcheck_dist.diagnosis.weights.quiet import losses_show
+from gradcheck_dist.events import Reduce, Site
+from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.tracks import StepData
+
+EXACT = 1e-6
+"""Tolerance of ratios that token counts alone determine."""
+
+
+def cases_of(
+    verdict: StepVerdict,
+    measured: list[Held],
+    expected: dict[ContributionKey, Fraction],
+    tokens: dict[ContributionKey, int],
+) -> list[Case]:
+    """What the losses did wrong, and what happened to the gradients afterwards.
+
+    Whatever follows a loss treats all tokens of a contribution alike. So weights that are off between contributions
+    from the very start are the losses' doing; the rest is judged against what these losses were out for.
+    """
+    held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
+    together = pool(verdict.held)
+    quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
+    matrix = verdict.held if held_alone else together
+    wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
+    right = {cell.key for held in matrix for cell in held.cells} - wrong
+    found = own_objective(verdict.contributions, expected, tokens, right)
+    own = found.weights if found is not None else None
+    rounded = loss_rounding(verdict.contributions) / 2  # two are put apart by both
+    if quiet and not losses_show(together, own, expected, rounded):
+        return []
+    if found is None or own is None:
+        return _cases(verdict, matrix)
+    divided_again = own_division(matrix, verdict.contributions, expected)
+    rest: list[Case] = []
+    if divided_again is not None:
+        own = divided_again
+    else:
+        judged = judge(measured, verdict.contributions, own)
+        if found.num_parts > 1:
+            alone = judge(measured, verdict.contributions, found.apart)
+            if _num_right(alone) > _num_right(judged):
+                own, judged = found.apart, alone
+        rest = _cases(verdict, judged if held_alone else pool(judged))
+    if len(rest) == 1 and (is_common_factor(rest[0]) or (not found.anchored and rest[0].pattern.kind == "uniform")):
+        # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
+        # what all weights share is a part of it.
+        own = {key: weight * Fraction(common_factor(rest[0])) for key, weight in own.items()}
+        rest = []
+    loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
+    culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
+    exact = max(EXACT, rounded)
+    cells = [
+        (held, replace(cell, ratio=float(own[cell.key] / expected[cell.key]), tolerance=exact, stderr=0.0))
+        for held in verdict.held
+        for cell in held.cells
+    ]
+    return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
+
+
+def _num_right(judged: list[Held]) -> int:
+    return sum(cell.right for held in judged for cell in held.cells)
+
+
+def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
+    """The wrong cells by culprit, each group with its shape and names."""
+    quantities = verdict.context.quantities
+    found = blame(verdict.data, verdict.contributions, judged, quantities)
+    cases = [_case(verdict, blamed, judged) for blamed in found]
+    join_alike(cases, sum(bool(held.cells) for held in verdict.held))
+    return cases
+
+
+def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
+    case = Case(
+        context=verdict.context,
+        culprit=blamed.culprit,
+        held=list({id(held): held for held, _ in blamed.cells}.values()),
+        cells=blamed.cells,
+        patterns=_explain(verdict, blamed),
+        configured_at=configured_at(verdict.data, blamed.culprit),
+    )
+    case.everywhere = case.concerns_all(judged)
+    pattern = case.pattern
+    write = line_between(verdict.data, case.culprit, case.held, pattern.factor, 2 * pattern.tolerance)
+    case.culprit = replace(case.culprit, write=write)
+    name_case(case)
+    return case
+
+
+def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
+    cells: dict[tuple[int, ContributionKey], list[tuple[Cell, int]]] = {}
+    for (held, cell), times in zip(blamed.cells, blamed.repeats, strict=True):
+        cells.setdefault((held.rank, cell.key), []).append((cell, times))
+    samples = []
+    largest = min(1.0, max((abs(cell.ratio) for _, cell in blamed.cells), default=1.0) or 1.0)
+    for (rank, key), found in cells.items():
+        together = average([cell for cell, _ in found])
+        alike = all(abs(cell.ratio - together.ratio) <= cell.margin + together.margin for cell, _ in found)
+        for cell, times in [(together, found[0][1])] if alike else found:
+            holder = verdict.contributions.coordinate.get(rank, -1)
+            samples.append(Sample(key, rank, holder, cell.ratio, cell.margin, times, largest))
+    return explain(samples, verdict.context)
+
+
+def configured_at(data: StepData, culprit: Culprit) -> str | None:
+    """The other line that matters, "file:line": where the wrapper that reduced was made, where a loss went backward."""
+    event = culprit.event
+    if culprit.gradient is not None and culprit.gradient.site is not None:
+        return _users_line(culprit.gradient.site)
+    if not isinstance(event, Reduce) or event.wrapper is None:
+        return None
+    wrapper = data.wrappers.get(culprit.rank, {}).get(event.wrapper)
+    return _users_line(wrapper.site) if wrapper is not None and wrapper.site else None
+
+
+def _users_line(site: Site) -> str:
+    return site.called_from or f"{site.file}:{site.line}"

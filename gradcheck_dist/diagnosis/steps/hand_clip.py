@@ -1,0 +1,262 @@
+"""Clips that people write themselves, told from forgotten constants by the norm that they leave behind.
+
+A clip by norm leaves the whole gradient with exactly max_norm, a number that somebody wrote; a constant leaves
+whatever comes out. One step is enough for this, where the norm is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log2
+
+import msgspec
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
+from gradcheck_dist.diagnosis.finding import Candidate, Finding
+from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
+from gradcheck_dist.diagnosis.norms.clips import is_round
+from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
+from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
+from gradcheck_dist.ledger.tracks import StepData
+
+CODE = "GS501"
+"""The finding that one step leaves open."""
+SURE = 1e-2
+TOO_VAGUE = 0.02
+"""With a tolerance above this, every number is near to one that people write."""
+
+
+@dataclass(frozen=True)
+class HandClip:
+    """All gradients were multiplied by `factor`, after which their norm was `norm`. `hidden`: Culprit.hidden. `reason`
+    is why the verdict stays open all the same. `measured`: the norm was seen being taken, and what the gradients were
+    then. `assumed`: what its lines must do besides; `place` and `line` are where they begin."""
+
+    factor: float
+    norm: float
+    text: str
+    hidden: tuple[float, ...] = ()
+    reason: str = ""
+    measured: bool = False
+    assumed: Assumed | None = None
+    place: Place = ()
+    line: str = ""
+
+
+def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
+    """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
+    norm = norm_afterwards(case, data, norms) if case.could_be_clip else None
+    return None if norm is None else Scaling(case.pattern.factor, norm, own_error(_parts(case, norms)))
+
+
+def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
+    """Scalings of several steps that are one and the same clip, or one and the same constant, taken for what they are.
+
+    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round. What is
+    neither, has no name, and is not there at all in steps that came out right, is taken for a clip.
+    """
+    known = [verdict.scaling for verdict in verdicts if verdict.scaling is not None]
+    if len(known) > 1:
+        tolerance = max(scaling.tolerance for scaling in known)
+        factors, norms = [scaling.factor for scaling in known], [scaling.norm for scaling in known]
+        if max(norms) <= min(norms) * (1 + 2 * tolerance) and max(factors) > min(factors) * (1 + 5 * tolerance):
+            return [one if one.scaling is None else _to_norm(one, one.scaling) for one in verdicts]
+        if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
+            for verdict in verdicts:
+                _as_constant(verdict, len(known))
+            return list(verdicts)
+    if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
+        return [_as_clip_at_times(verdict) for verdict in verdicts]
+    return list(verdicts)
+
+
+def _one_factor(verdicts: Sequence[StepVerdict]) -> bool:
+    """Whether several steps were scaled alike, which a clip that follows the norm would not do."""
+    found = [one.factor for verdict in verdicts for one in verdict.findings if one.code == CODE]
+    known = [factor.observed for factor in found if factor.observed is not None]
+    tolerance = max((factor.tolerance or 0.0 for factor in found), default=0.0)
+    return len(known) > 1 and max(known) <= min(known) * (1 + 2 * tolerance)
+
+
+def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
+    for finding in (finding for finding in verdict.findings if finding.code == CODE):
+        effect = verdict.effects.pop(cause(finding), None)
+        finding.code, finding.name, finding.severity = unexplained.CODE, unexplained.NAME, "error"
+        finding.explanation = (
+            f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is one and the same "
+            "factor, whatever the norm that it leaves: a constant, and no clip."
+        )
+        at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
+        finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
+        finding.suggested_experiment = None
+        if effect is not None:
+            verdict.effects[cause(finding)] = effect
+
+
+def _to_norm(verdict: StepVerdict, scaling: Scaling) -> StepVerdict:
+    text = f"clipped by hand to norm {scaling.norm:.4g} (x {scaling.factor:.4g}), the same in several steps"
+    return _as_clip(verdict, scaling.factor, text)
+
+
+def _came_right(verdict: StepVerdict) -> bool:
+    cells = [cell for held in verdict.held for cell in held.cells]
+    return bool(cells) and not (verdict.findings or verdict.changes) and all(cell.right for cell in cells)
+
+
+def _as_clip_at_times(verdict: StepVerdict) -> StepVerdict:
+    factor = next((finding.factor.observed for finding in verdict.findings if finding.code == CODE), None)
+    if factor is None or not 0 < factor < 1:
+        return verdict
+    text = f"clipped by hand (x {factor:.4g}, by lines that change nothing in other steps)"
+    return _as_clip(verdict, factor, text)
+
+
+def _as_clip(verdict: StepVerdict, factor: float, what: str) -> StepVerdict:
+    weights = [
+        msgspec.structs.replace(
+            weight,
+            observed=None if weight.observed is None else weight.observed / factor,
+            ratio=None if weight.ratio is None else weight.ratio / factor,
+        )
+        for weight in verdict.weights
+    ]
+    text = f"step {verdict.context.step}: gradients were {what}; weights are freed of it"
+    findings = [finding for finding in verdict.findings if finding.code != CODE]
+    return replace(verdict, findings=findings, weights=weights, remarks=[*verdict.remarks, text])
+
+
+def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | None:
+    """The norm of all gradients where the culprit's bracket ends; None where it is not known as one number."""
+    before = case.culprit.before
+    if before is None:
+        return None
+    found = []
+    for group in {norms.together(held.rank) for held in case.held}:
+        parts = [part for (rank, _), part in norms.parts.items() if rank in group]
+        if any(_first_clip(data, rank, type(before)) is None for rank in group):
+            return None
+        norm = norm_of(parts)
+        if not parts or not norm.known or not norm.exact:
+            return None
+        found.append(norm.middle)
+    return found[0] if found and max(found) <= min(found) * (1 + 1e-3) else None
+
+
+def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
+    """The event at which a rank's norms were taken, when it is of this kind."""
+    ends = [event for event in data.events[rank] if isinstance(event, Clip | OptimizerStep)]
+    return ends[0] if ends and isinstance(ends[0], kind) else None
+
+
+def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandClip | None:
+    """The clip among the cases of a step, when one surely is."""
+    for case in cases:
+        if not case.scaled_alike:
+            continue
+        norm = norm_afterwards(case, data, norms)
+        tolerance = own_error(_parts(case, norms))
+        if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
+            continue
+        factor, own, unit = case.pattern.factor, case.culprit.factor or case.pattern.factor, abs(norm - 1) <= tolerance
+        if own > 1 and not unit:
+            continue  # only to unit length gradients are made longer on purpose
+        reason = ""
+        if factor > 1 > own:
+            # A clip only shortens, so what is too long before and behind it was too long without it as well.
+            before, factor = factor / own, factor if unit else own
+            reason = _normalised(norm, before) if unit else ""
+        place = case.culprit.event.site if case.culprit.event is not None else None
+        line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
+        text = (
+            f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
+            f"{factor:.4g}){line}; weights are freed of it"
+        )
+        divisor, assumed = factor / own, None
+        if divisor > 1 + TOO_VAGUE:
+            number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
+            text += _besides(number)
+            assumed = Assumed(divisor, place_of(case.culprit), line, number)
+        measured = isinstance(case.culprit.event, GradientNorm)
+        return HandClip(
+            factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
+        )
+    return None
+
+
+def undone(cases: Sequence[Case], clip: HandClip) -> HandClip | None:
+    """The clip that takes away besides what the weights were too large by where the norm was taken: a loss scale, or
+    tokens that its own lines divide by. None where these are not what is wrong."""
+    for case in cases:
+        factor = case.pattern.factor
+        if not (clip.measured and case.everywhere and case.pattern.kind == "uniform" and factor > 1):
+            continue
+        exponent = log2(factor)
+        scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
+        if scale or any(TOKENS in dict(name.powers) for name in case.names[:1]):
+            number = exact_fraction(factor, 1e-3) or f"{factor:.5g}"
+            return replace(clip, factor=clip.factor * factor, text=clip.text + _besides(number),
+                           assumed=Assumed(factor, clip.place, clip.line, number, measured=True))  # fmt: skip
+    return None
+
+
+def _besides(number: str) -> str:
+    """What else a clip's lines must do for the weights to be what they are taken for."""
+    return f". The same lines are taken to divide by {number} besides"
+
+
+def _normalised(norm: float, before: float) -> str:
+    return (
+        f"gradients were scaled by hand to norm {norm:.2g}, and all weights were x {before:.4g} before that: made to "
+        "unit length on purpose, any scale is right before it; clipped, they lack a division by this number. A step "
+        "whose gradients are shorter than the clip's norm tells: record one, or clip at a larger norm"
+    )
+
+
+def _parts(case: Case, norms: StepNorms) -> list[Part]:
+    ranks = {held.rank for held in case.held}
+    return [part for (rank, _), part in norms.parts.items() if rank in ranks]
+
+
+def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
+    """Say what a finding's factor may be as well, where the lines of a clip may divide by something besides."""
+    if not case.everywhere or case.pattern.kind != "uniform" or case.culprit.unrecorded or finding.code == CODE:
+        return
+    for ratio in hidden:
+        value = case.pattern.factor * ratio
+        names = name_number(abs(value), case.context.quantities, max(2 * case.pattern.tolerance, 1e-6))
+        expression = names[0].expression if names else f"{value:.6g}"
+        number = exact_fraction(max(ratio, 1 / ratio), 1e-6) or f"{max(ratio, 1 / ratio):.6g}"
+        if_so = (
+            f"It is assumed that the same lines divide by {number} besides; if they do not,"
+            if ratio > 1
+            else (f"If the same lines divide by {number} besides,")
+        )
+        finding.explanation += (
+            f" Behind it gradients are clipped by hand, by a number that nobody recorded. {if_so} the factor is "
+            f"{value:.6g} = {expression}."
+        )
+        finding.factor.candidates.append(Candidate(expression=expression, value=value, evidence=HIDDEN))
+        finding.suggested_experiment = (
+            "Record a step in which gradients are not clipped, by a larger clip norm: nothing is hidden there."
+        )
+
+
+def freed(measured: list[Held], clip: HandClip) -> list[Held]:
+    """What was measured, freed of the clip."""
+    return [
+        replace(
+            held,
+            observed=held.observed / clip.factor,
+            stderr=held.stderr / clip.factor,
+            clip_by_hand=clip.factor,
+        )
+        if held.observed is not None and held.stderr is not None
+        else held
+        for held in measured
+    ]

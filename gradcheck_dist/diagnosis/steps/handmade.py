@@ -1,0 +1,351 @@
+"""What the trainer's own lines do to gradients: a number that stands in the program, or a function of the data.
+
+Between two recorded events a line of the user's may do anything. A forgotten or wrong constant is a fault. A clip by
+parameter, a projection between tasks, a trust ratio, a running mean or a random mask is not: it is meant, and no weight
+pattern says otherwise. What tells them apart is where their numbers come from:
+
+* a constant is a number that somebody wrote (0.5, 1/3, three digits at most) or one made of degrees and counts
+  (1/num_tokens), and it is there again in the next step: on the same parameters, or with the same name;
+* what is computed from gradients takes other values on other parameters and in other steps, and none of them is round.
+
+So several values in one step that nobody would write, values that change from step to step without a name, and factors
+whose parameters are no combination of the contributions in the next step (a running mean) accuse nobody: the verdict
+stays open and names the lines. A factor between parameters that stays (`x 0.5` on the experts, beside a clip of all)
+is a constant all the same. Copies of one parameter that are scaled apart on different ranks drift apart, whatever meant
+it: that stays a finding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import log
+from zlib import crc32
+
+import msgspec
+
+from gradcheck_dist.diagnosis.causes.account import event_at
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import kind_of
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.norms.effect import Effect
+from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
+from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
+from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_written
+from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce
+from gradcheck_dist.ledger.buffers import Entry
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+LINES = "what runs "
+"""Begins the words for lines of the user's, wherever they stand in a reason."""
+MAX_KEPT = 256
+"""Factors that are kept of a change, to be compared with other steps'."""
+OFTEN = 3
+"""Steps in which a single parameter's factor must be the same to be a constant, where others' change."""
+BLURRED = 0.05
+"""Relative tolerance of a factor."""
+NO_COMBINATION = "no combination"
+
+
+def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | None) -> None:
+    """Keep the finding of a case; one that accuses lines of the user's only where this step shows that they are wrong,
+    else it waits for the other steps (`weigh`)."""
+    change = _change_of(case, finding, effect)
+    if change is not None:
+        if _blurred(verdict, case, change):
+            return  # a reason says what these lines do
+        verdict.changes.append(change)
+    if change is None or change.firm:
+        verdict.found(finding, effect)
+
+
+def _blurred(verdict: StepVerdict, case: Case, change: Change) -> bool:
+    """Whether the same lines change other gradients by more than a factor, and what they are said to do to these is
+    known so roughly that it may be no factor either: what is added to a gradient looks like one in a few samples."""
+    if case.pattern.tolerance <= BLURRED:
+        return False
+    return any(change.words in held.changed_in for held in verdict.held if held.changed_in)
+
+
+def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | None:
+    """The change that a finding accuses, when it is one that no recorded event made; None for all others."""
+    if finding.code not in (unexplained.CODE, scaled_alike.CODE, in_flight.CODE) or not _by_hand(case):
+        return None
+    factors: dict[Key, Measured] = {(held.param, held.rank, cell.key): _factor(cell) for held, cell in case.cells}
+    kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step
+    culprit = case.culprit
+    event, before = culprit.event, culprit.before
+    parted = _replicas_part(case)
+    if parted:
+        finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
+    return Change(
+        place=(*culprit.start, before is not None and before.__struct_config__.tag, _line_of(before)),
+        words=_words(culprit.kind, _line_of(event), before),
+        finding=finding,
+        effect=effect,
+        factors={key: factors[key] for key in kept},
+        num_parameters=len({held.param for held in case.held}),
+        name=_name(case),
+        firm=finding.code == scaled_alike.CODE or parted or _stands_written(case),
+        parted=parted,
+        makes_up=unexplained.makes_up(culprit, case.pattern),
+    )
+
+
+def weigh(verdicts: Sequence[StepVerdict]) -> None:
+    """Decide over all steps which changes are constants: these are findings, the others reasons for an open verdict."""
+    groups: dict[tuple[object, ...], list[tuple[StepVerdict, Change]]] = defaultdict(list)
+    for verdict in verdicts:
+        known = {id(finding) for finding in verdict.findings}
+        for change in verdict.changes:
+            if not change.firm or id(change.finding) in known:  # else: taken for a clip meanwhile
+                groups[change.place].append((verdict, change))
+    meant: list[list[tuple[StepVerdict, Change]]] = []
+    for members in groups.values():
+        constant = _is_constant(members, verdicts)
+        for verdict, change in members:
+            listed = any(finding is change.finding for finding in verdict.findings)
+            if constant and not listed:
+                change.finding.explanation += f" It is the same in {len(members)} steps: a constant."
+                verdict.found(change.finding, change.effect)
+            elif listed and not constant:
+                verdict.findings = [finding for finding in verdict.findings if finding is not change.finding]
+                verdict.effects.pop(cause(change.finding), None)
+        if not constant:
+            meant.append(members)
+    for members in meant:
+        members[0][0].reasons.append(_reason(members))
+
+
+def name_places(
+    measured: Sequence[Held],
+    data: StepData,
+    contributions: Contributions,
+    expected: Mapping[ContributionKey, Fraction],
+) -> None:
+    """Say of each gradient that is no combination of contributions any more where it stopped being one, and what its
+    weights were until then. They accuse nobody: what follows may make up for them."""
+    for held in measured:
+        if NO_COMBINATION not in held.reason:
+            continue
+        last: tuple[Event, Entry] | None = None
+        for entry in held.replay.history(held.rank):
+            event = event_at(data, held.rank, entry.seq)
+            if event is None or not entry.sampled:
+                continue
+            if entry.observed is None and last is None and isinstance(event, Backward):
+                held.changed_in = f"{_words('backward', _line_of(event), None)} changes it by more than a factor"
+            if entry.observed is None and last is not None:
+                start, state = last
+                place = _words(kind_of(start), _line_of(start), None if event is start else event)
+                judged = judge([replace(held, observed=state.observed, stderr=state.stderr, nominal=state.nominal)],
+                               contributions, dict(expected))[0].cells  # fmt: skip
+                held.changed_in = f"{place} changes it by more than a factor. {_until_then(judged)}"
+                break
+            last = (event, entry) if entry.observed is not None and entry.stderr is not None else None
+
+
+def _until_then(cells: Sequence[Cell]) -> str:
+    if not cells:
+        return "Up to there it is one"
+    if all(cell.right for cell in cells):
+        return "Up to there its weights are right"
+    ratios = {cell.ratio if abs(cell.ratio) > cell.tolerance else 0.0 for cell in cells}
+    sizes = " to ".join(dict.fromkeys(f"x {ratio:.4g}" for ratio in (min(ratios), max(ratios))))
+    return f"Up to there its weights are {sizes}, which what follows may make up for"
+
+
+def _by_hand(case: Case) -> bool:
+    """Whether a line of the user's made the change: between two recorded events, in a hook on a parameter, or in a
+    communication hook whose arithmetic nobody documents."""
+    culprit, event = case.culprit, case.culprit.event
+    if culprit.absent or event is None or culprit.kind == "loss" or culprit.factor is None:
+        return False
+    if culprit.unrecorded or culprit.kind == "backward":
+        return True
+    return isinstance(event, Reduce) and culprit.nominal is None
+
+
+def _factor(cell: Cell) -> Measured:
+    """(factor, relative tolerance); of a weight that is right within its tolerance exactly 1."""
+    if cell.right:
+        return 1.0, cell.margin
+    return cell.ratio, cell.margin / max(abs(cell.ratio), 1e-12)
+
+
+def _stands_written(case: Case) -> bool:
+    """Whether one step alone shows numbers of the program and not of the data."""
+    pattern = case.pattern
+    if pattern.kind not in ("uniform", "geometric", "repeated", "other"):
+        return True  # follows counts, or who holds it
+    if pattern.kind in ("geometric", "repeated") and pattern.base is not None:
+        values = [(value, pattern.tolerance) for value in (pattern.base, pattern.factor)]
+        if len({cell.key[1:] for _, cell in case.cells}) >= OFTEN:
+            return True  # two values lie on some power law, three do not
+    else:
+        values = distinct([_factor(cell) for _, cell in case.cells if not cell.right])
+        measured = case.culprit.factor
+        if (
+            measured
+            and unexplained.makes_up(case.culprit, pattern)
+            and any(
+                is_written(number, pattern.tolerance, case.context.quantities) for number in (measured, 1 / measured)
+            )
+        ):
+            return True
+    if len(values) == 1 and values[0][1] > VAGUE:
+        return True
+    return all(value == 0 or is_written(value, tolerance, case.context.quantities) for value, tolerance in values)
+
+
+def _replicas_part(case: Case) -> bool:
+    """Whether copies of one gradient were scaled apart on different ranks behind the last reduction."""
+    if not isinstance(case.culprit.before, OptimizerStep | Clip) or case.culprit.kind != "reduce":
+        return False
+    found: dict[object, list[Measured]] = defaultdict(list)
+    for held, cell in case.cells:
+        found[held.param, cell.key].append(_factor(cell))
+    return any(len(distinct(factors)) > 1 for factors in found.values())
+
+
+def _name(case: Case) -> str | None:
+    """What the factor is called; None when it is only a number."""
+    if case.pattern.kind in ("objective", "power", "partial"):
+        return f"{case.pattern.kind} {case.pattern.objective} {case.pattern.count}"
+    names = case.base_names if case.pattern.base is not None else case.names
+    return names[0].expression if names and names[0].powers and names[0].cost < SIMPLE else None
+
+
+def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
+    if any(change.parted for _, change in members):
+        return True
+    series, lost = _series(members, verdicts)
+    several = {key: of_key for key, of_key in series.items() if len(of_key) > 1}
+    if lost > len(series) // 2:
+        return False  # in the next step it is no factor any more
+    zeros = [key for key, of_key in series.items() if any(value == 0 for value, _ in of_key.values())]
+    if zeros and any(_mixed(verdict) for verdict, _ in members):
+        # Beside gradients that are no combination any more a zero is one more value of whatever changed them.
+        series = {key: of_key for key, of_key in series.items() if key not in zeros}
+        several = {key: of_key for key, of_key in several.items() if key not in zeros}
+        if not series:
+            return False
+    if not several:
+        return all(change.firm for _, change in members)
+    lasting = {key for key, of_key in several.items() if _lasts(of_key)}
+    if len(lasting) == len(several):
+        # Known roughly, clips of gradients that hardly change look lasting too: but as many values as parameters.
+        values = distinct([factor for of_key in several.values() for factor in of_key.values()])
+        return len(values) == 1 or all(map(_tight, several.values())) or all(change.firm for _, change in members)
+    if any(len(several[key]) >= OFTEN and _tight(several[key]) for key in lasting):
+        return True
+    names = {change.name for _, change in members}
+    if len(names) == 1 and None not in names:
+        return True
+    if all(change.firm for _, change in members) and _in_some_steps(several):
+        return True
+    return _lasts_beside_others(several)
+
+
+def _series(
+    members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]
+) -> tuple[dict[Key, dict[int, Measured]], int]:
+    """The factors of each weight by step, 1 where it came out right; and how many are no factor in another step."""
+    series: dict[Key, dict[int, Measured]] = defaultdict(dict)
+    for verdict, change in members:
+        for key, factor in change.factors.items():
+            series[key][verdict.context.step] = factor
+    lost: set[Key] = set()
+    of_step = {verdict.context.step: change for verdict, change in members}
+    for verdict in verdicts:
+        step = verdict.context.step
+        holders = {(held.param, held.rank): held for held in verdict.held}
+        for key, of_key in series.items():
+            held = holders.get(key[:2])
+            if held is None or step in of_key or key[2] not in verdict.contributions.by_key:
+                continue
+            if NO_COMBINATION in held.reason:
+                lost.add(key)
+            elif held.cells and not (step in of_step and len(of_step[step].factors) >= MAX_KEPT):
+                of_key[step] = (1.0, held.cells[0].tolerance)
+    lost -= {key for key in lost if len(series[key]) > 1 and _lasts(series[key])}
+    return {key: of_key for key, of_key in series.items() if any(f != 1 for f, _ in of_key.values())}, len(lost)
+
+
+def _mixed(verdict: StepVerdict) -> bool:
+    return any(NO_COMBINATION in held.reason for held in verdict.held)
+
+
+def _lasts(of_key: Mapping[int, Measured]) -> bool:
+    return len(distinct(list(of_key.values()))) == 1
+
+
+def _tight(of_key: Mapping[int, Measured]) -> bool:
+    return all(tolerance <= VAGUE for _, tolerance in of_key.values())
+
+
+def _in_some_steps(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
+    """Whether a number is there in some steps and nothing in the others: the last window of an epoch, a branch."""
+    return all(
+        len(distinct([factor for factor in of_key.values() if factor[0] != 1])) == 1
+        and all(value != 0 for value, _ in of_key.values())
+        for of_key in several.values()
+    )
+
+
+def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
+    """Whether weights keep a factor between them that is not 1, while all change together (a clip of the whole)."""
+    steps = set.intersection(*(set(of_key) for of_key in several.values()))
+    if len(steps) < 2 or len(several) < 2 or not all(map(_tight, several.values())):
+        return False
+    first, *others = several.values()
+    if any(of_key[step][0] <= 0 for of_key in several.values() for step in steps):
+        return False
+    apart = False
+    for of_key in others:
+        tolerance = 4 * max(of_key[step][1] + first[step][1] for step in steps)
+        shifts = [log(of_key[step][0] / first[step][0]) for step in steps]
+        if max(shifts) - min(shifts) > tolerance:
+            return False
+        apart |= abs(shifts[0]) > 2 * tolerance
+    return apart
+
+
+def _line_of(event: object) -> str:
+    site = getattr(event, "site", None)
+    return f"{site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+
+
+def _words(kind: str, line: str, before: msgspec.Struct | None) -> str:
+    start = f"{kind} at {line}" if line else f"the {kind} event"
+    if before is None:
+        return f"{LINES}in the {start}"
+    tag, end = str(before.__struct_config__.tag), _line_of(before)
+    return f"{LINES}between the {start} and the {tag}{f' at {end}' if end else ''}"
+
+
+def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
+    steps = [verdict.context.step for verdict, _ in members]
+    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+    change = members[0][1]
+    params = max(each.num_parameters for _, each in members)
+    values = [factor for _, each in members for factor, _ in each.factors.values() if factor != 1] or [1.0]
+    low, high = min(values), max(values)
+    size = f"x {low:.4g}" if high - low <= VAGUE * abs(high) else f"x {low:.4g} to x {high:.4g}"
+    alone = not change.makes_up and not any(
+        finding.severity != "info" for verdict, _ in members for finding in verdict.findings
+    )
+    until = "Up to there the weights are right" if alone else "What is wrong besides is told apart from it"
+    if change.makes_up:
+        until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
+    return (
+        f"{change.words} changes gradients by no fixed factor ({size} on {params} parameter(s), step(s) {shown}): a "
+        "clip by parameter, a projection, a normalisation or a running mean does this, a forgotten constant does not. "
+        f"Whether it is meant is not known. {until}"
+    )

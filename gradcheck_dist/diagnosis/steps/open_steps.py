@@ -1,0 +1,209 @@
+"""Why a step cannot be judged, or not wholly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+
+import numpy as np
+
+from gradcheck_dist.axes import Axes
+from gradcheck_dist.diagnosis.finding import (
+    Coverage,
+)
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
+from gradcheck_dist.events import (
+    BEFORE,
+    CUDA_GRAPHS,
+    KEPT_BY_OPTIMIZER,
+    OWN_OPTIMIZER_PROBE,
+    UNNAMED,
+    UPDATED_INSIDE,
+    OptimizerStep,
+    PipelineStep,
+    ProbeStatus,
+)
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank, slots_of_rank
+from gradcheck_dist.ledger.tracks import StepData, steps_of
+from gradcheck_dist.trace.run import Run
+
+REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
+
+
+def no_step(coverage: Coverage) -> str:
+    """Why a run has no step that could be judged."""
+    if any(missing.probe == CUDA_GRAPHS for missing in coverage.probes_missing):
+        return f"every backward pass {REPLAYED}"
+    return "no backward pass was recorded: attach before the training loop, and let it reach a step"
+
+
+def tokens_known(run: Run, data: StepData) -> bool:
+    """Whether every missing rank shares its tokens with one that is there; else no expected weight is known."""
+    declared = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
+    known: set[int] = set()
+    if declared:
+        axes = Axes(**declared)
+        names = ("dp_replicate", "dp_shard", "cp")
+        place = {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(run.world_size)}
+        present = {place[rank] for rank in run.ranks}
+        known = {rank for rank, coordinate in place.items() if coordinate in present}
+    for of_rank in data.events.values():
+        for event in of_rank:
+            if isinstance(event, PipelineStep) and any(losses_of_rank(data.events.get(r, [])) for r in event.group):
+                known |= set(event.group)
+    return set(run.missing_ranks) <= known
+
+
+def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
+    """Reasons for which this step cannot be judged, or not wholly."""
+    reasons = []
+    if run.missing_ranks:
+        missing = ", ".join(map(str, run.missing_ranks))
+        reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
+    reasons += foreign(run, data)
+    if not data.complete:
+        reasons.append(_not_reached(data))
+    reasons += told(data, KEPT_BY_OPTIMIZER)
+    if replayed(data):
+        reasons.append(f"a part of the step {REPLAYED}")
+    alone = ", ".join(map(str, passes_unmatched(data)))
+    if alone:
+        reasons.append(
+            f"rank(s) {alone} step no optimizer of their own and run other backward passes than the ranks that do: "
+            "which of their tokens belong to which step is not known"
+        )
+    if not contributions.by_key:
+        reasons.append(
+            "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
+        )
+    counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
+    if 0 < len(counted) < len(contributions.by_key):
+        reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
+    mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
+    if mixed:
+        reasons.append(
+            "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
+            "give each loss its own term with mark_loss"
+        )
+    unmade = _unmade(data)
+    if any(name.startswith(UNNAMED) for name in unmade) and data.step in steps_of(run)[:-1][:1]:
+        # What belongs to no module is known from its first optimizer step on: later steps tell.
+        unmade = [name for name in unmade if not name.startswith(UNNAMED)]
+    if unmade:
+        shown = ", ".join(unmade[:3]) + (f" and {len(unmade) - 3} more" if len(unmade) > 3 else "")
+        reasons.append(
+            f"the optimizer reads a gradient of {shown} that no recorded backward pass of the step made: it was "
+            "computed by hand, is left from an earlier step, or came on a way that no probe follows"
+        )
+    return reasons
+
+
+def _not_reached(data: StepData) -> str:
+    own = told(data, OWN_OPTIMIZER_PROBE)
+    if own:
+        return f"what was read of a step's gradients is not known: {own[0]}"
+    return f"step {data.step} did not reach the optimizer on every rank"
+
+
+def told(data: StepData, probe: str) -> list[str]:
+    """What a probe tells that it did not see, in each of the step's events."""
+    statuses = (event for of_rank in data.events.values() for event in of_rank if isinstance(event, ProbeStatus))
+    return [event.reason for event in statuses if event.probe == probe and not event.active]
+
+
+def replayed(data: StepData) -> bool:
+    """Whether some of the step's gradients, or its optimizer's step, came out of a CUDA graph."""
+    return bool(told(data, CUDA_GRAPHS))
+
+
+def out_of_sight(data: StepData) -> bool:
+    """Whether the step's gradients came out of a CUDA graph, or were read inside of the backward pass by no optimizer
+    of torch's: whatever is left of them says nothing."""
+    return replayed(data) or UPDATED_INSIDE in told(data, OWN_OPTIMIZER_PROBE)
+
+
+def passes_unmatched(data: StepData) -> list[int]:
+    """Ranks that never step an optimizer in this step and ran other backward passes than those that do: which of their
+    tokens belong to it is not known (a parameter server's workers, a rank that died)."""
+    stepped = {
+        rank for rank, events in data.events.items() if any(isinstance(event, OptimizerStep) for event in events)
+    }
+    slots = {frozenset(slots_of_rank(data.events[rank])) for rank in stepped}
+    if not stepped:
+        return []
+    return sorted(
+        rank
+        for rank, events in data.events.items()
+        if rank not in stepped and (mine := slots_of_rank(events)) and frozenset(mine) not in slots
+    )
+
+
+def _unmade(data: StepData) -> list[str]:
+    """Parameters of an optimizer with a gradient, though no pass on any rank delivered one."""
+    found: list[str] = []
+    for key, of_rank in data.tracks.items():
+        if any(track.leaves for track in of_rank.values()):
+            continue
+        for rank, track in of_rank.items():
+            steps = {
+                event.seq
+                for event in data.events[rank]
+                if isinstance(event, OptimizerStep) and track.param.id in data.params_of(rank, event.params)
+            }
+            read = [point.values.data for point in track.points if point.seq in steps and point.role == BEFORE]
+            if any(np.nan_to_num(values).any() for values in read):
+                found.append(key[1])
+                break
+    return sorted(found)
+
+
+def unseen(
+    held: list[Held], expected: dict[ContributionKey, Fraction], own: dict[int, set[int]] | None = None
+) -> list[str]:
+    """Contributions whose weight no parameter of a rank shows: what was not seen must not be called right.
+
+    Args:
+        own: the data coordinates that concern each rank; None where all do.
+    """
+    seen: dict[tuple[int, int], set[ContributionKey]] = defaultdict(set)
+    for one in held:
+        if one.observed is not None:
+            elsewhere = {key for key in expected if key[0] in one.elsewhere}
+            seen[one.param[0], one.rank] |= {cell.key for cell in one.cells} | elsewhere
+    missing = {
+        key
+        for (_, rank), keys in seen.items()
+        for key in expected
+        if key not in keys and (own is None or key[0] in own.get(rank, ()))
+    }
+    if not missing:
+        return []
+    shown = ", ".join(f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return [f"the weight of contribution {shown}{more} cannot be told from the samples: take a larger sample"]
+
+
+def foreign(run: Run, data: StepData) -> list[str]:
+    """Why nothing is known of an optimizer's gradients: it owns tensors that no forward has shown and that are no
+    copies of parameters either, while parameters that got gradients belong to no optimizer."""
+    ranks = set()
+    num = 0
+    for rank, events in data.events.items():
+        steps = [event for event in events if isinstance(event, OptimizerStep)]
+        owned = {param for event in steps for param in data.params_of(rank, event.params)}
+        seen = {
+            track.param.id
+            for of_rank in data.tracks.values()
+            if (track := of_rank.get(rank)) is not None and track.leaves
+        }
+        params = run.ranks[rank].params
+        strange = sum(params[param].name.startswith("unnamed.") for param in owned - seen if param in params)
+        if strange and seen - owned:
+            ranks.add(rank)
+            num = max(num, strange)
+    if not ranks:
+        return []
+    return [
+        f"the optimizer on rank(s) {', '.join(map(str, sorted(ranks)))} owns {num} tensor(s) that are neither "
+        "parameters of the model nor copies of them as they were first seen: what it reads is not known"
+    ]

@@ -1,0 +1,197 @@
+"""What the steps that came out right say of one that did not: whether its losses or what follows them are others.
+
+In one step, a loss of half the weight before an average over two ranks, and an average that should not have come, are
+the same numbers. Where other steps are right with the same average behind losses of another weight, the losses of this
+one are wrong; where the losses are those of the right steps, what follows them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import GradWrite
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+if TYPE_CHECKING:
+    from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+
+LOSS_RULE = "GS303"
+ALIKE = 1e-3
+"""Relative; factors that somebody wrote lie further apart."""
+LEAST_STEPS = 3
+EXACT, MOST_VAGUE = 1e-5, 1e-3
+"""Relative: how near a ratio of token counts must be, and from where on chance would hit one."""
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What all losses of a step weigh, over what they should (`losses`), and by what all that follows them multiplies
+    (`rest`): one number each. `loss` is one of them, `writes` are (file, line, factor) of the trainer's own lines."""
+
+    losses: float
+    rest: float
+    loss: FirstEvent | None
+    writes: frozenset[tuple[str, int, float]]
+
+
+def conduct_of(data: StepData, held: Sequence[Held], contributions: Contributions) -> Conduct | None:
+    """What a judged step's losses did, and what follows them; None where that is not the same for all weights."""
+    pairs = [(cell.root_ratio, cell.ratio) for one in held for cell in one.cells if cell.expected]
+    roots = {root for root, _ in pairs}
+    if not pairs or min(roots) <= 0 or max(roots) > min(roots) * (1 + ALIKE):
+        return None
+    rest = [ratio / root for root, ratio in pairs]
+    if min(rest) <= 0 or max(rest) > min(rest) * (1 + ALIKE):
+        return None
+    writes = {
+        (event.site.file, event.site.line, event.factor)
+        for of_rank in data.events.values()
+        for event in of_rank
+        if isinstance(event, GradWrite) and event.site is not None and event.factor is not None
+    }
+    return Conduct(pairs[0][0], rest[0], _loss(contributions), frozenset(writes))
+
+
+def _loss(contributions: Contributions) -> FirstEvent | None:
+    for one in contributions.by_key.values():
+        event, gradient = one.loss, one.gradient
+        if event is not None and gradient is not None and event.site is not None and one.loss_rank is not None:
+            return FirstEvent(
+                rank=one.loss_rank,
+                seq=event.seq,
+                kind="loss",
+                op=f"{event.op}, reduction={event.reduction}",
+                file=event.site.file,
+                line=event.site.line,
+                function=event.site.function,
+                accumulation_step=gradient.accumulation_step,
+                microbatch=gradient.microbatch,
+                stage=gradient.stage,
+                called_from=event.site.called_from,
+            )
+    return None
+
+
+def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
+    """Lay a step's only finding, on all of its weights, to what this step does otherwise than those that are right."""
+    right = [(one, one.conduct) for one in verdicts if not one.findings and not one.reasons and one.conduct is not None]
+    for verdict in verdicts:
+        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        mine = verdict.conduct
+        if not right or mine is None or mine.loss is None or len(errors) != 1 or len(verdict.findings) != 1:
+            continue
+        found = errors[0]
+        if found.first_event is None or found.factor.observed is None or found.first_event.before is not None:
+            continue
+        at_loss = found.first_event.kind == "loss"
+        factor = mine.losses * mine.rest
+        if not _alike(found.factor.observed, factor) or not all(_alike(one.losses * one.rest, 1.0) for _, one in right):
+            continue
+        if not at_loss and all(_alike(one.rest, mine.rest) for _, one in right):
+            verdict.findings = [_of_losses(found, mine.loss, factor, right[0][0].context.step)]
+        elif at_loss and all(_alike(one.losses, mine.losses) for _, one in right):
+            verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
+
+
+def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
+    """Accuse no losses whose weight is another in each step while tokens and passes stay the same: no count that is
+    wrong would do that, a coefficient that follows a schedule does."""
+    conducts = [verdict.conduct for verdict in verdicts if verdict.conduct is not None]
+    sizes = {
+        (one.contributions.num_tokens, one.context.num_accumulation, one.context.num_microbatches) for one in verdicts
+    }
+    weights = sorted(one.losses for one in conducts)
+    if len(conducts) < max(LEAST_STEPS, len(verdicts)) or len(sizes) != 1 or None in next(iter(sizes)):
+        return
+    if not all(_alike(one.rest, conducts[0].rest) for one in conducts):
+        return
+    if any(_alike(one, other) for one, other in pairwise(weights)):
+        return
+    for verdict, conduct in zip(verdicts, conducts, strict=True):
+        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        if len(errors) != 1 or errors[0].code != LOSS_RULE or errors[0].first_event is None:
+            continue
+        verdict.findings.remove(errors[0])
+        verdict.effects.clear()
+        verdict.reasons.append(
+            f"the losses are x {conduct.losses * conduct.rest:.6g} of a mean over all tokens, and in every other step "
+            "x another number, with as many tokens and passes: a coefficient that follows a schedule, or a function of "
+            "the data, which may be meant. gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its "
+            "coefficient tells"
+        )
+
+
+def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
+    """Name the losses' factor where it is this step's tokens over those of another: a count of another window."""
+    counts = {verdict.context.step: verdict.contributions.num_tokens for verdict in verdicts}
+    for verdict in verdicts:
+        tokens, step = verdict.contributions.num_tokens, verdict.context.step
+        for finding in verdict.findings:
+            observed, tolerance = finding.factor.observed, max(finding.factor.tolerance or 0.0, EXACT)
+            if finding.code != LOSS_RULE or not tokens or not observed or finding.factor.expression is not None:
+                continue
+            near = [
+                (other, count)
+                for other, count in counts.items()
+                if count and other != step and abs(observed * count / tokens - 1) <= tolerance
+            ]
+            if len({count for _, count in near}) == 1 and tolerance <= MOST_VAGUE:
+                _name_count(finding, tokens, *min(near, key=lambda one: (one[0] > step, abs(one[0] - step))))
+
+
+def _name_count(finding: Finding, tokens: int, other: int, count: int) -> None:
+    words = f"num_tokens/num_tokens of step {other}"
+    finding.factor = msgspec.structs.replace(
+        finding.factor, expression=words, candidates=[Candidate(expression=words, value=tokens / count)]
+    )
+    finding.explanation += f" {count} tokens are those of step {other}; this step has {tokens}."
+    finding.fix = "Divide by the tokens of the window whose gradients the optimizer is going to read."
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one / other - 1) <= ALIKE
+
+
+def _of_losses(found: Finding, loss: FirstEvent, factor: float, step: int) -> Finding:
+    """What was laid to a hand that does the same in steps that are right."""
+    return msgspec.structs.replace(
+        found,
+        code=LOSS_RULE,
+        name="wrong-normalizer",
+        first_event=msgspec.structs.replace(loss, observed_factor=factor),
+        explanation=f"Every token enters backward with x {factor:.6g} of its weight in step {step}, whose weights are "
+        "right, and all that follows the loss multiplies by the same number in both.",
+        fix="Correct the normalisation where the loss is computed: look for what is another number in this step, such "
+        "as the passes or tokens that it divides by.",
+        suggested_experiment=None,
+    )
+
+
+def _of_the_rest(found: Finding, step: int, right: Conduct, mine: Conduct) -> Finding:
+    """What was laid to losses that are those of steps that are right."""
+    assert found.first_event is not None
+    lines = sorted({(file, line) for file, line, _ in right.writes - mine.writes})
+    factor = mine.rest / right.rest
+    there = ""
+    if lines:
+        file, line = lines[0]
+        there = f" There {PurePath(file).name}:{line} multiplies gradients; here it does not, or by another number."
+    return msgspec.structs.replace(
+        found,
+        code="GS000",
+        name="unexplained-scale",
+        first_event=msgspec.structs.replace(found.first_event, unrecorded=True),
+        explanation=f"The losses enter backward as in step {step}, whose weights are right; what follows them "
+        f"multiplies by x {factor:.6g} of what it does there.{there}",
+        fix="Look for what your code does to gradients behind the loss in one of these steps and not in the other.",
+        suggested_experiment=None,
+    )

@@ -1,0 +1,129 @@
+"""What one step showed, and the findings of many steps as one list."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
+from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
+from gradcheck_dist.diagnosis.norms.consequence import consequence
+from gradcheck_dist.diagnosis.norms.effect import Effect
+from gradcheck_dist.diagnosis.steps.other_steps import Conduct
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+
+Cause = tuple[object, ...]
+HIDDEN = "where a clip by hand hides no division"
+"""Evidence of a candidate that only steps with a clip leave open."""
+
+
+def cause(finding: Finding) -> Cause:
+    """Equal for what repeats step after step: same rule and same culprit line. Verification is done once, and may find
+    several functions wrong that are applied on one line."""
+    event = finding.first_event
+    verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""
+    return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded), verified)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
+    is relative."""
+
+    factor: float
+    norm: float
+    tolerance: float
+
+
+Key = tuple[ParamKey, int, ContributionKey]
+"""(parameter, rank that holds it, contribution)"""
+
+
+@dataclass
+class Change:
+    """What lines of the user's did to gradients in one step: diagnosis/steps/handmade.py.
+
+    `place` is equal for the same lines in other steps; `factors` are (factor, relative tolerance) of some of the
+    weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
+    stands among the findings. `parted`: copies of one gradient were changed apart on different ranks. `makes_up`: the
+    weights were off before it.
+    """
+
+    place: tuple[object, ...]
+    words: str
+    finding: Finding
+    effect: Effect | None
+    factors: dict[Key, tuple[float, float]]
+    num_parameters: int
+    name: str | None
+    firm: bool
+    parted: bool
+    makes_up: bool = False
+
+
+@dataclass
+class StepVerdict:
+    """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
+    `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
+    `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong."""
+
+    context: StepContext
+    data: StepData
+    contributions: Contributions
+    held: list[Held] = field(default_factory=list)
+    units: dict[ParamKey, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    verified: str = ""
+    unverified: list[Unverified] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    audited: set[str] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)
+    spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    without_lost: StepVerdict | None = None
+    alone: StepVerdict | None = None
+    scaling: Scaling | None = None
+    assumed: Assumed | None = None
+    divided: dict[Place, frozenset[str]] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    conduct: Conduct | None = None
+    effects: dict[Cause, Effect] = field(default_factory=dict)
+
+    def found(self, finding: Finding, effect: Effect | None) -> None:
+        """Keep a finding, with what it does to this step's gradient where that is known."""
+        self.findings.append(finding)
+        if effect is not None:
+            self.effects[cause(finding)] = effect
+            finding.consequence = consequence([effect])
+
+
+def _hidden(finding: Finding) -> bool:
+    return any(candidate.evidence == HIDDEN for candidate in finding.factor.candidates)
+
+
+def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
+    """One finding for what repeats step after step. The first step's stays, or the first that leaves no candidate open
+    because of a clip; its consequence is that of all steps, and it concerns as many parameters as in any: behind layers
+    that begin at zero, the first step's gradients are zero."""
+    result: dict[Cause, Finding] = {}
+    effects: dict[Cause, list[Effect]] = defaultdict(list)
+    for verdict in verdicts:
+        for finding in verdict.findings:
+            key = cause(finding)
+            known = result.setdefault(key, finding)
+            known.num_parameters = finding.num_parameters = max(known.num_parameters, finding.num_parameters)
+            if known is not finding and _hidden(known) and not _hidden(finding):
+                result[key], finding.step, finding.steps = finding, known.step, known.steps + finding.steps
+            elif known is not finding:
+                known.steps += finding.steps
+            if key in verdict.effects:
+                effects[key].append(verdict.effects[key])
+    for key, of_steps in effects.items():
+        result[key].consequence = consequence(of_steps)
+    order = {"error": 0, "warning": 1, "info": 2}
+    return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))

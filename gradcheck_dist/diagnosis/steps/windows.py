@@ -1,0 +1,75 @@
+"""Steps with another number of passes than the right ones, whose losses divide by theirs all the same.
+
+Where the batches of an epoch do not fill its last window, either that window is short, or it is left unfinished and its
+gradients stay for the next epoch's first one. Its numbers alone may be made of others as well (two degrees, an average
+too many); that all steps with the usual number of passes came out right tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import msgspec
+
+from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+
+LOSS_RULE = "GS303"
+EXACT = 1e-3
+"""Relative; K / K' of a few passes lie further apart."""
+
+
+def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
+    """Give the findings of such steps one cause."""
+    right = [verdict for verdict in verdicts if verdict.weights and not verdict.findings and not verdict.reasons]
+    usual = {verdict.context.num_accumulation for verdict in right}
+    if len(usual) != 1:
+        return
+    (passes,) = usual
+    for verdict in verdicts:
+        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        ratio = Fraction(verdict.context.num_accumulation, passes)
+        if not errors or ratio == 1 or not _all_off_by(verdict, float(ratio)):
+            continue
+        at_loss = next((one for one in errors if one.code == LOSS_RULE and one.first_event is not None), None)
+        if at_loss is not None:
+            effects = [verdict.effects.pop(cause(one), None) for one in errors]
+            told = _one(at_loss, verdict, passes, ratio, at_loss.consequence if len(errors) == 1 else "")
+            verdict.findings = [told, *(finding for finding in verdict.findings if finding not in errors)]
+            if len(errors) == 1 and effects[0] is not None:
+                verdict.effects[cause(told)] = effects[0]
+
+
+def _all_off_by(verdict: StepVerdict, ratio: float) -> bool:
+    known = [weight.ratio for weight in verdict.weights if weight.ratio is not None]
+    return bool(known) and all(abs(one / ratio - 1) <= EXACT for one in known)
+
+
+def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, consequence: str) -> Finding:
+    passes, factor = verdict.context.num_accumulation, float(ratio)
+    number = f"{passes} backward passes add" if passes > 1 else "One backward pass adds"
+    if passes > usual:
+        why = "gradients of a window that was not finished (the end of an epoch) were left in"
+        fix = (
+            "Step the optimizer with what an unfinished window holds, divided by its own number of passes, or empty "
+            "the gradients before the next window begins."
+        )
+    else:
+        why = "the window is a short one (the end of an epoch)"
+        fix = "Divide the loss by the number of passes of its own window, or leave the last, short window out."
+    assert found.first_event is not None
+    return msgspec.structs.replace(
+        found,
+        factor=Factor(observed=factor, exact=str(ratio), tolerance=found.factor.tolerance),
+        pattern=f"every contribution x {factor:.6g}, in a step of {passes} pass(es) instead of {usual}",
+        units=sorted(set(verdict.units.values())),
+        num_parameters=len(verdict.units),
+        ranks=sorted({weight.holder_rank for weight in verdict.weights}),
+        first_event=msgspec.structs.replace(found.first_event, observed_factor=factor),
+        explanation=f"{number} up in this step, and the loss divides by {usual}, which is right in the steps with "
+        f"{usual} passes: {why}.",
+        fix=fix,
+        suggested_experiment=None,
+        consequence=consequence,
+    )

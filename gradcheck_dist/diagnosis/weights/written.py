@@ -1,0 +1,54 @@
+"""Measured numbers: which are one and the same, and which somebody wrote into a program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import isfinite
+
+from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+
+Measured = tuple[float, float]
+"""(value, relative tolerance)"""
+EXACT = sys.float_info.epsilon
+MOST_WRITTEN = 2.0**24
+VAGUE = 1e-3
+"""With a wider tolerance than this every number is near to one that people write."""
+SIMPLE = 3.5
+"""Cost of a name below which chance does not make it."""
+DIGITS = ((1, 5e-3), (2, 5e-4), (3, 5e-5))
+"""How many digits people write, and the tolerance up to which chance hits such a number in one of ten cases at most."""
+
+
+def distinct(factors: list[Measured]) -> list[Measured]:
+    """Values that differ by more than their tolerances, each the best measured one of its kind."""
+    found: list[Measured] = []
+    for value, tolerance in sorted(factors, key=lambda item: item[1]):
+        if not any(same((value, tolerance), other) for other in found):
+            found.append((value, tolerance))
+    return found
+
+
+def same(one: Measured, other: Measured) -> bool:
+    return abs(one[0] - other[0]) <= 2 * (one[1] + other[1]) * max(abs(one[0]), abs(other[0]), 1e-12)
+
+
+def is_written(value: float, tolerance: float, quantities: Mapping[str, float]) -> bool:
+    """Whether somebody wrote this number, or made it of degrees and counts; chance is left little room."""
+    size = abs(value)
+    for digits, widest in DIGITS:
+        if tolerance <= widest and abs(size / float(f"{size:.{digits - 1}e}") - 1) <= tolerance:
+            return True
+    if tolerance <= VAGUE and exact_fraction(size, tolerance) is not None:
+        return True
+    return any(name.cost < SIMPLE for name in name_number(size, quantities, max(tolerance, 1e-6)))
+
+
+def is_exactly_written(factor: float | None) -> bool:
+    """Whether a factor that was read from the program's own call, to all its digits, is one of few digits or one over a
+    whole number: what is computed from gradients is never that."""
+    if not factor or not isfinite(factor):
+        return False
+    size = abs(factor)
+    whole = [one for one in (size, 1 / size) if one <= MOST_WRITTEN and abs(one - round(one)) <= 4 * EXACT * one]
+    return bool(whole) or float(f"{size:.2e}") == size
