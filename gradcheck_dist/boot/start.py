@@ -24,7 +24,7 @@ def boot() -> None:
         return
     _booted = True
     try:
-        from gradcheck_dist.probes.patching import Patches
+        from gradcheck_dist.probes.recording.patching import Patches
 
         options = decode(text)
         Patches().when_imported("torch", lambda torch: attach(torch, options))

@@ -78,7 +78,7 @@ def _disk() -> Check:
 
 def _samples() -> Check:
     """What the sampling plan leaves out of large models."""
-    from gradcheck_dist.probes.budget import BUDGET_BYTES, NUM_CONTRIBUTIONS, sampling_plan
+    from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, NUM_CONTRIBUTIONS, sampling_plan
 
     full = max(count for count in range(1, 4096) if sampling_plan(count, 96).elements == 96)
     whole = max(count for count in range(1, 4096) if sampling_plan(count, 96).period == 1)

@@ -19,39 +19,41 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
-from gradcheck_dist.probes.dynamo import keep_out, known_alike
-from gradcheck_dist.probes.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
-from gradcheck_dist.probes.loss import record_loss
-from gradcheck_dist.probes.patching import Patches
-from gradcheck_dist.probes.recorder import Recorder, guarded
+from gradcheck_dist.probes.backward.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
+from gradcheck_dist.probes.losses.loss import record_loss
+from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
-PROBES = (
-    "autograd",
-    "loss",
-    "log_probs",
-    "label_functions",
-    "unseen",
-    "fused",
-    "compiled",
-    "optimizer",
-    "gradient_norms",
-    "writes",
-    "own_optimizer",
-    "amp",
-    "collectives",
-    "ddp",
-    "fsdp",
-    "fsdp1",
-    "pipeline",
-    "stage_edges",
-    "redistribute",
-    "replicas",
-    "copies",
-    "exchanges",
-    "recompute",
+_IN_ORDER = (
+    "backward.autograd",
+    "losses.loss",
+    "losses.log_probs",
+    "losses.label_functions",
+    "losses.unseen",
+    "backward.fused",
+    "losses.compiled",
+    "optimizers.optimizer",
+    "optimizers.gradient_norms",
+    "optimizers.writes",
+    "optimizers.own_optimizer",
+    "optimizers.amp",
+    "reductions.collectives",
+    "reductions.ddp",
+    "reductions.fsdp",
+    "reductions.fsdp1",
+    "activations.pipeline",
+    "activations.stage_edges",
+    "reductions.redistribute",
+    "reductions.replicas",
+    "reductions.copies",
+    "activations.exchanges",
+    "backward.recompute",
 )
+_MODULES = {path.rpartition(".")[2]: f"gradcheck_dist.probes.{path}" for path in _IN_ORDER}
+PROBES = tuple(_MODULES)
 DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 
@@ -239,7 +241,7 @@ def _tell(words: str) -> None:
 def install(name: str, recorder: Recorder, patches: Patches, *, module: str | None = None) -> None:
     """Put one probe in place; one that cannot hook says so in the trace and leaves the others alone."""
     try:
-        import_module(module or f"gradcheck_dist.probes.{name}").install(recorder, patches)
+        import_module(module or _MODULES[name]).install(recorder, patches)
     except Exception as error:
         recorder.status(name, False, f"{type(error).__name__}: {error} (torch {torch.__version__})")
     else:
@@ -303,9 +305,9 @@ def availability() -> dict[str, str]:
     for name in PROBES:
         recorder, patches = Recorder(writer, steps=None, sample_size=1), Patches()
         try:
-            import_module("gradcheck_dist.probes.autograd").install(recorder, patches)
+            import_module(_MODULES["autograd"]).install(recorder, patches)
             if name != "autograd":
-                import_module(f"gradcheck_dist.probes.{name}").install(recorder, patches)
+                import_module(_MODULES[name]).install(recorder, patches)
             found[name] = "ok"
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

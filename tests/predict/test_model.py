@@ -81,7 +81,7 @@ def test_the_mirrored_factors_are_torchs_own(
     torch = pytest.importorskip("torch")
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-    from gradcheck_dist.probes.collectives import op_name
+    from gradcheck_dist.probes.reductions.collectives import op_name
 
     class Group:
         def __init__(self, size: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.budget import BUDGET_BYTES, BYTES_PER_ROW, ROWS, sampling_plan
+from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, BYTES_PER_ROW, ROWS, sampling_plan
 from gradcheck_dist.trace.run import read_run
 
 NUM_PARAMS = 300

@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Backward, OptimizerStep, ProbeError, StepEnd
-from gradcheck_dist.probes import attach, captured
-from gradcheck_dist.probes.samples import HostCopies
+from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.recording import captured
+from gradcheck_dist.probes.recording.samples import HostCopies
 from gradcheck_dist.trace.run import read_run
 
 Work = Callable[[], Any]

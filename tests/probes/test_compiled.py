@@ -20,8 +20,8 @@ import gradcheck_dist
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Clip, Loss, LossGradient
-from gradcheck_dist.probes.compiled_graph import losses_of
-from gradcheck_dist.probes.dynamo import _codes
+from gradcheck_dist.probes.losses.compiled_graph import losses_of
+from gradcheck_dist.probes.recording.dynamo import _codes
 from gradcheck_dist.trace.run import read_run
 
 VOCABULARY, ACCUMULATION, STEPS = 20, 3, 3

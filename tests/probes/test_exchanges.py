@@ -149,7 +149,7 @@ class HandedOn(torch.autograd.Function):
 def test_functions_of_tensors_without_memory_run_as_without_probes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    monkeypatch.setattr("gradcheck_dist.probes.exchanges.several_ranks", lambda: ranks > 1)
+    monkeypatch.setattr("gradcheck_dist.probes.activations.exchanges.several_ranks", lambda: ranks > 1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
     model = nn.Linear(4, 3)
     with attach(tmp_path / "run") as session:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcheck_dist.probes.flat_copies import MAX_COMPARED, FlatCopies
-from gradcheck_dist.probes.regions import Region
-from gradcheck_dist.probes.registry import ParamInfo
+from gradcheck_dist.probes.parameters.flat_copies import MAX_COMPARED, FlatCopies
+from gradcheck_dist.probes.parameters.regions import Region
+from gradcheck_dist.probes.parameters.registry import ParamInfo
 
 SIZES = ((5, 4), (7,), (3, 3), (7,))
 

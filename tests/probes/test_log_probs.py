@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradcheck_dist
 from gradcheck_dist.events import Event, LossGradient
-from gradcheck_dist.probes.log_probs import is_log_softmax
+from gradcheck_dist.probes.losses.log_probs import is_log_softmax
 from gradcheck_dist.trace.run import read_run
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradcheck_dist.probes import pipeline
+from gradcheck_dist.probes.activations import pipeline
 
 
 class Stage:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gradcheck_dist.events import AnyRecord
-from gradcheck_dist.probes.places import MOST_FRUITLESS, Places
-from gradcheck_dist.probes.regions import in_memory
-from gradcheck_dist.probes.registry import Registry
+from gradcheck_dist.probes.parameters.places import MOST_FRUITLESS, Places
+from gradcheck_dist.probes.parameters.regions import in_memory
+from gradcheck_dist.probes.parameters.registry import Registry
 
 NUM_LAYERS = 20
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.events import Clip, Loss, LossGradient, ZeroGrad
 from gradcheck_dist.probes import attach, mark_loss
-from gradcheck_dist.probes.loss import label_hash
+from gradcheck_dist.probes.losses.loss import label_hash
 
 
 def test_a_healthy_accumulation_is_clean_in_every_step(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.regions import Finder, Region, in_memory
+from gradcheck_dist.probes.parameters.regions import Finder, Region, in_memory
 from gradcheck_dist.trace.run import read_run
 
 

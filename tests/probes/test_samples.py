@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.events import AFTER
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.recorder import Recorder
-from gradcheck_dist.probes.samples import HostCopies
+from gradcheck_dist.probes.optimizers import optimizer as optimizer_probe
+from gradcheck_dist.probes.recording import deferred, recorder
+from gradcheck_dist.probes.recording.samples import HostCopies
 from gradcheck_dist.stats.sampling import sample_positions
 from gradcheck_dist.trace.run import read_run
 
@@ -60,7 +61,8 @@ def test_a_step_on_an_accelerator_is_recorded_without_waiting_and_judged_the_sam
 
     # A CPU that behaves as an accelerator: nothing may be read before it was waited for at the end.
     monkeypatch.setattr(HostCopies, "start", start)
-    monkeypatch.setattr(Recorder, "is_host", staticmethod(lambda value: False))
+    for module in (deferred, recorder, optimizer_probe):
+        monkeypatch.setattr(module, "is_host", lambda value: False)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(tmp_path) as session:

@@ -21,8 +21,9 @@ from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import Backward, OptimizerStep, ProbeError, RunEnd
-from gradcheck_dist.probes import attach, autograd, availability
-from gradcheck_dist.probes.recorder import Recorder
+from gradcheck_dist.probes import attach, availability
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.recording.recorder import Recorder
 
 
 def test_only_the_steps_asked_for_are_recorded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from gradcheck_dist.probes import sites
+from gradcheck_dist.probes.recording import sites
 
 
 def load(file: Path, code: str) -> ModuleType:

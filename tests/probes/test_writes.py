@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.writes import FOREACH, METHODS
+from gradcheck_dist.probes.optimizers.writes import FOREACH, METHODS
 from gradcheck_dist.trace.run import read_run
 
 NUM_BATCHES = 3

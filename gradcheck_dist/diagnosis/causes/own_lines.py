@@ -14,7 +14,7 @@ from gradcheck_dist.ledger.tracks import StepData
 def line_between(
     data: StepData, culprit: Culprit, held: Sequence[Held], off: float, tolerance: float
 ) -> GradWrite | None:
-    """The recorded write to a gradient (probes/writes.py) that an unrecorded change is laid to.
+    """The recorded write to a gradient (probes/optimizers/writes.py) that an unrecorded change is laid to.
 
     Args:
         held: the gradients that are wrong.

@@ -7,7 +7,7 @@ from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
-"""Op of a loss whose targets are no labels: probes/unseen.py."""
+"""Op of a loss whose targets are no labels: probes/losses/unseen.py."""
 SAME = 1e-3
 """Factors nearer to one another than this, relative, are the same."""
 

@@ -1,0 +1,1 @@
+"""What ranks and stages exchange in forward, and what comes back through it."""

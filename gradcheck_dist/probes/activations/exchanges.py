@@ -1,0 +1,359 @@
+"""Activations that ranks combine in forward, and the gradients that come back through it.
+
+Tensor, sequence, context and expert parallelism put collectives into the model, in a torch.autograd.Function of its
+own with the conjugate operation in backward (Megatron-LM, arXiv 1909.08053, section 3: f and g). A function is watched
+when it called a collective in forward, or was seen to call one in backward; a few elements of what went in, came out,
+arrived and came back are recorded. Whether one is the transpose of the other is judged when the ranks are together.
+
+A collective that is called on a tensor of the graph changes it in place, and no node knows of it: what arrives at the
+tensor is what goes on. DTensors know what they do, and so do torch's own wrappers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import Exchange, Site
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, take
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
+from gradcheck_dist.probes.parameters.stand_ins import is_transformed
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site, defined_at
+from gradcheck_dist.probes.recording.world import several_ranks
+from gradcheck_dist.probes.reductions.copies import ranks_of
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
+)
+DIRECT = ("all_reduce", "all_gather")
+"""Watched where they are called on a tensor of the graph, too."""
+MAX_ALIKE = 16
+"""Applications of one function that are recorded in a step."""
+MAX_RECORDED = 64
+MAX_RANKS = 64
+_OWN_SEMANTICS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
+
+
+class Call(NamedTuple):
+    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
+    all-reduce or an all-gather was given, `parts` the list that this fills."""
+
+    name: str
+    ranks: tuple[int, ...]
+    splits: tuple[list[int], list[int]] | None
+    tensor: Tensor | None = None
+    parts: list[Any] | None = None
+
+
+class Exchanges:
+    """Functions that communicate. `_backward` are those that do in backward, with the ranks; None: not always these."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._open: list[list[Call]] = []
+        self._backward: dict[type, tuple[int, ...] | None] = {}
+        self.gathered: tuple[Call, _Watched, Tensor] | None = None
+        self._step = -1
+        self._alike: Counter[tuple[Any, ...]] = Counter()
+        self._indices: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def listens(self) -> bool:
+        recorder = self.recorder
+        return recorder.sampling and not recorder.suspended and recorder.impulses is None and several_ranks()
+
+    def enter(self) -> list[Call]:
+        """A function is about to be applied."""
+        calls: list[Call] = []
+        self._open.append(calls)
+        return calls
+
+    def leave(self) -> None:
+        calls = self._open.pop()
+        if self._open:
+            self._open[-1].extend(calls)
+
+    def called(self, call: Callable[[], Call]) -> None:
+        """A collective is called."""
+        if self._open:
+            self._open[-1].append(call()._replace(tensor=None, parts=None))
+        elif self.recorder.current is not None:
+            node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            cls = getattr(type(node), "_forward_cls", None)
+            if cls is not None and not cls.__module__.startswith(_OWN_SEMANTICS):
+                ranks = call().ranks
+                self._backward[cls] = ranks if self._backward.get(cls, ranks) == ranks else None
+
+    def may_communicate(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> bool:
+        """Whether a function called a collective, was seen to do so in backward, or may in this one."""
+        return bool(calls) or cls in self._backward or _hands_on(args, results)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a function is being applied."""
+        return bool(self._open)
+
+    def number(self, ranks: tuple[int, ...], *alike: Any) -> int | None:
+        """The next number in a group; None where as many were recorded as shall be."""
+        step = self.recorder.upcoming_step
+        if step != self._step:
+            self._step = step
+            self._alike.clear()
+            self._indices.clear()
+        self._alike[alike] += 1
+        if self._alike[alike] > MAX_ALIKE or self._indices.total() >= MAX_RECORDED:
+            return None
+        self._indices[ranks] += 1
+        return self._indices[ranks] - 1
+
+    def group_of(self, cls: type, calls: list[Call]) -> tuple[int, ...] | None:
+        if not calls and cls not in self._backward:
+            return (dist.get_rank(),)
+        groups = {call.ranks for call in calls} or {self._backward[cls] or ()}
+        ranks = groups.pop()
+        return ranks if not groups and 1 < len(ranks) <= MAX_RANKS else None
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    exchanges = recorder.exchanges = Exchanges(recorder)
+
+    def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling() or not exchanges.listens:
+                    return original(*args, **kwargs)
+                call = functools.partial(_call, name, signature, args, kwargs)
+                note(recorder, exchanges, call)
+                before = begins(recorder, exchanges, call) if name in DIRECT else None
+                result = original(*args, **kwargs)
+                if before is not None and result is None:  # else it is under way
+                    is_over(recorder, exchanges, before, call())
+                return result
+
+            return collective
+
+        return make
+
+    for name in COLLECTIVES:
+        for module in (distributed_c10d, dist):
+            if hasattr(module, name):
+                patches.replace(module, name, watched(name))
+    patches.on_restore(lambda: setattr(recorder, "exchanges", None))
+
+    def begin(recorder: Recorder, *_: Any) -> None:
+        look_back(recorder, exchanges)
+
+    autograd.OPEN_LISTENERS.append(begin)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+
+
+def _call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    given = signature.bind(*args, **kwargs).arguments
+    splits = None
+    if name.startswith("all_to_all"):
+        splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
+    tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
+    return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
+
+
+@guarded("exchanges")
+def note(recorder: Recorder, exchanges: Exchanges, call: Callable[[], Call]) -> None:
+    exchanges.called(call)
+    look_back(recorder, exchanges)
+
+
+@guarded("exchanges")
+def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -> Tensor | None:
+    """Some elements of a tensor of the graph that a collective is about to take; None for any other."""
+    tensor = make().tensor
+    inside = exchanges.inside or recorder.current is not None or not torch.is_grad_enabled()
+    if inside or not isinstance(tensor, Tensor) or tensor.grad_fn is None or not _plain(tensor):
+        return None
+    return take([tensor], [WHOLE])[0]
+
+
+@guarded("exchanges")
+def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, call: Call) -> None:
+    """A collective took a tensor of the graph. One that changed it in place hands on what arrives; a gather hands back
+    nothing, and a rank that wants its own part's gradient puts that in the place of the copy, which is seen later."""
+    if not 1 < len(call.ranks) <= MAX_RANKS or call.tensor is None:
+        return
+    index = exchanges.number(call.ranks, call.name)
+    if index is None:
+        return
+    counts = (len(before),)
+    made = () if call.parts is not None else counts
+    told = _Watched("", call.ranks, index, counts, made, (call.name,), None, caller_site(), _coarsest([call.tensor]))
+    if call.parts is not None:
+        exchanges.gathered = (call, told, before)
+    else:
+        after = take([call.tensor], [WHOLE])[0]
+        _watch_tensor(recorder, call.tensor, told, before, after)
+
+
+@guarded("exchanges")
+def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
+    """Whether the last all-gather's own part was put back."""
+    if exchanges.gathered is None:
+        return
+    (call, told, before), exchanges.gathered = exchanges.gathered, None
+    own = (call.parts or [])[call.ranks.index(dist.get_rank())]
+    if isinstance(own, Tensor) and own.requires_grad:
+        _watch_tensor(recorder, own, told._replace(put_back=True), before, before[:0])
+
+
+def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Tensor, after: Tensor) -> None:
+    def arrived(grad: Tensor | None) -> None:
+        handle.remove()
+        if grad is not None and _plain(grad):
+            values = take([grad], [WHOLE])[0]
+            tell(recorder, told, before, after, values[: len(after)], values, lost=False)
+
+    handle = tensor.register_hook(unserializable_hook(arrived))
+
+
+class _Watched(NamedTuple):
+    function: str
+    group: tuple[int, ...]
+    number: int
+    input_counts: tuple[int, ...]
+    output_counts: tuple[int, ...]
+    collectives: tuple[str, ...]
+    defined_at: Site | None
+    site: Site | None
+    dtype: str
+    params: int | None = None
+    put_back: bool = False
+
+
+@guarded("exchanges")
+def watch(
+    recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]
+) -> None:
+    """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
+    if not exchanges.listens or not exchanges.may_communicate(cls, args, results, calls):
+        return
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
+    given = [(place, one) for place, one in enumerate(tensors) if one.requires_grad]
+    found = results if isinstance(results, tuple | list) else (results,)
+    made = [one for one in found if isinstance(one, Tensor) and one.grad_fn is not None and one.is_floating_point()]
+    ranks = exchanges.group_of(cls, calls)
+    if ranks is None or not given or not made or not all(_plain(one) for one in [*tensors, *made]):
+        return
+    if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
+        return
+    if any(one.is_leaf for _, one in given):
+        return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
+    inputs = [one for _, one in given]
+    splits = next((call.splits for call in calls if call.splits is not None), None)
+    parts = boxes(inputs, made, len(ranks), splits)
+    if parts is None:
+        return
+    index = exchanges.number(ranks, cls)
+    if index is None:
+        return
+    before, input_counts = take(inputs, parts[0])
+    after, output_counts = take(made, parts[1])
+    names = tuple(dict.fromkeys(call.name for call in calls))
+    written = defined_at(getattr(cls, "backward", None))
+    infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
+    params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
+    dtype = _coarsest([*inputs, *made])
+    told = _Watched(
+        cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
+    )
+    node: Any = made[0].grad_fn
+    places, numbers = [place for place, _ in given], [one.output_nr for one in made]
+    like = [tuple(one.shape) for one in inputs], [tuple(one.shape) for one in made]
+
+    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        come = [grad_inputs[place] if place < len(grad_inputs) else None for place in places]
+        came(recorder, told, before, after, parts, like, come, [grad_outputs[number] for number in numbers])
+
+    handle = node.register_hook(passed)
+
+
+@guarded("exchanges")
+def came(
+    recorder: Recorder,
+    told: _Watched,
+    before: Tensor,
+    after: Tensor,
+    parts: tuple[list[Box], list[Box]],
+    like: tuple[list[tuple[int, ...]], list[tuple[int, ...]]],
+    grad_inputs: Sequence[Tensor | None],
+    grad_outputs: Sequence[Tensor | None],
+) -> None:
+    """Backward ran through a function."""
+    one = next((grad for grad in grad_outputs if grad is not None), None)
+    if one is None or not all(grad is None or _plain(grad) for grad in [*grad_inputs, *grad_outputs]):
+        return
+    given, arrived = (
+        [one.new_zeros(()).expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+        for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
+    )
+    lost = all(grad is None for grad in grad_inputs)
+    values = [take(grads, boxes_of)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
+    tell(recorder, told, before, after, values[0], values[1], lost=lost)
+
+
+def tell(
+    recorder: Recorder,
+    told: _Watched,
+    before: Tensor,
+    after: Tensor,
+    arrived: Tensor,
+    given: Tensor,
+    *,
+    lost: bool,
+) -> None:
+    current = recorder.current
+    if current is None or not recorder.sampling:
+        return
+    event: Callable[..., Exchange] = functools.partial(
+        Exchange,
+        seq=recorder.next_seq(),
+        step=recorder.step,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        lost=lost,
+        index=told.number,
+        **{name: value for name, value in told._asdict().items() if name != "number"},
+    )
+    recorder.emit_values(event, torch.cat([before, after, arrived, given]))
+
+
+def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
+    """Whether a function gives its only differentiable input on as it is."""
+    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not _plain(results):
+        return False
+    return _plain(given[0]) and results.data_ptr() == given[0].data_ptr()
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor has values of its own, side by side in memory: no DTensor, fake one or one in a transform."""
+    known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)
+    return known and tensor.layout is torch.strided
+
+
+def _coarsest(tensors: Sequence[Tensor]) -> str:
+    """The type that rounds most, which gradients are of, too."""
+    return str(max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")

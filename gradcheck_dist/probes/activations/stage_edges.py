@@ -1,0 +1,137 @@
+"""Gradients at the edges of pipeline stages: what left one stage's input, and what entered the other one's output.
+
+Only samples are taken, on each side alone; that they belong together is found when the run is judged. A prehook of an
+autograd node and a hook of a tensor that return None leave the gradient bit for bit as it was, and a prehook runs
+behind the tensor hooks that the user put on a stage's output (torch/csrc/autograd/engine.cpp, call_function).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import StageGradient
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.world import several_ranks
+
+NUM_SAMPLES = 64
+MAX_GIVEN = 8
+"""Tensors of one stage's input that are watched; a transformer's stage has one."""
+_LEAF = "torch::autograd::AccumulateGrad"
+PASSES_LOOKED_AT = 4
+"""Passes behind which a graph is no longer searched for what another rank sent, when none held any."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    edges = _Edges()
+    listener = functools.partial(_opened, edges=edges)
+    autograd.OPEN_LISTENERS.append(listener)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(listener))
+
+
+class _Edges:
+    def __init__(self) -> None:
+        self.indices: dict[tuple[int, torch.device], Tensor] = {}
+        self.searches_left = PASSES_LOOKED_AT
+
+    def take(self, grad: Tensor) -> Tensor:
+        """Elements at positions that depend on the number of elements alone, as float32."""
+        local = getattr(grad, "_local_tensor", grad).detach()
+        key = (local.numel(), local.device)
+        indices = self.indices.get(key)
+        if indices is None:
+            num = min(NUM_SAMPLES, local.numel())
+            indices = self.indices[key] = torch.arange(num, device=local.device) * local.numel() // max(num, 1)
+        return local.take(indices).float()
+
+
+@guarded("stage_edges")
+def _opened(
+    recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool, *, edges: _Edges
+) -> None:
+    if not recorder.sampling or recorder.impulses is not None or current is None or not roots:
+        return
+    if not several_ranks():
+        return
+    if torch._C._current_graph_task_id() != -1:
+        return  # inside another backward pass: a checkpointed module that runs again
+    if has_gradients:
+        for root in roots:
+            if root.grad_fn is not None and root.numel() > 1:  # a loss is given its gradient too, by some schedules
+                _watch_output(recorder, edges, root)
+    given = current.given
+    if given is None and edges.searches_left:
+        given = _given(recorder, roots)
+        edges.searches_left = PASSES_LOOKED_AT if given else edges.searches_left - 1
+    for tensor in given or ():
+        _watch_input(recorder, edges, tensor)
+
+
+def _watch_output(recorder: Recorder, edges: _Edges, root: Tensor) -> None:
+    node: Any = root.grad_fn
+    output = root.output_nr
+
+    def entered(grads: tuple[Tensor | None, ...]) -> None:
+        handle.remove()
+        if output < len(grads):
+            _tell(recorder, edges, "output", grads[output])
+
+    handle = node.register_prehook(entered)
+
+
+def _watch_input(recorder: Recorder, edges: _Edges, tensor: Tensor) -> None:
+    def left(grad: Tensor | None) -> None:
+        handle.remove()
+        _tell(recorder, edges, "input", grad)
+
+    handle = tensor.register_hook(left)
+    autograd.put_first(tensor, handle.id)
+
+
+@guarded("stage_edges")
+def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None) -> None:
+    current = recorder.current
+    if current is None or grad is None or grad.layout is not torch.strided:
+        return
+    told: Callable[..., StageGradient] = functools.partial(
+        StageGradient,
+        seq=recorder.next_seq(),
+        step=recorder.step,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        stage=current.stage,
+        side=side,
+        shape=tuple(grad.shape),
+        dtype=str(grad.dtype).removeprefix("torch."),
+    )
+    recorder.emit_values(told, edges.take(grad))
+
+
+def _given(recorder: Recorder, roots: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves of the graph that are no parameters: what the stage was given and must hand a gradient back for."""
+    found: list[Tensor] = []
+    for leaf in _leaves([root.grad_fn for root in roots]):
+        if recorder.registry.find(leaf) is None and not isinstance(leaf, torch.nn.Parameter):
+            found.append(leaf)
+            if len(found) == MAX_GIVEN:
+                break
+    return found
+
+
+def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
+    stack = [node for node in nodes if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.name() == _LEAF:
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)

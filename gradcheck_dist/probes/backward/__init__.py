@@ -1,0 +1,1 @@
+"""Backward passes and the leaves that they reach."""

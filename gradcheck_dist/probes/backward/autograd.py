@@ -1,0 +1,304 @@
+"""Backward passes and the leaves: each contribution's own gradient as it arrives at a parameter.
+
+A tensor hook on the leaf that returns None leaves the gradient bit for bit as it was. Sources of the semantics:
+torch.autograd.graph, torch.nn.modules.module.register_module_forward_pre_hook.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import BEFORE
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording import captured
+from gradcheck_dist.probes.recording.captured import BACKWARD
+from gradcheck_dist.probes.recording.dynamo import QuietHooks
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+
+ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called with every new root module; other probes use it to find their wrappers inside."""
+
+WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called before its parameters are named: for wrappers whose parameters are no parameters of the model."""
+
+
+CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
+"""Called with every module that is called with gradients enabled, until all parameters are known."""
+
+OF_GRAD = 2
+"""Which positional argument of torch.autograd.grad holds the gradients to start from; of backward it is the second."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
+    patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
+    patches.replace(Variable, "_execution_engine", lambda engine: _watched_engine(recorder, type(engine)))
+    captured.install(recorder, patches)
+    discovery = Discovery(recorder)
+    recorder.discovery = discovery
+    discovery.start()
+    patches.on_restore(discovery.stop)
+    patches.on_restore(discovery.remove_hooks)
+
+
+def _watch(recorder: Recorder, original: Callable[..., Any], gradients_at: int) -> Callable[..., Any]:
+    """`gradients_at`: which positional argument holds the gradients to start from."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        if recorder.captures.under_way:
+            if gradients_at == 1:  # autograd.grad leaves nothing behind
+                recorder.captures.holds(BACKWARD)
+            return original(*args, **kwargs)
+        current = open_pass(recorder)
+        if recorder.current is not None and not recorder.suspended:
+            opened(recorder, args, kwargs, gradients_at)
+        if current is None:
+            return original(*args, **kwargs)
+        current.returned = gradients_at == OF_GRAD
+        try:
+            return original(*args, **kwargs)
+        finally:
+            close_pass(recorder, current)
+
+    backward.__wrapped__ = original  # type: ignore[attr-defined]
+    backward.__doc__ = original.__doc__
+    return backward
+
+
+def _watched_engine(recorder: Recorder, kind: Any) -> Any:
+    """An engine (the C++ one has no state in Python) that sees who starts it without torch.autograd.backward, as
+    Megatron's pipelines do for outputs that hold no memory any more."""
+
+    class Engine(kind):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            accumulates = kwargs.get("accumulate_grad", args[6] if len(args) > 6 else False)
+            started = recorder.current is not None or recorder.suspended or not accumulates
+            return super().run_backward(*args, **kwargs) if started else watched(self, args, kwargs)
+
+    def watched(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _watch(recorder, functools.partial(kind.run_backward, engine), 1)(*args, **kwargs)
+
+    return Engine()
+
+
+def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients that are differentiated again (a gradient penalty) belong to the loss and are no contribution yet.
+
+    A backward function that calls this (a checkpoint by hand) is given gradients, which its own results then bring to
+    the parameters; they are held until the pass is over, and kept where nothing else arrived.
+    """
+    watched = _watch(recorder, original, OF_GRAD)
+    in_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+    @functools.wraps(original)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        create_graph = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
+        run = original if create_graph else watched
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        current = recorder.current
+        if current is None or in_backward() == -1:
+            return run(*args, **kwargs)
+        current.inner += 1
+        try:
+            return run(*args, **kwargs)
+        finally:
+            current.inner -= 1
+
+    return grad
+
+
+@guarded("autograd")
+def open_pass(recorder: Recorder) -> Any:
+    return recorder.begin_backward()
+
+
+@guarded("autograd")
+def close_pass(recorder: Recorder, current: Any) -> None:
+    try:
+        for listener in CLOSE_LISTENERS:
+            listener(recorder, current)
+    finally:
+        recorder.end_backward(current)
+
+
+@guarded("autograd")
+def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gradients_at: int) -> None:
+    """Tell from what a backward pass starts."""
+    recorder.discovery.thaw()
+    given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
+    roots = [root for root in ([given] if isinstance(given, Tensor) else given) if isinstance(root, Tensor)]
+    gradients = kwargs.get(
+        "grad_tensors", kwargs.get("grad_outputs", args[gradients_at] if len(args) > gradients_at else None)
+    )
+    for listener in OPEN_LISTENERS:
+        listener(recorder, recorder.current, roots, gradients is not None)
+
+
+OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Tensor], bool], None]] = []
+"""Called at the begin of a pass with its roots, and whether it starts from gradients that the caller gave."""
+
+CLOSE_LISTENERS: list[Callable[[Recorder, Any], None]] = []
+"""Called at the end of a pass, before it is closed: reductions that ran inside it are completed here."""
+
+
+class Discovery:
+    """Finds parameters and hooks their leaves.
+
+    A global forward pre-hook names the parameters below every module that is called and not known yet. It costs a
+    microsecond a module call, so it is taken off when every parameter of a stepping optimizer is hooked.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._handle: Any = None
+        self._quiet = QuietHooks()
+        self._hooks: list[Any] = []
+        self._hooked: set[int] = set()
+        self._frozen: list[ParamInfo] = []
+        self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
+
+    def start(self) -> None:
+        if self._handle is None:
+            self._quiet.begin()
+            self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
+
+    def has_hooked(self, param: Tensor) -> bool:
+        return id(param) in self._hooked
+
+    def called(self) -> set[int]:
+        """The ids of the parameters whose own module was seen to be called in this step."""
+        modules = self._recorder.registry.known_modules
+        owners = [modules[key] for key in self._called if key in modules]
+        return {id(param) for owner in owners for param in owner._parameters.values() if param is not None}
+
+    def stop(self) -> None:
+        self._called.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self._quiet.end()
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_call(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return
+        if torch.is_grad_enabled():
+            self._called.add(id(module))
+            for listener in CALL_LISTENERS:
+                listener(self._recorder, module)
+        known = self._recorder.registry.known_modules
+        if id(module) not in known and next(module.parameters(), None) is not None:
+            add_root(self._recorder, module, None)
+
+    def hook(self, info: ParamInfo, leaf: Tensor) -> None:
+        """Watch `leaf`, the tensor through which autograd delivers the gradient of a parameter, once."""
+        if id(leaf) in self._hooked or not leaf.requires_grad:
+            return
+        self._hooked.update((id(leaf), id(info.param)))
+        handle = leaf.register_hook(unserializable_hook(functools.partial(arrived, self._recorder, info)))
+        put_first(leaf, handle.id)
+        self._hooks.append(handle)
+
+    def hook_flat(self, flat: Tensor, infos: list[ParamInfo], on_arrival: Callable[[Tensor], Tensor | None]) -> None:
+        """Watch a tensor through which autograd delivers the gradients of several parameters."""
+        self._hooked.update(id(info.param) for info in infos)
+        if flat.requires_grad:
+            handle = flat.register_hook(on_arrival)
+            put_first(flat, handle.id)
+            self._hooks.append(handle)
+
+    def remember_frozen(self, info: ParamInfo) -> None:
+        if not info.param.requires_grad:
+            self._frozen.append(info)
+
+    def thaw(self) -> None:
+        """Watch parameters that were frozen when they were first seen and are trained now."""
+        thawed = [info for info in self._frozen if info.param.requires_grad]
+        if thawed:
+            self._frozen = [info for info in self._frozen if not info.param.requires_grad]
+            for info in thawed:
+                self._recorder.registry.write_again(info)
+                self.hook(info, info.param)
+
+    def hook_accumulated(self, info: ParamInfo) -> None:
+        """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
+        recorder = self._recorder
+
+        def on_accumulated(param: Tensor) -> None:
+            current = recorder.current
+            if current is not None and info.wrapper in current.armed:
+                before_reduce(recorder, current.armed[info.wrapper], info)
+
+        self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
+
+
+def put_first(leaf: Tensor, hook_id: int) -> None:
+    """Let one of a tensor's hooks run before those that the user registered earlier: hooks run in the dictionary's
+    order, and what a user's hook does to a gradient (scale it, all-reduce it) is to be seen, not to be taken for the
+    gradient's own value."""
+    hooks = leaf._backward_hooks
+    if hooks is not None and len(hooks) > 1 and next(iter(hooks)) != hook_id:
+        others = [(key, hook) for key, hook in hooks.items() if key != hook_id]
+        own = hooks[hook_id]
+        hooks.clear()
+        hooks[hook_id] = own
+        hooks.update(others)
+
+
+def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor | None) -> Tensor | None:
+    """A contribution's own gradient arrived at a parameter. Runs once a parameter: guarded by hand and kept short."""
+    current = recorder.current
+    if current is None or grad is None:  # None: a function of the user's returned no gradient for it
+        return None
+    start = time.perf_counter_ns()
+    code: Tensor | None = None
+    try:
+        if (current.inner or current.held) and current.holds(info, grad):
+            return None
+        if recorder.armed and info.wrapper in recorder.armed and info.wrapper not in current.armed:
+            current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
+        if recorder.impulses is not None:
+            code = recorder.impulses.code(recorder, current, info, grad)
+        recorder.leaf(current, info, grad if code is None else code)
+    except Exception as error:
+        recorder.failed("autograd", error)
+    finally:
+        recorder.probe_ns += time.perf_counter_ns() - start
+    return code  # None leaves the gradient as it is, bit for bit
+
+
+@guarded("autograd")
+def before_reduce(recorder: Recorder, seq: int, info: ParamInfo) -> None:
+    if recorder.current is not None and info.wrapper is not None:
+        recorder.current.accumulated.add(info.wrapper)
+    recorder.sample_grads(seq, BEFORE, [info])
+
+
+@guarded("autograd")
+def add_root(recorder: Recorder, root: nn.Module, stage: int | None) -> None:
+    """Name and hook everything below a root module."""
+    discovery: Discovery = recorder.discovery
+    for listener in WRAPPED_LISTENERS:
+        listener(recorder, root)
+    new = list(recorder.registry.add_root(root, stage))
+    for listener in ROOT_LISTENERS:
+        listener(recorder, root)
+    for info in new:
+        discovery.hook(info, info.param)
+        discovery.remember_frozen(info)

@@ -1,0 +1,80 @@
+"""Gradients that a backward adds to a buffer by itself: Megatron's gradient_accumulation_fusion.
+
+The weight gradient is added to `weight.main_grad` by the matrix product that computes it, and autograd is handed
+nothing or a placeholder. A contribution is then what a pass added to the buffer. The flag that says so is set by
+megatron/core/tensor_parallel/layers.py and by Transformer Engine; without it, a buffer that changed on the CPU while no
+gradient arrived at its parameter is taken for one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradcheck_dist.events import LEAF
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.parameters.regions import buffer_of
+from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded
+
+
+class _Buffers:
+    """Samples of the buffers when a pass began. `candidates`: parameters with a buffer, as long as no gradient arrives
+    at their leaf; found anew when there are more parameters than the `num_seen` of last time."""
+
+    def __init__(self) -> None:
+        self.seq = -1
+        self.num_seen = 0
+        self.candidates: dict[int, ParamInfo] = {}
+        self.ordinary: set[int] = set()
+        self.before: list[tuple[ParamInfo, LocalPlan, Tensor, Tensor]] = []
+
+    def look(self, infos: list[ParamInfo]) -> None:
+        if len(infos) != self.num_seen:
+            self.num_seen = len(infos)
+            fresh = (info for info in infos if info.id not in self.ordinary)
+            self.candidates = {info.id: info for info in fresh if buffer_of(info) is not None}
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    state = _Buffers()
+
+    def begin(recorder: Recorder, current: BackwardPass, _roots: list[Tensor], _given: bool) -> None:
+        opened(recorder, state, current)
+
+    def end(recorder: Recorder, current: BackwardPass) -> None:
+        closed(recorder, state, current)
+
+    for listeners, listener in ((autograd.OPEN_LISTENERS, begin), (autograd.CLOSE_LISTENERS, end)):
+        listeners.append(listener)  # type: ignore[arg-type]
+        patches.on_restore(lambda owner=listeners, mine=listener: owner.remove(mine))  # type: ignore[misc]
+
+
+@guarded("fused")
+def opened(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
+    if state.seq == current.seq or not recorder.sampling:
+        return
+    state.seq, state.before = current.seq, []
+    state.look(recorder.registry.infos())
+    for info in state.candidates.values():
+        buffer = buffer_of(info)
+        found = recorder.registry.plan(info, buffer) if buffer is not None and info.active else None
+        if buffer is not None and found is not None:
+            state.before.append((info, found[0], buffer, buffer.detach().take(found[0].indices)))
+
+
+@guarded("fused")
+def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
+    if state.seq != current.seq:
+        return
+    before, state.before = state.before, []
+    for info, plan, buffer, values in before:
+        added = getattr(info.param, ADDED_FLAG, False)
+        if info.id in current.touched and not added:
+            state.ordinary.add(info.id)
+            state.candidates.pop(info.id, None)
+            continue
+        change = buffer.detach().take(plan.indices) - values
+        if added or (change.is_cpu and bool(change.any())):
+            current.touched[info.id] = info
+            recorder.keep(current.seq, LEAF, plan, change)

@@ -1,0 +1,1 @@
+"""Losses: on how many tokens, with what weight, by which line."""

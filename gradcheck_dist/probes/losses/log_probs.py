@@ -1,0 +1,144 @@
+"""Losses written by hand as log-probabilities of the labels: log_softmax and gather.
+
+The gradient that arrives at a picked log-probability is minus the weight of that token's loss. Labels that are masked
+away later get a zero gradient, so the valid tokens are counted in backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes.losses.loss import label_hash
+from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
+from gradcheck_dist.probes.recording.marks import mark_recorded
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+MAX_HOPS = 6
+PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
+LINEAR = (
+    *PASS_THROUGH,
+    *("Sum", "Mean", "Neg", "Add", "Sub", "Mul", "Div", "MaskedFill", "Where", "Index", "Gather", "MaskedSelect"),
+)
+"""What passes a multiple of its input on, by the begin of a node's name; products of two gradients are none."""
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    for owner in (torch, Tensor):
+        patches.replace(owner, "gather", lambda original: _watch_gather(recorder, original))
+
+
+def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def gather(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if has_torch_function((input,)):  # of which a class or mode may know torch's function by its identity
+            picked = handle_torch_function(original, (input,), input, *args, **kwargs)
+        else:
+            picked = original(input, *args, **kwargs)
+        if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended:
+            return picked
+        if picked.requires_grad and is_log_softmax(input):
+            labels = kwargs.get("index", args[1] if len(args) > 1 else None)
+            evaluated(recorder, picked, labels, "log_softmax gather")
+        return picked
+
+    return gather
+
+
+def is_log_softmax(tensor: Tensor) -> bool:
+    """Whether a tensor is the result of log_softmax, seen through views, slices and copies."""
+    node = tensor.grad_fn
+    for _ in range(MAX_HOPS):
+        if node is None:
+            return False
+        name = node.name().rpartition("::")[2]
+        if name.startswith("LogSoftmaxBackward"):
+            return True
+        if not name.startswith(PASS_THROUGH) or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+@guarded("log_probs")
+def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: str) -> None:
+    recorder.ensure_step()
+    if not recorder.recording:
+        return
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=caller_site(),
+        loss_id=loss_id,
+        op=op,
+        reduction="none",
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+        dtype=str(log_probs.dtype).removeprefix("torch."),
+    )
+    if recorder.impulses is not None and labels is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
+    mark_recorded(log_probs, loss_id)
+    log_probs.register_hook(unserializable_hook(lambda grad: gradient_arrived(recorder, grad, loss_id)))
+
+
+@guarded("log_probs")
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
+    current = recorder.current
+    if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
+        return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
+    current.root_loss = None
+    recorder.loss_arrived(current, loss_id)
+    weights = summary(-getattr(grad, "_local_tensor", grad).detach().double())
+    if loss_id in current.smoothed:
+        current.smoothed[loss_id] = weights
+    else:
+        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses)
+
+
+def summary(weights: Tensor) -> TokenWeights:
+    """Of one float64 number a token; zero is no token."""
+    used = weights != 0
+    num_tokens = used.sum()
+    return TokenWeights(
+        weights.sum() / num_tokens.clamp_min(1),
+        torch.where(used, weights, weights.max()).min(),
+        torch.where(used, weights, weights.min()).max(),
+        num_tokens,
+    )
+
+
+def emit_weights(
+    recorder: Recorder,
+    current: BackwardPass,
+    weights: TokenWeights,
+    loss_id: int,
+    *,
+    other_losses: int | Tensor,
+    label_share: Tensor | None = None,
+) -> None:
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=weights.mean,
+        weight_min=weights.low,
+        weight_max=weights.high,
+        num_tokens=weights.num_tokens,
+        stage=current.stage,
+        other_losses=other_losses,
+        computed=current.computed,
+        label_share=label_share,
+    )

@@ -1,0 +1,216 @@
+"""Losses: on how many tokens, and with what weight per token they enter backward.
+
+`F.cross_entropy` and `F.nll_loss` are replaced (nn.CrossEntropyLoss and a later `from ... import` are caught too). A
+tensor hook on the result sees the gradient that arrives there: for reduction "mean" over n valid labels that gradient
+divided by n is one token's weight, for "sum" it is the weight itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import Loss, LossGradient, Site
+from gradcheck_dist.probes.parameters.stand_ins import is_transformed
+from gradcheck_dist.probes.recording.backward_pass import TokenWeights
+from gradcheck_dist.probes.recording.deferred import number
+from gradcheck_dist.probes.recording.marks import mark_recorded
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.stats import memory
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    for name in ("cross_entropy", "nll_loss"):
+        make = functools.partial(_watch, recorder, name)
+        patches.replace(torch.nn.functional, name, make)
+
+
+def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or recorder.in_loss or recorder.suspended:
+            return original(input, target, *args, **kwargs)
+        recorder.in_loss = True
+        try:
+            output = original(input, target, *args, **kwargs)
+        finally:
+            recorder.in_loss = False
+        # Positional order of both: weight, size_average, ignore_index, reduce, reduction.
+        ignore_index = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
+        reduction = kwargs.get("reduction", args[4] if len(args) > 4 else "mean")
+        class_weight = kwargs.get("weight", args[0] if args else None)
+        evaluated(recorder, output, target, op, ignore_index, reduction, class_weight)
+        return output
+
+    return loss
+
+
+HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
+
+
+def label_hash(target: Tensor) -> int | Tensor:
+    """A checksum of the labels: ranks that evaluate the same labels are one data coordinate. On an accelerator it stays
+    there, as a 0-d int64 tensor."""
+    local = getattr(target, "_local_tensor", target).detach()
+    if local.is_cpu:
+        return zlib.crc32(memory.flat(local).data)
+    position = torch.arange(local.numel(), device=local.device) * HASH_FACTOR + HASH_OFFSET
+    return ((local.reshape(-1).to(torch.int64) + 1) * position).sum()
+
+
+@guarded("loss")
+def evaluated(
+    recorder: Recorder,
+    output: Tensor,
+    target: Tensor,
+    op: str,
+    ignore_index: int,
+    reduction: str,
+    class_weight: Tensor | None = None,
+    **of_stand_in: Any,
+) -> None:
+    if is_transformed(output):
+        return
+    if output.requires_grad:
+        recorder.ensure_step()
+    if not recorder.recording:
+        return
+    valid: Tensor | None = None
+    num_tokens: int | Tensor
+    if target.is_floating_point():
+        num_tokens = target.shape[0]
+    elif type(target) is Tensor and target.is_cpu and class_weight is None and reduction != "none":
+        num_tokens = int(np.count_nonzero(memory.flat(target) != ignore_index))  # one call where torch takes three
+    else:
+        valid = target != ignore_index
+        num_tokens = int(valid.sum()) if valid.device.type == "cpu" else valid.sum()
+    weighted = None
+    if class_weight is not None and valid is not None:
+        weighted = (class_weight.detach()[torch.where(valid, target, 0)] * valid).sum()
+    record_loss(
+        recorder,
+        output,
+        num_tokens,
+        reduction=reduction,
+        op=op,
+        labels=target,
+        valid=valid,
+        weighted=weighted,
+        **of_stand_in,
+    )
+
+
+def record_loss(
+    recorder: Recorder,
+    output: Tensor,
+    num_tokens: int | Tensor,
+    *,
+    reduction: str,
+    op: str,
+    term: str = "main",
+    labels: Tensor | None = None,
+    coefficient: float | None = None,
+    valid: Tensor | None = None,
+    weighted: Tensor | None = None,
+    site: Site | None = None,
+    is_stand_in: bool = False,
+) -> None:
+    """Record a loss tensor and, when a gradient will come, watch for it.
+
+    `valid` tells which elements of an unreduced loss are no ignored labels, `weighted` is the sum of the class weights
+    of the labels. `is_stand_in`: the tensor has the gradient of a loss, and not its value; `site` is where that is.
+
+    A tensor that was recorded before is recorded as the same loss: what is told of it now corrects what was seen.
+    """
+    seq = recorder.next_seq()
+    seen = recorder.losses.get(output)
+    if seen is not None:
+        recorder.emit(Loss, seq=seq, **seen | {"term": term, "coefficient": coefficient})
+        return
+    seen = {
+        "site": site or caller_site(),
+        "loss_id": seq,
+        "term": term,
+        "coefficient": coefficient,
+        "op": op,
+        "reduction": reduction,
+        "num_tokens": num_tokens,
+        "num_labels": labels.numel() if labels is not None else None,
+        "label_hash": label_hash(labels) if labels is not None else None,
+        "value": number(output) if output.dim() == 0 and not is_stand_in else None,
+        "requires_grad": output.requires_grad,
+        "dtype": str(output.dtype).removeprefix("torch."),
+        "num_weighted_tokens": weighted,
+    }
+    recorder.emit(Loss, seq=seq, **seen)
+    if recorder.impulses is not None:
+        recorder.label_hashes[seq] = seen["label_hash"]
+    if output.requires_grad:
+        recorder.losses[output] = seen
+        mark_recorded(output, seq)
+        unreduced = valid if reduction == "none" else None
+        arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
+        hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)
+        output.register_hook(unserializable_hook(hook))
+
+
+@guarded("loss")
+def gradient_arrived(
+    recorder: Recorder,
+    grad: Tensor,
+    *,
+    loss_id: int,
+    num_tokens: int | Tensor,
+    reduction: str,
+    is_main: bool,
+    valid: Tensor | None = None,
+) -> None:
+    if not recorder.recording or recorder.current is None:
+        return
+    recorder.loss_arrived(recorder.current, loss_id)
+    if is_main:
+        recorder.loss_seen_in = recorder.current.seq
+    local = getattr(grad, "_local_tensor", grad).detach()
+    low: Tensor | None = None
+    high: Tensor | None = None
+    if local.numel() == 1:
+        weight = number(local.reshape(()))
+        if reduction == "mean":
+            weight = weight / (num_tokens.clamp_min(1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+    else:
+        # What is masked out later has no weight and is no token; an ignored label has no loss, whatever its weight.
+        used = local != 0
+        if valid is not None and valid.shape == local.shape:
+            used = used & valid
+        weights = torch.where(used, local, 0).double()
+        num_tokens = used.sum()
+        weight = weights.sum() / num_tokens.clamp_min(1)
+        low = torch.where(used, weights, weights.max()).min()
+        high = torch.where(used, weights, weights.min()).max()
+    if loss_id in recorder.current.smoothed:
+        asked = (weight, weight if low is None else low, weight if high is None else high, num_tokens)
+        recorder.current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
+        return
+    recorder.emit(
+        LossGradient,
+        site=recorder.current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=recorder.current.microbatch,
+        weight=weight,
+        weight_min=low,
+        weight_max=high,
+        num_tokens=num_tokens,
+        stage=recorder.current.stage,
+        other_losses=recorder.current.other_losses,
+        computed=recorder.current.computed,
+    )

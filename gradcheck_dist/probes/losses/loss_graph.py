@@ -1,0 +1,215 @@
+"""What the autograd graph behind a backward root holds, by the names of its nodes (torch.autograd.graph.Node)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.probes.losses import log_probs
+from gradcheck_dist.probes.recording.marks import has_other_outputs, is_labelled, is_recorded
+
+MAX_NODES = 100
+"""Nodes behind a root, or behind one of its terms, that are looked at; a trainer's losses lie within ten of it."""
+PICKS = {"GatherBackward": "_saved_index", "IndexBackward": "_saved_indices", "TakeBackward": "_saved_index"}
+OTHERS = {
+    "MseLossBackward": "mse_loss",
+    "SmoothL1LossBackward": "smooth_l1_loss",
+    "HuberLossBackward": "huber_loss",
+    "BinaryCrossEntropyBackward": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogitsBackward": "binary_cross_entropy_with_logits",
+    "KlDivBackward": "kl_div",
+    "LogSigmoidBackward": "logsigmoid",
+    "CtcLossBackward": "ctc_loss",
+    "SoftMarginLossBackward": "soft_margin_loss",
+    "MultiMarginLossBackward": "multi_margin_loss",
+}
+CURVED = {
+    *("ExpBackward", "LogBackward", "Log1PBackward", "PowBackward", "SqrtBackward", "SigmoidBackward", "TanhBackward"),
+    *("SoftplusBackward", "LogSigmoidBackward", "SoftmaxBackward", "LogSoftmaxBackward", "LogsumexpBackward"),
+}
+"""Between a loss and the root: what such a node passes on depends on the loss itself."""
+PRODUCTS = {"MulBackward", "DivBackward"}
+FACTORS = {*PRODUCTS, "NegBackward"}
+"""What multiplies by a number, where one operand alone has a gradient."""
+MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
+
+
+class End(Enum):
+    """What a node behind a root is, where nothing is looked for behind it."""
+
+    COUNTED = "a loss that counts tokens"
+    NAMED = "a loss of another kind"
+    MODEL = "a part of the model"
+
+
+class Found:
+    """What the graph behind a root shows. `picks` are elements taken by an index, with the node that they are from."""
+
+    def __init__(self) -> None:
+        self.known: list[Any] = []  # recorded already
+        self.cross_entropies: list[Any] = []
+        self.picks: list[tuple[Any, Any]] = []
+        self.log_softmaxes: list[Any] = []
+        self.labelled: list[Any] = []
+        self.logsumexp_inputs: set[Any] = set()
+        self.others: list[str] = []
+        self.losses: list[Any] = []
+        self.above: dict[Any, list[Any]] = {}  # from a node to those that its output goes into
+
+    def is_computed(self) -> bool:
+        """Whether a loss is multiplied, on its way to the root, by something that has a gradient itself (a learned
+        weight, a focal factor), or goes through a curve: its weight is a function of the data then."""
+        queue, visited = deque(self.losses), set[Any]()
+        while queue:
+            for node in self.above.get(queue.popleft(), ()):
+                if node in visited:
+                    continue
+                visited.add(node)
+                if name_of(node) in CURVED or is_product(node):
+                    return True
+                queue.append(node)
+        return False
+
+
+def search(roots: Sequence[Tensor]) -> Found:
+    """The losses behind the roots of a backward pass, down to where the model begins."""
+    found = Found()
+    queue: deque[tuple[Any, int]] = deque((root.grad_fn, root.output_nr) for root in roots)
+    visited: set[Any] = set()
+
+    def descend(node: Any) -> None:
+        for following, output in node.next_functions:
+            found.above.setdefault(following, []).append(node)
+            queue.append((following, output))
+
+    while queue and len(visited) < MAX_NODES:
+        node, output = queue.popleft()
+        if node is None or node in visited or has_other_outputs(node, output):
+            continue
+        visited.add(node)
+        if is_recorded(node, output):
+            found.known.append(node)
+            found.losses.append(node)
+            continue
+        if is_labelled(node):
+            found.labelled.append(node)
+            found.losses.append(node)
+            continue
+        name = name_of(node)
+        if name in ("NllLossBackward", "NllLoss2DBackward"):
+            found.cross_entropies.append(node)
+            found.losses.append(node)
+        elif name in PICKS and not _selects_rows(node):
+            source = source_of(node)
+            found.picks.append((node, source))
+            if name_of(source) != "LogSoftmaxBackward":
+                descend(node)
+            else:
+                found.losses.append(node)
+        elif name == "LogSoftmaxBackward":
+            found.log_softmaxes.append(node)
+        elif name == "LogsumexpBackward":
+            found.logsumexp_inputs |= _normalised(source_of(node))
+        elif name in OTHERS:
+            found.others.append(OTHERS[name])
+            if name in CURVED:
+                descend(node)
+        elif name not in MODEL:
+            descend(node)
+    return found
+
+
+COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward"}
+
+
+def end_of(found: Found, node: Any, output: int) -> End | None:
+    """What an output of a node is; None: that is to be seen behind it."""
+    name = name_of(node)
+    if _is_squared_logsumexp(node) or has_other_outputs(node, output):
+        return End.MODEL
+    if (
+        is_recorded(node, output)
+        or is_labelled(node)
+        or name in COUNTED
+        or (name in PICKS and source_of(node) in found.logsumexp_inputs)
+    ):
+        return End.COUNTED
+    if name in OTHERS:
+        return End.NAMED
+    return End.MODEL if name in MODEL else None
+
+
+def _is_squared_logsumexp(node: Any) -> bool:
+    """Whether a node squares a logsumexp: a z-loss (ST-MoE, arXiv 2202.08906), and no half of a cross-entropy."""
+    if name_of(node) not in ("PowBackward", "MulBackward"):
+        return False
+    operands = [_seen_through(following) for following, _ in node.next_functions]
+    return bool(operands) and all(name_of(operand) == "LogsumexpBackward" for operand in operands)
+
+
+def name_of(node: Any) -> str:
+    return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
+
+
+def operands_of(node: Any) -> list[Any]:
+    """The nodes of those inputs that have a gradient."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def class_dim(node: Any) -> int:
+    """Along which a log_softmax normalises; autograd keeps a negative one as an unsigned number."""
+    dim: int = node._saved_dim
+    return dim if dim < 2**63 else dim - 2**64
+
+
+def is_product(node: Any) -> bool:
+    """Whether a node multiplies or divides what both have gradients."""
+    return name_of(node) in PRODUCTS and len(operands_of(node)) > 1
+
+
+def op_of(node: Any) -> str:
+    """The operation that a node differentiates, in words."""
+    name = name_of(node)
+    return OTHERS.get(name) or name.removesuffix("Backward").lower()
+
+
+def source_of(node: Any) -> Any:
+    """The node that made a node's first input, seen through views and copies."""
+    return _seen_through(node.next_functions[0][0]) if node is not None and node.next_functions else None
+
+
+def _seen_through(node: Any) -> Any:
+    for _ in range(log_probs.MAX_HOPS):
+        passes = name_of(node).startswith(log_probs.PASS_THROUGH) or _selects_rows(node)
+        if not passes or not node.next_functions:
+            break
+        node = node.next_functions[0][0]
+    return node
+
+
+def _selects_rows(node: Any) -> bool:
+    """Whether a node leaves out rows by a mask, all classes of each."""
+    if name_of(node) != "IndexBackward":
+        return False
+    mask = node._saved_indices[0]
+    only = len(node._saved_indices) == 1 and mask is not None and mask.dtype is torch.bool
+    return only and mask.dim() < len(node._saved_self_sym_sizes)
+
+
+def _normalised(source: Any) -> set[Any]:
+    """What a logsumexp normalises: its input, or the pieces that this was put together from (logits of candidates from
+    several places)."""
+    if name_of(source) != "CatBackward":
+        return {source}
+    return {source, *(_seen_through(piece) for piece, _ in source.next_functions)}
+
+
+def log_probs_of(node: Any) -> Any:
+    """What labels are picked from, seen through a sign."""
+    source = source_of(node)
+    return source_of(source) if name_of(source) == "NegBackward" else source

@@ -1,0 +1,189 @@
+"""Losses that no wrapper saw: found in the autograd graph when backward begins.
+
+A cross-entropy that was imported before the probes came, log-probabilities picked by an index, logsumexp minus the
+picked logit, soft targets against log_softmax, a function that was given labels: all leave nodes in the graph behind
+the backward root (torch.autograd.graph.Node), and a hook on such a node sees the gradient that arrives there. What is
+left is a loss of another kind (mean squared error, a custom function): it is recorded without a number of tokens, so
+that its gradients can still be compared with one another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Loss, LossGradient, Site
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.losses import label_smoothing, log_probs, means
+from gradcheck_dist.probes.losses.label_functions import Labelled
+from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
+from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, name_of, search
+from gradcheck_dist.probes.losses.loss_terms import uncounted_terms, watch_terms
+from gradcheck_dist.probes.recording.deferred import number
+from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+
+_REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    passes = means.Passes()
+
+    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+        look(recorder, current, roots, has_gradients, passes)
+
+    def end(recorder: Recorder, current: BackwardPass) -> None:
+        nothing_seen(recorder, current)
+        passes.close()
+
+    autograd.OPEN_LISTENERS.append(begin)
+    autograd.CLOSE_LISTENERS.append(end)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(end))
+
+
+@guarded("unseen")
+def look(
+    recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool, passes: means.Passes
+) -> None:
+    """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
+    found = search(roots)
+    ids = {node: node.metadata[RECORDED] for node in found.known}
+    ids |= {node: _watch_cross_entropy(recorder, node) for node in found.cross_entropies}
+    for node in found.labelled:
+        _watch_labelled(recorder, node)
+    picks = len(found.labelled)
+    for node, source in found.picks:
+        if name_of(source) == "LogSoftmaxBackward":
+            ids[node] = _watch_picks(recorder, node, "log_softmax index")
+        elif source in found.logsumexp_inputs:
+            _watch_picks(recorder, node, "logsumexp index")
+        else:
+            continue
+        picks += 1
+    for part, source in label_smoothing.smoothed_losses(found, ids).items():
+        if part not in ids:
+            ids[part] = _watch_picks(recorder, part, "log_softmax index")
+            picks += 1
+        found.log_softmaxes.remove(source)
+        label_smoothing.watch_whole(recorder, current, source, ids[part], _hook)
+    soft = found.log_softmaxes
+    if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
+        _watch_soft_targets(recorder, soft.pop())
+    current.other_losses += len(found.others) + len(soft)
+    if (found.known or found.cross_entropies or picks) and len(roots) == 1:
+        terms = uncounted_terms(roots[0], found)
+        current.other_losses += len(terms.others)
+        watch_terms(recorder, current, [*terms.others, *terms.named])
+    current.computed = found.is_computed()
+    if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
+        current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
+        if not (current.computed or found.known or picks):
+            means.watch(current, roots[0].grad_fn, passes)
+
+
+def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
+    target, reduction = node._saved_target, _REDUCTIONS[node._saved_reduction]
+    valid = target != node._saved_ignore_index
+    counted = valid.sum()
+    num_tokens: int | Tensor = int(counted) if counted.device.type == "cpu" else counted
+    loss_id = _evaluated(recorder, "nll_loss", reduction, target, num_tokens)
+    arrived = functools.partial(
+        gradient_arrived,
+        recorder,
+        loss_id=loss_id,
+        num_tokens=num_tokens,
+        reduction=reduction,
+        is_main=True,
+        valid=valid if reduction == "none" else None,
+    )
+    _hook(node, arrived)
+    return loss_id
+
+
+def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
+    saved = getattr(node, PICKS[name_of(node)])
+    labels = saved if isinstance(saved, Tensor) else saved[-1]
+    loss_id = _evaluated(recorder, op, "none", labels, None)
+    _hook(node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
+    return loss_id
+
+
+def _watch_labelled(recorder: Recorder, node: Any) -> None:
+    given: Labelled = node.metadata[LABELLED]
+    loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site)
+
+    def arrived(grad: Tensor) -> None:
+        weights = torch.where(given.left_out, 0, -given.sign * grad.detach())
+        log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
+
+    _hook(node, arrived, given.output)
+
+
+def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
+    """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
+    loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
+    dim = class_dim(node)
+    _hook(node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
+
+
+def _hook(node: Any, arrived: Callable[[Tensor], None], index: int = 0) -> None:
+    def before(grads: tuple[Tensor | None, ...]) -> None:
+        handle.remove()  # a graph that is kept and run again is found again
+        gradient = grads[index]
+        if gradient is not None:
+            arrived(gradient)
+
+    handle = node.register_prehook(before)
+
+
+def _evaluated(
+    recorder: Recorder,
+    op: str,
+    reduction: str,
+    labels: Tensor | None,
+    num_tokens: int | Tensor | None,
+    site: Site | None = None,
+) -> int:
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=site or (recorder.current.site if recorder.current is not None else None),
+        loss_id=loss_id,
+        op=op,
+        reduction=reduction,
+        num_tokens=num_tokens,
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+    )
+    if recorder.impulses is not None and labels is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
+    return loss_id
+
+
+@guarded("unseen")
+def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
+    """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss."""
+    for handle in current.handles:
+        handle.remove()
+    if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
+        return
+    loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=1.0,
+        stage=current.stage,
+        other_losses=0,
+        mean_weight=None if current.mean_weight is None else number(current.mean_weight),
+        num_factors=current.num_factors,
+    )

@@ -1,0 +1,205 @@
+"""What the optimizer reads, and zero_grad."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradcheck_dist.events import BEFORE, OptimizerStep, ParamGroup, ZeroGrad
+from gradcheck_dist.probes.optimizers import clips
+from gradcheck_dist.probes.optimizers.norms import record_norms
+from gradcheck_dist.probes.optimizers.params import params_of
+from gradcheck_dist.probes.optimizers.updates import Updates, updates_begin, updates_end
+from gradcheck_dist.probes.parameters.regions import main_grad_of
+from gradcheck_dist.probes.parameters.registry import originals
+from gradcheck_dist.probes.recording.captured import OPTIMIZER
+from gradcheck_dist.probes.recording.deferred import is_host
+from gradcheck_dist.probes.recording.dynamo import untraced
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+HYPERPARAMETERS: tuple[str, ...] = (
+    "weight_decay",
+    "eps",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "decoupled_weight_decay",
+)
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # made, and not known to be watched whole
+    under_way: list[tuple[Optimizer, int | None]] = []  # steps that have begun, the outermost first
+    updates = Updates()
+
+    def watch_making(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            waiting.add(self)
+
+        return make
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if recorder.captures.under_way:
+            recorder.captures.holds(OPTIMIZER)
+        # With a closure the gradients are computed inside step: they are read after it.
+        if _closure(args, kwargs):
+            recorder.closure_passes = 0
+        else:
+            around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
+            seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None)
+            under_way[:] = [*around, (optimizer, seq)]
+            updates_begin(recorder, updates, optimizer)
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.closure_passes = None
+        if _closure(args, kwargs):
+            stepping(recorder, optimizer, waiting)
+        else:
+            updates_end(recorder, updates, optimizer)
+        under_way[:] = [(other, seq) for other, seq in under_way if other is not optimizer]
+        stepped(recorder, optimizer)
+
+    patches.replace(Optimizer, "__init__", watch_making)
+    patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
+    patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
+    patches.replace(Optimizer, "zero_grad", lambda original: untraced(_watch_zero(recorder, original)))
+    patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
+    clips.install(recorder, patches)
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None)
+
+
+@guarded("optimizer")
+def stepping(
+    recorder: Recorder, optimizer: Optimizer, waiting: weakref.WeakSet[Optimizer], inside: int | None = None
+) -> int | None:
+    """An optimizer reads its gradients, maybe `inside` of another's step. The number of that event, or None."""
+    # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
+    if not (recorder.recording and recorder.trained):
+        return None
+    recorder.between_passes = False
+    infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
+    inside_pass, before = recorder.current is not None, recorder.read.in_step(recorder.step)
+    if inside_pass or before:
+        # One that steps each parameter as soon as its gradient is there has no use for the others, nor for it again.
+        infos = [one for one in infos if one.param.grad is not None or not (inside_pass or one.id in before)]
+        if not infos:
+            return None
+    seq = recorder.next_seq()
+    recorder.sample_grads(seq, BEFORE, infos)
+    recorder.read.note(recorder.step, infos)
+    clipped = recorder.clipped
+    record_norms(recorder, seq, [info for info in infos if info.id not in clipped] if clipped else infos)
+    groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    discovery = recorder.discovery
+    without = [info for info in infos if info.param.grad is None and originals(info)]
+    kept = {info.id: buffer for info in without if (buffer := main_grad_of(info)) is not None}
+    missing = [info for info in without if info.id not in kept]
+    for info in without if kept else ():
+        if info.id in kept:  # Megatron's, which an optimizer of its own reads
+            recorder.sample(seq, BEFORE, info, kept[info.id])
+    called = discovery.called() if missing else set()
+    unreached = [info for info in missing if id(info.param) in called and info.param.requires_grad]
+    recorder.emit(
+        OptimizerStep,
+        seq=seq,
+        site=caller_site(),
+        optimizer=type(optimizer).__name__,
+        params=recorder.registry.param_set(infos),
+        lr=_number(first.get("lr")),
+        hyperparameters=_hyperparameters(first),
+        grads_missing=len(missing),
+        groups=tuple(_group(recorder, group) for group in groups),
+        unreached=recorder.registry.param_set(unreached) if unreached else None,
+        inside=inside,
+    )
+    if recorder.impulses is not None:
+        recorder.impulses.optimizer_comes(recorder)
+    read = (original for info in infos for original in (originals(info) if info.regions else (info,)))
+    # One without a name was found here, and could stand for others that no module has shown yet.
+    hooked = all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad)
+    # The turn of another optimizer's model (a critic) may come after some steps of this one.
+    if hooked and not _waits(discovery, waiting):
+        discovery.stop()
+    else:
+        discovery.start()
+    return seq
+
+
+def _waits(discovery: Any, waiting: weakref.WeakSet[Optimizer]) -> bool:
+    """Whether an optimizer has a parameter that is not watched yet; one without is not asked again."""
+    while (other := next(iter(waiting), None)) is not None:
+        params = (param for group in other.param_groups for param in group["params"])
+        if not all(discovery.has_hooked(param) for param in params if param.requires_grad):
+            return True
+        waiting.discard(other)
+    return False
+
+
+def _group(recorder: Recorder, group: dict[str, Any]) -> ParamGroup:
+    params = recorder.registry.param_set(params_of(recorder, group["params"]))
+    return ParamGroup(params, _number(group.get("lr")), _hyperparameters(group))
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, float]:
+    betas = group.get("betas")
+    named = {name: group.get(name) for name in HYPERPARAMETERS}
+    if isinstance(betas, tuple | list) and len(betas) == 2:
+        named |= {"beta1": betas[0], "beta2": betas[1]}
+    return {name: number for name, value in named.items() if (number := _number(value)) is not None}
+
+
+def _number(value: Any) -> float | None:
+    """A hyperparameter as a number; None for what is none, and for a tensor that an accelerator would have to bring."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and is_host(value) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+@guarded("optimizer")
+def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
+    if recorder.trained:
+        recorder.end_step()
+
+
+def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not torch.compiler.is_compiling() and recorder.recording and not recorder.suspended:
+            zeroing(recorder, self, set_to_none)
+        original(self, set_to_none)
+
+    return zero_grad
+
+
+@guarded("zero_grad")
+def zeroing(recorder: Recorder, owner: Any, set_to_none: bool) -> None:
+    if isinstance(owner, Optimizer):
+        params = [param for group in owner.param_groups for param in group["params"]]
+    else:
+        params = list(owner.parameters())
+    recorder.abandon_evaluation()
+    if recorder.own_optimizer is not None:
+        recorder.own_optimizer.look()
+    infos = recorder.registry.asked_before(params, owner=True)
+    if infos is None:
+        infos = [info for param in params if (info := recorder.registry.find(param)) is not None]
+        if len(infos) < len(params):
+            recorder.discovery.start()  # what is not known yet has its turn next
+    if infos:
+        recorder.read.emptied(infos)
+        recorder.emit(ZeroGrad, site=caller_site(), params=recorder.registry.param_set(infos), set_to_none=set_to_none)

@@ -1,0 +1,286 @@
+"""Optimizers that are none of torch.optim: a hand-written `p -= lr * p.grad`, or a library's own class.
+
+Nothing calls a hook when such an optimizer steps. What tells is that parameters hold other values than behind the last
+backward pass, when the next loss is computed, a backward pass begins or gradients are emptied. The step ends there.
+What it read are the gradients that still lie in `.grad`, or did until they were emptied: they are held until then, or
+until a module is called to compute the next loss, so that they take no memory beside its activations.
+
+On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
+Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
+read is not known. Where torch.optim is in use, this probe rests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import handle_torch_function, has_torch_function
+
+from gradcheck_dist.events import (
+    BEFORE,
+    OWN_OPTIMIZER,
+    OWN_OPTIMIZER_PROBE,
+    UNSEEN_UPDATE,
+    UPDATED_INSIDE,
+    OptimizerStep,
+)
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.optimizers.norms import record_norms
+from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.recording.dynamo import untraced
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.samples import elements
+from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.stats.sampling import sample_positions
+
+MAX_PARAMS, MAX_VALUES = 8, 16
+"""Whose values are looked at, and how many of each."""
+Noted = tuple[Tensor, Tensor, Tensor | tuple[int, int]]
+"""A parameter, the places that are looked at, and what it held there."""
+
+
+class OwnOptimizer:
+    """What parameters held behind the last backward pass, and the gradients that it left."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun = False  # whether a backward pass came since the last step
+        self._noted: list[Noted] = []
+        self.grads: dict[int, tuple[ParamInfo, Tensor]] = {}  # by parameter
+        self._forward: Any = None  # a hook that waits for the next module that is called, while gradients are held
+        self._zero: set[int] = set()  # parameters whose gradient is zero as it came
+        self._emptied: dict[int, tuple[LocalPlan, Tensor]] = {}  # by parameter, what was read before it was emptied
+        self._before: list[Noted] = []  # what parameters held before the backward pass that is under way
+        self.looks_inside = True  # until an optimizer of torch's steps; LOMO is one and never does
+
+    def opens(self) -> None:
+        """A backward pass begins."""
+        infos = (info for info in self._recorder.registry.infos() if info.param.requires_grad and not info.regions)
+        known = [param for param, _, _ in self._before]
+        params = _some([info.param for info in infos])
+        same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
+        self._before = _again(self._before) if same else _values(params)
+
+    def passed(self, touched: dict[int, ParamInfo]) -> None:
+        """A backward pass is over."""
+        if self.looks_inside and self._before and 2 * _num_changed(self._before) > len(self._before):
+            self._begun, self.grads = False, {}
+            self._recorder.status(OWN_OPTIMIZER_PROBE, False, UPDATED_INSIDE)
+            self._recorder.end_step()
+            return
+        if self._recorder.own_optimizer is None:
+            return
+        self._emptied.clear()
+        held = {info.id: info for info, _ in self.grads.values()} | touched
+        self.grads = {key: (info, grad) for key, info in held.items() if (grad := info.param.grad) is not None}
+        arrived = {key: self.grads[key][1] for key in touched if key in self.grads}
+        for key in [key for key, grad in arrived.items() if _local(grad) is None]:
+            del self.grads[key]
+        self._zero -= touched.keys()
+        self._zero.update(key for key, grad in arrived.items() if not _is_there(grad))
+        self.note([info.param for info, _ in self.grads.values() if not info.regions])
+        if self._forward is None:
+            self._forward = register_module_forward_pre_hook(self._called)
+
+    def _called(self, *_: Any) -> None:
+        """A module is called: unless that is part of a pass, or nothing is trained, the next loss is under way."""
+        if self._recorder.current is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.rest()
+            self.look()
+
+    def rest(self) -> None:
+        """Wait for no module."""
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+
+    def note(self, params: list[Tensor] | None = None) -> None:
+        """Note what parameters hold when a step has begun; None: of those that were noted before."""
+        self._begun = True
+        chosen = None if params is None else _some(params)
+        same = chosen is None or list(map(id, chosen)) == [id(param) for param, _, _ in self._noted]
+        self._noted = _again(self._noted) if chosen is None or same else _values(chosen)
+
+    def emptied(self, grad: Tensor) -> None:
+        """A tensor is about to be filled with zeros by hand; it may be a gradient."""
+        recorder = self._recorder
+        info = recorder.places.whose(grad) if recorder.current is None else None
+        if info is None or info.id not in self.grads or info.id in self._emptied:
+            return
+        held = info.param.grad
+        assert held is not None
+        found = recorder.registry.plan(info, held) if recorder.sampling and info.active else None
+        values = elements(found[1].detach(), found[0].indices) if found is not None else None
+        if found is not None and values is not None:
+            self._emptied[info.id] = (found[0], values)
+
+    def look(self) -> None:
+        """Whether an optimizer has stepped since: most parameters are not what they were."""
+        if self._begun and self._noted and self._recorder.current is None:
+            look(self._recorder, self)
+
+    def compare(self) -> None:
+        if 2 * _num_changed(self._noted) >= len(self._noted):
+            self._stepped()
+
+    def _stepped(self) -> None:
+        recorder = self._recorder
+        # What was put in the place of a gradient since, and still lies there, is what was read.
+        held = [(info, grad if info.param.grad is None else info.param.grad) for info, grad in self.grads.values()]
+        emptied = dict(self._emptied)
+        self._begun, self.grads = False, {}
+        self._emptied.clear()
+        if not recorder.recording:
+            recorder.end_step()
+            return
+        seq, infos = recorder.next_seq(), [info for info, _ in held]
+        left = [(info, grad) for info, grad in held if info.id not in emptied]
+        there = [(info, grad) for info, grad in left if info.id in self._zero or _is_there(grad)]
+        if len(there) + len(emptied) < len(infos) and recorder.sampling:
+            recorder.status(OWN_OPTIMIZER_PROBE, False, UNSEEN_UPDATE)
+            recorder.end_step()
+            return
+        for info, grad in there:
+            recorder.sample(seq, BEFORE, info, grad)
+        for plan, values in emptied.values():
+            recorder.keep(seq, BEFORE, plan, values)
+        recorder.read.note(recorder.step, [info for info, _ in there])
+        if all(info.param.grad is grad for info, grad in there) and not emptied:
+            record_norms(recorder, seq, infos)
+        recorder.emit(
+            OptimizerStep,
+            seq=seq,
+            site=caller_site(),
+            optimizer=OWN_OPTIMIZER,
+            params=recorder.registry.param_set(infos),
+        )
+        recorder.end_step()
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    own = recorder.own_optimizer = OwnOptimizer(recorder)
+
+    def rest(*_: Any) -> None:
+        recorder.own_optimizer = None
+        own.rest()
+        own.grads.clear()
+
+    def stop(*_: Any) -> None:
+        rest()
+        own.looks_inside = False
+
+    def watch_making(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            rest()
+
+        return make
+
+    def watch_zero(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(original)
+        def zero_(self: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                return original(self)
+            if has_torch_function((self,)):
+                return handle_torch_function(original, (self,), self)  # type: ignore[no-any-return]
+            if recorder.own_optimizer is not None and own.grads and type(self) is Tensor:
+                emptied(recorder, own, self)
+            return original(self)
+
+        return zero_
+
+    def opened(recorder: Recorder, *_: Any) -> None:
+        if own.looks_inside:
+            opens(recorder, own)
+
+    def closed(recorder: Recorder, current: BackwardPass) -> None:
+        if own.looks_inside:
+            passed(recorder, own, current)
+
+    patches.replace(Optimizer, "__init__", watch_making)
+    patches.on_restore(register_optimizer_step_pre_hook(untraced(stop)).remove)
+    patches.replace(Tensor, "zero_", watch_zero)
+    patches.on_restore(rest)
+    autograd.OPEN_LISTENERS.append(opened)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(opened))
+    autograd.CLOSE_LISTENERS.append(closed)
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(closed))
+
+
+@guarded("own_optimizer")
+def opens(recorder: Recorder, own: OwnOptimizer) -> None:
+    own.opens()
+
+
+@guarded("own_optimizer")
+def passed(recorder: Recorder, own: OwnOptimizer, current: BackwardPass) -> None:
+    own.passed(current.touched)
+
+
+@guarded("own_optimizer")
+def emptied(recorder: Recorder, own: OwnOptimizer, grad: Tensor) -> None:
+    own.emptied(grad)
+
+
+@guarded("own_optimizer")
+def look(recorder: Recorder, own: OwnOptimizer) -> None:
+    own.compare()
+
+
+def _some(params: list[Tensor]) -> list[Tensor]:
+    return params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
+
+
+def _values(params: list[Tensor]) -> list[Noted]:
+    """What these hold at places of their own."""
+    noted: list[Noted] = []
+    for param in params:
+        local = _local(param)
+        if local is not None:
+            which = torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)).to(local.device)
+            noted.append((param, which, _state(param, which)))
+    return noted
+
+
+def _again(noted: list[Noted]) -> list[Noted]:
+    """What these hold now."""
+    return [(param, which, _state(param, which)) for param, which, _ in noted]
+
+
+def _num_changed(noted: list[Noted]) -> int:
+    return sum(not _same(state, _state(param, which)) for param, which, state in noted)
+
+
+def _local(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor; None where that is nothing, or no plain tensor."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    if type(local) is not Tensor or local.layout is not torch.strided:
+        return None
+    return local if local.numel() and not local.is_meta and local.untyped_storage().size() else None
+
+
+def _state(param: Tensor, which: Tensor) -> Tensor | tuple[int, int]:
+    local = getattr(param, "_local_tensor", param)
+    if local.device.type != "cpu":
+        return (local._version, local.data_ptr())
+    return local.detach().take(which) if int(which.max()) < local.numel() else torch.empty(0)
+
+
+def _same(one: Tensor | tuple[int, int], other: Tensor | tuple[int, int]) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (not isinstance(one, Tensor) and one == other)
+
+
+def _is_there(grad: Tensor) -> bool:
+    """Whether a gradient was not filled with zeros. On an accelerator nobody waits to see that."""
+    local = _local(grad)
+    return local is not None and (local.device.type != "cpu" or bool(local.any()))

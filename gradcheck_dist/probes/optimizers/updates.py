@@ -1,0 +1,100 @@
+"""Whether an optimizer's step moves parameters at all.
+
+One that adds up what it reads and moves parameters only every so many calls (optimi's optimizer accumulation, Opacus'
+virtual steps, hivemind) makes one step out of several: which of them belong together, only it knows. One that moves
+them in two steps in a row does not: where it moved nothing before, it began its state (SOAP takes its first bases so).
+
+Optimizers change parameters in place, and autograd counts that. Where it never counts one (updates through `.data`, or
+in kernels of their own), the element with the largest gradient of a few parameters tells, on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+
+MAX_PARAMS, MAX_VALUES = 4, 1 << 16
+"""Whose values are looked at, and among how many of each."""
+FINE = (torch.float32, torch.float64)
+"""What a small update does not leave as it was by rounding."""
+NEVER = -2
+
+
+class Updates:
+    """What is known of each optimizer's updates. `_counts`: whether autograd was seen to count them."""
+
+    def __init__(self) -> None:
+        self._counts: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._told: dict[int, int] = {}  # optimizers that moved nothing once; the step before, where they did
+        self._settled: set[int] = set()  # those of them that moved in the step after it, too
+        self._begun: tuple[Optimizer, list[Tensor], int, list[tuple[Tensor, Tensor, Tensor]]] | None = None
+
+    def begin(self, optimizer: Optimizer) -> None:
+        self._begun = None
+        groups = optimizer.param_groups
+        skips = getattr(optimizer, "found_inf", None) is not None  # a GradScaler's fused step may skip
+        if skips or id(optimizer) in self._settled or any(_is_zero(group.get("lr")) for group in groups):
+            return
+        read = [param for group in groups for param in group["params"] if param.grad is not None]
+        noted = [] if self._counts.get(optimizer) else list(_largest(read[:MAX_PARAMS]))
+        self._begun = (optimizer, read, _version(read), noted) if read else None
+
+    def end(self, recorder: Recorder, optimizer: Optimizer) -> None:
+        begun, self._begun = self._begun, None
+        if begun is None or begun[0] is not optimizer:
+            return
+        _, read, version, noted = begun
+        counted = self._counts.get(optimizer)
+        moves = _version(read) != version
+        self._counts[optimizer] = moves or bool(counted)
+        same = bool(noted) and all(torch.equal(param.detach().flatten()[place], was) for param, place, was in noted)
+        moved = moves or (bool(noted) and not counted and not same)
+        name, before = type(optimizer).__name__, self._told.get(id(optimizer))
+        if before is None and not moves and (counted or same):
+            recorder.status(KEPT_BY_OPTIMIZER, False, f"{name} {MOVED_NOTHING}")
+            self._told[id(optimizer)] = NEVER
+        elif before is not None:
+            self._told[id(optimizer)] = recorder.step if moved else NEVER
+            if moved and before == recorder.step - 1:
+                recorder.status(KEPT_BY_OPTIMIZER, True, f"{name} {MOVES_NOW}")
+                self._settled.add(id(optimizer))
+
+
+def _is_zero(rate: object) -> bool:
+    """Whether a learning rate is 0, or lies where nobody looks."""
+    return bool(rate == 0) if isinstance(rate, int | float) else isinstance(rate, Tensor)
+
+
+def _version(params: list[Tensor]) -> int:
+    """How often these were changed in place."""
+    return sum(getattr(param, "_local_tensor", param)._version for param in params)
+
+
+def _largest(params: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(parameter, where its gradient is largest, its value there), of a long one among its first elements."""
+    for param in params:
+        grad = param.grad
+        if type(param.data) is not Tensor or type(grad) is not Tensor or not param.is_cpu or param.dtype not in FINE:
+            continue
+        if grad.layout is torch.strided and grad.shape == param.shape and grad.numel():
+            size, place = grad.flatten()[:MAX_VALUES].abs().max(dim=0)
+            if 0 < float(size) < float("inf"):
+                yield param, place, param.detach().flatten()[place].clone()
+
+
+@guarded(KEPT_BY_OPTIMIZER)
+def updates_begin(recorder: Recorder, updates: Updates, optimizer: Optimizer) -> None:
+    if recorder.sampling and recorder.trained:
+        updates.begin(optimizer)
+
+
+@guarded(KEPT_BY_OPTIMIZER)
+def updates_end(recorder: Recorder, updates: Updates, optimizer: Optimizer) -> None:
+    updates.end(recorder, optimizer)

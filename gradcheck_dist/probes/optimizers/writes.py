@@ -1,0 +1,128 @@
+"""The trainer's own lines that scale gradients where they lie: `p.grad /= n`, `p.grad.mul_(x)`, `torch._foreach_div_`.
+
+What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
+Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
+gradient that is replaced (`p.grad = p.grad / n`) is not seen.
+
+Methods are replaced on torch.Tensor, so `self` may be any tensor of the process: one attribute is asked, and between
+backward passes and the optimizer one address. A class with a `__torch_function__` of its own is given torch's method,
+not ours (torch.overrides.handle_torch_function).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from gradcheck_dist.events import GradWrite, Site
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+METHODS = {
+    "mul_": "mul", "multiply_": "mul", "__imul__": "mul",
+    "div_": "div", "divide_": "div", "true_divide_": "div", "__itruediv__": "div",
+}  # fmt: skip
+MOST_OTHERS = 64
+"""Calls in a step, on tensors that are nobody's gradient, of which the lines are kept."""
+FOREACH = {"_foreach_mul_": "mul", "_foreach_div_": "div"}
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    recorder.writes = writes = Writes(recorder)
+    for name, op in METHODS.items():
+        patches.replace(torch.Tensor, name, functools.partial(_watch, recorder, writes, op))
+    for name, op in FOREACH.items():
+        patches.replace(torch, name, functools.partial(_watch_many, recorder, writes, op))
+
+
+def _watch(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if recorder.between_passes and not torch.compiler.is_compiling():
+            seen(recorder, writes, op, [self], args[0] if args else kwargs.get("other"))
+        if has_torch_function((self,)):
+            return handle_torch_function(original, (self,), self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return scale
+
+
+def _watch_many(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.between_passes and not torch.compiler.is_compiling():
+            seen(recorder, writes, op, self, args[0] if args else next(iter(kwargs.values()), None))
+        return original(self, *args, **kwargs)
+
+    return scale
+
+
+@guarded("writes")
+def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor], other: Any) -> None:
+    if recorder.suspended:
+        return
+    infos, value = writes.whose(tensors), _number(other)
+    factor = None if not value else value if op == "mul" else 1 / value
+    if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
+        writes.note(infos, caller_site(), factor)
+
+
+def _may_be_gradients(tensors: Sequence[Any]) -> bool:
+    return any(
+        isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad and one.dim() for one in tensors
+    )
+
+
+class Writes:
+    """Lines that wrote to gradients in this step, told when it ends: one event for neighbouring calls of one line."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._num_others = 0
+        self._waiting: list[tuple[int, Site | None, float | None, list[ParamInfo]]] = []
+
+    def whose(self, tensors: Sequence[Tensor]) -> list[ParamInfo]:
+        """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it)."""
+        places = self._recorder.places
+        asked = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.requires_grad)
+        return [info for tensor in asked if (info := places.whose(tensor)) is not None]
+
+    def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None) -> None:
+        recorder = self._recorder
+        if self._waiting:
+            seq, last_site, last_factor, last = self._waiting[-1]
+            if (last_site, last_factor, seq, bool(last)) == (site, factor, recorder.last_seq, bool(infos)):
+                last += infos
+                return
+        if not infos:
+            self._num_others += 1
+            if self._num_others > MOST_OTHERS:
+                return
+        self._waiting.append((recorder.next_seq(), site, factor, infos))
+
+    def tell(self) -> None:
+        """Emit what was seen."""
+        waiting, self._waiting, self._num_others = self._waiting, [], 0
+        for seq, site, factor, infos in waiting:
+            params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
+            self._recorder.emit(GradWrite, seq=seq, site=site, params=params, factor=factor)
+
+
+def _number(value: Any) -> float | None:
+    """What all elements are multiplied or divided by; None where it is no one number, or an accelerator has it."""
+    if isinstance(value, Tensor):
+        readable = value.numel() == 1 and value.device.type == "cpu" and not value.is_complex()
+        return float(value) if readable else None
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if abs(found) < sys.float_info.max else None

@@ -1,0 +1,170 @@
+"""Copies of gradients, one after the other in a buffer that was made for one collective: known by their values.
+
+Hand-written trainers flatten gradients (`torch.cat`, torch._utils._flatten_dense_tensors), divide them, reduce the
+buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients of neighbours (in
+the order of the model's parameters, or the other way round), whole and times one number. Buffers of another type than
+the gradients are left alone: rounding hides what they hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.probes.parameters.regions import Region
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+
+Run = tuple[int, int, int]
+"""Neighbours: 1 or -1 for the other way round, first, last + 1"""
+
+NUM_COMPARED = 8
+"""Elements of each gradient."""
+LEAST = 6
+"""Elements that are not zero, in all: fewer are a multiple of others by chance."""
+MAX_TRIED = 64
+"""Runs of parameters that are compared with one buffer."""
+MAX_COMPARED = 1024
+"""Gradients of a step that are compared with what turns out to be no copy, some 50 us each."""
+ASKED_LIKE_ONE_COMPARED = 128
+"""Parameters that are asked whether they have a gradient in the time of one comparison."""
+MAX_PADDING = 4096
+"""Zeros behind the last gradient, or an eighth of all gradients: ranks are given parts of one size."""
+
+
+class FlatCopies:
+    """Looks for the gradients that a tensor is a copy of. Remembers which parameters have a gradient, and behind which
+    it found the last copy: those that are flattened one after the other are found without a search."""
+
+    def __init__(self, infos: Callable[[], list[ParamInfo]]) -> None:
+        self._infos = infos
+        self._held: dict[torch.dtype, dict[int, list[ParamInfo]]] = {}  # in the model's order (1) and against it (-1)
+        self._next = (1, 0)  # direction, and behind how many parameters in it
+        self._left = MAX_COMPARED
+
+    def step_begins(self) -> None:
+        self._left = MAX_COMPARED
+        self._held.clear()
+
+    def regions(self, tensor: Tensor) -> list[Region]:
+        """Which gradients a tensor is a copy of, times one number; [] where it is none, or lies on an accelerator,
+        whose values nobody waits for."""
+        if tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+            return []
+        flat = tensor.detach().reshape(-1)
+        held = self._held.get(tensor.dtype)
+        left = self._left
+        if held is not None:
+            order, first = self._next
+            run = order, first, _behind(held[order], first, flat.numel())
+            if run[2] and self._is_copy(flat, held, run):
+                return self._found(held, run, left)
+        if left <= 0:
+            return []
+        infos = self._infos()
+        own = [info for info in infos if _readable(info.param.grad, tensor.dtype)]
+        held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
+        self._left -= len(infos) // ASKED_LIKE_ONE_COMPARED
+        for run in _candidates(own, flat):
+            if self._left <= 0:
+                break
+            if self._is_copy(flat, held, run):
+                return self._found(held, run, left)
+        return []
+
+    def _found(self, held: dict[int, list[ParamInfo]], run: Run, left: int) -> list[Region]:
+        order, first, last = run
+        self._next, self._left = (order, last), left
+        found, offset = [], 0
+        for info in held[order][first:last]:
+            found.append(Region(info, 0, offset, info.param.numel()))
+            offset += info.param.numel()
+        return found
+
+    def _is_copy(self, flat: Tensor, held: dict[int, list[ParamInfo]], run: Run) -> bool:
+        order, first, last = run
+        mine = held[order][first:last]
+        if not all(_readable(info.param.grad, flat.dtype) for info in mine):
+            return False
+        allowed = 4 * torch.finfo(flat.dtype).eps
+        self._left -= 1
+        if len(mine) > 1 and not _agree(*_values(flat, mine[:1]), 2 * allowed):
+            return False
+        self._left -= len(mine) - 1
+        grads, values = _values(flat, mine)
+        enough = int((values != 0).sum()) >= min(LEAST, flat.numel())
+        return enough and bool(grads.any()) and _agree(grads, values, allowed)
+
+
+def _behind(infos: Sequence[ParamInfo], first: int, num_elements: int) -> int:
+    """Where neighbours from `first` on that have so many elements together end; 0 where none do."""
+    total, index = 0, first
+    while index < len(infos) and total < num_elements:
+        total += infos[index].param.numel()
+        index += 1
+    return index if total == num_elements and index > first else 0
+
+
+def _candidates(held: list[ParamInfo], flat: Tensor) -> list[Run]:
+    sizes = tuple([info.param.numel() for info in held])
+    runs = _runs(sizes, flat.numel())[:MAX_TRIED]
+    padding = flat.numel() - sum(sizes)
+    if held and not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
+        runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
+    return runs
+
+
+def _readable(grad: Tensor | None, dtype: torch.dtype) -> bool:
+    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype is dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs(sizes: tuple[int, ...], num_elements: int) -> list[Run]:
+    """Neighbours that have so many elements together, the longest runs first: (1 or -1 for the other way round, first,
+    last + 1). Asked for with the same numbers in every step."""
+    found = []
+    for order in (1, -1) if len(sizes) > 1 else (1,):
+        first, total = 0, 0
+        ordered = sizes[::order]
+        for last, size in enumerate(ordered):
+            total += size
+            while total > num_elements:
+                total -= ordered[first]
+                first += 1
+            if total == num_elements and first <= last:
+                found.append((order, first, last + 1))
+    return sorted(found, key=lambda run: (run[1] - run[2], run[1]))
+
+
+def _compared(info: ParamInfo, grad: Tensor) -> Tensor:
+    """Which elements of a gradient are compared. Most rows of an embedding's are zero: those that are not tell."""
+    chosen = torch.as_tensor(info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED])
+    if int((grad.take(chosen) != 0).sum()) >= min(LEAST, len(chosen)):
+        return chosen
+    told = grad.reshape(-1).nonzero().reshape(-1)
+    return told[:: max(1, len(told) // NUM_COMPARED)][:NUM_COMPARED] if len(told) else chosen
+
+
+def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
+    """Compared elements of gradients, and what stands in their place, as float64."""
+    offset, mine, theirs = 0, [], []
+    for info in run:
+        assert info.param.grad is not None
+        grad = info.param.grad.detach()
+        which = _compared(info, grad)
+        mine.append(grad.take(which))
+        theirs.append(flat.take(which + offset))
+        offset += info.param.numel()
+    return torch.cat(mine).double(), torch.cat(theirs).double()
+
+
+def _agree(grads: Tensor, values: Tensor, allowed: float) -> bool:
+    """Whether values are gradients times one number that is not zero, within `allowed`."""
+    size = float(grads @ grads)
+    if not size:
+        return not bool(values.any())
+    factor = float(values @ grads) / size
+    # Element by element: a gradient much smaller than its neighbours is compared at its own size.
+    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs()).all()) and factor != 0

@@ -1,0 +1,185 @@
+"""Parameters as the probes know them, and which elements of which tensor are sampled for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import UNNAMED, AnyRecord, Plan
+from gradcheck_dist.probes.parameters.regions import Region
+from gradcheck_dist.stats.sampling import positions_in_box, sample_positions
+
+
+class LocalPlan:
+    """Which elements of a local tensor are sampled: flat indices on its device.
+
+    `slot` is where those of a leaf's gradient on the CPU lie from its arrival to the end of the pass.
+    """
+
+    __slots__ = ("id", "indices", "param_id", "slot")
+
+    def __init__(self, id: int, param_id: int, indices: Any, device: torch.device) -> None:
+        self.id = id
+        self.param_id = param_id
+        self.indices = torch.as_tensor(indices, dtype=torch.int64).to(device)
+        self.slot: Any = None
+
+    def new_slot(self, dtype: torch.dtype) -> Tensor:
+        self.slot = slot = torch.empty(len(self.indices), dtype=dtype)
+        return slot
+
+
+class ParamInfo:
+    """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor.
+
+    `active` tells whether it is sampled in this step: of a large model's parameters one in `period` is. `regions` is
+    not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some.
+    """
+
+    __slots__ = (
+        "active",
+        "id",
+        "managed_by",
+        "name",
+        "param",
+        "period",
+        "plain",
+        "plans",
+        "positions",
+        "regions",
+        "shape",
+        "stage",
+        "wrapper",
+    )
+
+    @property
+    def named(self) -> bool:
+        """Whether a module has shown it."""
+        return not self.name.startswith(UNNAMED)
+
+    def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
+        self.id = id
+        self.name = name
+        self.param = param
+        self.stage = stage
+        self.shape = tuple(param.shape)
+        self.positions = sample_positions(str(self.shape), param.numel(), sample_size)
+        self.plans: dict[Any, LocalPlan] = {}
+        self.plain: LocalPlan | None = None
+        self.managed_by: str | None = None
+        self.wrapper: int | None = None
+        self.regions: tuple[Region, ...] = ()
+        self.period = 1
+        self.active = True
+
+
+def summed_over(tensor: Any) -> tuple[int, ...]:
+    """The ranks whose local parts of a DTensor are summands of one tensor; none where they are no summands."""
+    dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
+    if not dims:
+        return ()
+    place = tensor.device_mesh.get_coordinate()
+    index = tuple(slice(None) if dim in dims else one for dim, one in enumerate(place))
+    return tuple(tensor.device_mesh.mesh[index].flatten().tolist())
+
+
+class Plans:
+    """Makes each plan once; a new one goes out through `write`."""
+
+    def __init__(self, write: Callable[[AnyRecord], None]) -> None:
+        self._write = write
+        self._num_plans = 0
+
+    def plan(self, info: ParamInfo, tensor: Tensor) -> tuple[LocalPlan, Tensor] | None:
+        """How to sample `tensor`, the gradient of a parameter, and its local part.
+
+        None when the tensor's layout in the parameter is not known (its size is neither the parameter's nor a
+        DTensor's).
+        """
+        if info.plain is not None and type(tensor) is Tensor and tensor.is_cpu:
+            return info.plain, tensor
+        local = getattr(tensor, "_local_tensor", None)
+        if local is None:
+            key: Any = tensor.device
+            found = info.plans.get(key)
+            if found is None:
+                if tensor.numel() != info.param.numel():
+                    return None
+                found = info.plans[key] = self._new_plan(
+                    info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
+                )
+                if type(tensor) is Tensor and tensor.is_cpu:
+                    info.plain = found
+            return found, tensor
+        key = (tensor.placements, id(tensor.device_mesh))  # type: ignore[attr-defined]
+        found = info.plans.get(key)
+        if found is None:
+            if tuple(tensor.shape) != info.shape:
+                return None
+            found = info.plans[key] = self._dtensor_plan(info, tensor, local)
+        return found, local
+
+    def local_plan(self, info: ParamInfo, local: Tensor, like: Any) -> tuple[LocalPlan, Tensor] | None:
+        """How to sample a local tensor that lies as the DTensor `like` does (whose local part it stands for)."""
+        if tuple(like.shape) != info.shape or local.shape != like._local_tensor.shape:
+            return None
+        key = ("local", like.placements, id(like.device_mesh))
+        found = info.plans.get(key)
+        if found is None:
+            found = info.plans[key] = self._dtensor_plan(info, like, local)
+        return found, local
+
+    def region_plan(self, region: Region, device: torch.device) -> LocalPlan:
+        """How to sample a parameter's part of another tensor."""
+        info, start, offset, length = region
+        key = ("region", start, offset, length, device)
+        found = info.plans.get(key)
+        if found is None:
+            which = ((info.positions >= start) & (info.positions < start + length)).nonzero()[0]
+            indices = info.positions[which] - start + offset
+            chosen = None if len(which) == len(info.positions) else which
+            whole = length == info.param.numel()
+            box = ((0,) * len(info.shape), info.shape) if whole else ((start,), (length,))
+            found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), *box)
+        return found
+
+    def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        which, indices = positions_in_box(info.positions, info.shape, tuple(shape), tuple(offset))
+        partial = summed_over(tensor)
+        chosen = None if len(which) == len(info.positions) else which
+        known = tuple(shape) == tuple(local.shape)
+        box = (tuple(offset), tuple(shape)) if known else (None, None)
+        return self._new_plan(info, chosen, indices, local.device, partial, *box)
+
+    def _new_plan(
+        self,
+        info: ParamInfo,
+        which: Any,
+        indices: Any,
+        device: torch.device,
+        partial: tuple[int, ...],
+        offset: tuple[int, ...] | None,
+        extent: tuple[int, ...] | None,
+    ) -> LocalPlan:
+        plan = LocalPlan(self._num_plans, info.id, indices, device)
+        self._num_plans += 1
+        positions = None if which is None else which.astype("<i4").tobytes()
+        self._write(
+            Plan(
+                id=plan.id,
+                param=info.id,
+                num_values=len(indices),
+                positions=positions,
+                partial=bool(partial),
+                partial_over=partial,
+                offset=offset,
+                extent=extent,
+            )
+        )
+        return plan

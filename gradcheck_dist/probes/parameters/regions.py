@@ -1,0 +1,295 @@
+"""Where else a parameter lies: in flat buffers, in float32 copies that an optimizer owns, in shards of such copies.
+
+An optimizer need not own the model's parameters. Mixed precision keeps float32 copies (apex's FP16_Optimizer,
+Megatron's Float16OptimizerWithFloat16Params), ZeRO and Megatron's distributed optimizer keep a rank's part of many
+parameters as one flat tensor or as slices. A copy is known by where it lies in memory, or by its values when the
+optimizer is first seen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gradcheck_dist.probes.parameters.registry import ParamInfo
+
+NUM_COMPARED = 64
+"""Elements that must agree where a copy is taken to be one."""
+
+MAX_SCANNED = 2**27
+"""Elements read in all while copies are searched for: about 0.2 s. What was not found by then stays unknown."""
+
+MAX_CANDIDATES = 64
+
+
+class Region(NamedTuple):
+    """`length` elements of a parameter, from `start` on, lie in another tensor from `offset` on (both flattened)."""
+
+    info: ParamInfo
+    start: int
+    offset: int
+    length: int
+
+    def part(self, low: int, high: int) -> Region | None:
+        """What of it lies in [low, high) of the other tensor, counted from `low` on."""
+        first, last = max(self.offset, low), min(self.offset + self.length, high)
+        if first >= last:
+            return None
+        return Region(self.info, self.start + first - self.offset, first - low, last - first)
+
+
+def buffer_of(info: ParamInfo) -> Tensor | None:
+    """The tensor of the parameter's size that hangs on it in place of `.grad`."""
+    for name, kept in vars(info.param).items():
+        if "grad" in name and isinstance(kept, Tensor) and kept.shape == info.param.shape:
+            return kept
+    return None
+
+
+def main_grad_of(info: ParamInfo) -> Tensor | None:
+    """Where Megatron's wrappers, and those in their manner, gather a parameter's gradient while `.grad` is empty."""
+    kept = vars(info.param).get("main_grad")
+    return kept if isinstance(kept, Tensor) and kept.shape == info.param.shape and not info.regions else None
+
+
+def gradient_of(info: ParamInfo) -> Tensor | None:
+    """Where a parameter's gradient lies now, on this rank."""
+    grad = info.param.grad
+    return buffer_of(info) if grad is None else getattr(grad, "_local_tensor", grad)
+
+
+def in_memory(tensor: Tensor, held: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
+    """What of `tensor` is known: overlaps with tensors whose regions are known, by address.
+
+    Only contiguous tensors of one type are compared, and others (channels last) with what has their shape and strides.
+    """
+    if tensor.layout is not torch.strided or not tensor.data_ptr():
+        return []
+    if not tensor.is_contiguous():
+        return [region for regions, other in held if _same_place(tensor, other) for region in regions]
+    size, begin = tensor.element_size(), tensor.data_ptr()
+    end = begin + tensor.numel() * size
+    found = []
+    for regions, other in held:
+        if other.layout is not torch.strided:
+            continue
+        start = other.data_ptr()
+        if start >= end or start + other.numel() * size <= begin or other.dtype != tensor.dtype:
+            continue
+        if (start - begin) % size or not other.is_contiguous():
+            continue
+        shift = (start - begin) // size
+        for region in regions:
+            moved = Region(region.info, region.start, region.offset + shift, region.length)
+            part = moved.part(0, tensor.numel())
+            if part is not None:
+                found.append(part)
+    return found
+
+
+def _same_place(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in the same order."""
+    if other.layout is not torch.strided or other.dtype != tensor.dtype or other.data_ptr() != tensor.data_ptr():
+        return False
+    return other.shape == tensor.shape and other.stride() == tensor.stride()
+
+
+class Finder:
+    """Finds of which parameters the tensors of an optimizer are copies, by address or by value."""
+
+    def __init__(self) -> None:
+        self._scanned = 0
+        self._copied: set[int] = set()
+
+    def find(
+        self,
+        copies: Sequence[Tensor],
+        infos: Sequence[ParamInfo],
+        gradients: Iterable[tuple[Sequence[Region], Tensor]] = (),
+    ) -> dict[int, list[Region]]:
+        """The regions of each of an optimizer's tensors, by its place; those that are no copies are left out.
+
+        Reads values on the host, once for each copy, when an optimizer is first seen. Values that are all alike (a
+        norm's ones) prove nothing: they count beside a copy that was found by others, and where their gradient is part
+        of one of the parameters' `gradients`, that tells whose copies they are.
+        """
+        # One that is whole only while it is used (ZeRO-3 by hand) may hold nothing now.
+        plain = [
+            info
+            for info in infos
+            if not hasattr(info.param, "_local_tensor") and not info.param.is_meta and info.param.numel()
+        ]
+        flat = {
+            index: copy.detach().reshape(-1)
+            for index, copy in enumerate(copies)
+            if not hasattr(copy, "_local_tensor") and not copy.is_meta and copy.numel()
+        }
+        found: dict[int, list[Region]] = {}
+        known, sources = list(gradients), _Sources(plain)
+        for varied in (True, False):
+            for index, values in flat.items():
+                if index in found or _varied(values) != varied or not (varied or found):
+                    continue
+                regions = (not varied and _by_gradient(copies[index], values, known)) or self._of(
+                    values, plain, sources
+                )
+                if regions:
+                    found[index] = regions
+        return found
+
+    def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
+        found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
+        if not found:
+            twins = sources.twins(flat)
+            twins.sort(key=lambda info: info.id in self._copied)  # those without a copy first, in the model's order
+            found = [whole(info) for info in twins[:1]]
+        found = found or self._tile(flat, infos)
+        self._copied.update(region.info.id for region in found if region.length == region.info.param.numel())
+        return found
+
+    def _tile(self, flat: Tensor, infos: list[ParamInfo]) -> list[Region]:
+        """Parameters, or the ends of some, one after the other in a flat tensor, in the model's order or against it.
+
+        What its values show is placed first; what could lie in several places (a norm's ones, a bias's zeros) is put
+        beside its neighbour in the model.
+        """
+        placed: dict[int, Region] = {}
+        for index, info in enumerate(infos):
+            if not _varied(info.param) or info.id in self._copied:
+                continue
+            near = [shift for shift in _beside(infos, index, placed, 0) if _same(info.param, flat, shift)]
+            shifts = near or self._shifts(info, flat)
+            if len(shifts) == 1:
+                placed[index] = _region(info, shifts[0], flat.numel())
+        order = sorted(placed)
+        direction = 1 if not order or placed[order[0]].offset <= placed[order[-1]].offset else -1
+        rest = [index for index, info in enumerate(infos) if index not in placed and not _varied(info.param)]
+        for index in [*rest, *rest[::-1]]:  # along the model, and back: each beside the one that was just placed
+            if index in placed:
+                continue
+            for shift in _beside(infos, index, placed, direction):
+                if _same(infos[index].param, flat, shift):
+                    region = _region(infos[index], shift, flat.numel())
+                    if not any(_overlap(region, other) for other in placed.values()):
+                        placed[index] = region
+                        break
+        return [placed[index] for index in sorted(placed)]
+
+    def _shifts(self, info: ParamInfo, flat: Tensor) -> list[int]:
+        """Where in `flat` a parameter could begin; negative where its beginning lies before it."""
+        values = info.param.detach().reshape(-1)
+        self._scanned += flat.numel() + values.numel()
+        if self._scanned > MAX_SCANNED:
+            return []
+        first, first_flat = values[:1], flat[:1].to(values.dtype)
+        inside = torch.nonzero(flat.to(values.dtype) == first).reshape(-1)[:MAX_CANDIDATES].tolist()
+        before = torch.nonzero(values[1:] == first_flat).reshape(-1)[:MAX_CANDIDATES].tolist()
+        shifts = [*inside, *(-1 - index for index in before)]
+        return [shift for shift in shifts if _same(info.param, flat, shift)]
+
+
+class _Sources:
+    """Parameters by where they lie and by what they hold, so that each copy is not compared with all of them."""
+
+    def __init__(self, infos: Sequence[ParamInfo]) -> None:
+        self._of_storage: dict[int, list[ParamInfo]] = defaultdict(list)
+        self._of_values: dict[tuple[int, torch.dtype, bytes], list[ParamInfo]] = defaultdict(list)
+        self._dtypes: dict[int, set[torch.dtype]] = defaultdict(set)
+        for info in infos:
+            param = info.param.detach()
+            size, dtype = param.numel(), param.dtype
+            self._of_storage[_storage(param)].append(info)
+            self._dtypes[size].add(dtype)
+            self._of_values[size, dtype, _compared(param.reshape(-1), dtype)].append(info)
+
+    def beside(self, flat: Tensor) -> list[ParamInfo]:
+        """Parameters whose memory was allocated together with a tensor's."""
+        return self._of_storage.get(_storage(flat), [])
+
+    def twins(self, flat: Tensor) -> list[ParamInfo]:
+        """Parameters of a tensor's size that agree with it, in their own type, as `_same` says."""
+        size = flat.numel()
+        keys = [(size, dtype, _compared(flat, dtype)) for dtype in self._dtypes.get(size, ())]
+        found = [info for key in keys for info in self._of_values.get(key, ())]
+        return sorted(found, key=lambda info: info.id) if len(keys) > 1 else found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _compared(flat: Tensor, dtype: torch.dtype) -> bytes:
+    values = flat[_spread(flat.numel(), flat.device)].to(dtype)
+    return values.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _spread(length: int, device: torch.device) -> Tensor:
+    """Positions of elements that are compared, over all of a tensor."""
+    return torch.linspace(0, length - 1, min(length, NUM_COMPARED), dtype=torch.float64, device=device).long()
+
+
+def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequence[Region], Tensor]]) -> list[Region]:
+    """Of what a tensor is a copy, told by where its gradient lies, and by nothing of its values that says otherwise."""
+    grad = copy.grad
+    if grad is None or grad.is_meta:
+        return []
+    found = in_memory(grad.detach(), gradients)
+    if sum(region.length for region in found) != values.numel():
+        return []
+    for info, start, offset, length in found:
+        mine = info.param.detach().reshape(-1)[start : start + length].to(values.dtype)
+        if not torch.equal(mine[:NUM_COMPARED], values[offset : offset + length][:NUM_COMPARED]):
+            return []
+    return found
+
+
+def whole(info: ParamInfo) -> Region:
+    """All of a parameter, in a tensor of its own size."""
+    return Region(info, 0, 0, info.param.numel())
+
+
+def _region(info: ParamInfo, shift: int, size: int) -> Region:
+    start, offset = max(-shift, 0), max(shift, 0)
+    return Region(info, start, offset, min(info.param.numel() - start, size - offset))
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return one.offset < other.offset + other.length and other.offset < one.offset + one.length
+
+
+def _beside(infos: list[ParamInfo], index: int, placed: dict[int, Region], direction: int) -> list[int]:
+    """Where a parameter would begin, were it the neighbour of one that is placed: in the model's order (1), against it
+    (-1), or either (0)."""
+    shifts = []
+    for neighbour, side in ((index - 1, 1), (index + 1, -1)):
+        region = placed.get(neighbour)
+        if region is None:
+            continue
+        begin = region.offset - region.start
+        if direction in (0, side):
+            shifts.append(begin + region.info.param.numel())
+        if direction in (0, -side):
+            shifts.append(begin - infos[index].param.numel())
+    return list(dict.fromkeys(shifts))
+
+
+def _same(param: Tensor, flat: Tensor, shift: int) -> bool:
+    """Whether sampled values of a parameter agree with those of a flat tensor in which it would begin at `shift`."""
+    start, offset = max(-shift, 0), max(shift, 0)
+    length = min(param.numel() - start, flat.numel() - offset)
+    if length <= 0:
+        return False
+    index = _spread(length, flat.device)
+    mine = param.detach().reshape(-1)[start : start + length][index]
+    return bool(torch.equal(mine, flat[offset : offset + length][index].to(mine.dtype)))
+
+
+def _varied(param: Tensor) -> bool:
+    """Whether a parameter's values tell it from others: not all ones or zeros."""
+    head = param.detach().reshape(-1)[:NUM_COMPARED]
+    return bool((head != head[:1]).any())

@@ -1,0 +1,199 @@
+"""Who is who: parameters, their names, sets of them, and the wrappers around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor, nn
+
+from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wrapper
+from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
+from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, start
+from gradcheck_dist.probes.parameters.plans import LocalPlan as LocalPlan
+from gradcheck_dist.probes.parameters.plans import ParamInfo as ParamInfo
+from gradcheck_dist.probes.parameters.plans import Plans
+from gradcheck_dist.probes.parameters.regions import Finder, Region, gradient_of, whole
+from gradcheck_dist.probes.parameters.stand_ins import stands_in
+
+_WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def clean_name(name: str) -> str:
+    """A fully qualified name without the components that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+
+
+def originals(info: ParamInfo) -> list[ParamInfo]:
+    """The model's parameters that an optimizer's tensor stands for: itself, or those of which it holds something."""
+    return [region.info for region in info.regions if region.length] if info.regions else [info]
+
+
+class Registry(Plans):
+    """Tables of parameters, plans, parameter sets and wrappers; every new row goes out through `write`."""
+
+    def __init__(self, write: Callable[[AnyRecord], None], sample_size: int) -> None:
+        super().__init__(write)
+        self._sample_size = sample_size
+        self._by_param: dict[int, ParamInfo] = {}
+        self._copies: dict[int, ParamInfo] = {}
+        self._looked_up: set[int] = set()
+        self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
+        self._owned: set[int] = set()  # parameters that an optimizer owns itself
+        self._finder = Finder()
+        self._names: set[tuple[int | None, str]] = set()
+        self._sets: dict[tuple[int, ...], int] = {}
+        self._sets_asked: dict[tuple[int, ...], int] = {}  # the same, by what was asked for
+        self._asked: dict[tuple[bool, tuple[int, ...]], list[ParamInfo]] = {}
+        self._wrappers: dict[int, int] = {}
+        self._kept_alive: list[object] = []
+        self._plan = SamplingPlan(sample_size)
+        self._round = 0
+        self.budget_bytes = BUDGET_BYTES
+        self.rotates = False
+        self.known_modules: dict[int, nn.Module] = {}
+        self.wrapper_sites: dict[int, Site | None] = {}
+
+    def find(self, param: Tensor) -> ParamInfo | None:
+        return self._by_param.get(id(param)) or self._copies.get(id(param))
+
+    def infos(self) -> list[ParamInfo]:
+        return list(self._by_param.values())
+
+    @property
+    def num_known(self) -> int:
+        """Parameters and copies."""
+        return len(self._by_param) + len(self._copies)
+
+    def copies(self) -> list[ParamInfo]:
+        """Tensors that optimizers own instead of the model's parameters."""
+        return list(self._copies.values())
+
+    def asked_before(self, params: list[Tensor], *, owner: bool) -> list[ParamInfo] | None:
+        """The answer to a question of an earlier step, as long as no parameter has come since. Not to be changed."""
+        return self._asked.get((owner, tuple(map(id, params))))
+
+    def answered(self, params: list[Tensor], infos: list[ParamInfo], *, owner: bool) -> list[ParamInfo]:
+        """Remember an answer; the parameters stay alive, and so do their addresses."""
+        self._asked[owner, tuple(map(id, params))] = infos
+        return infos
+
+    def adopt(self, params: Iterable[Tensor], *, owner: bool = False) -> None:
+        """Find out which of an optimizer's tensors are copies of parameters. `owner`: it is the optimizer that asks."""
+        foreign = []
+        for param in params:
+            info = self.find(param)
+            if info is None:
+                foreign.append(param)
+            elif owner:
+                self._owned.add(info.id)
+        if not foreign:
+            return
+        candidates = [info for info in self.infos() if info.param.requires_grad and info.id not in self._owned]
+        gradients = [([whole(info)], buffer) for info in candidates if (buffer := gradient_of(info)) is not None]
+        for index, regions in self._finder.find(foreign, candidates, gradients).items():
+            self.add_copy(foreign[index], regions)
+
+    def add_copy(self, param: Tensor, regions: Iterable[Region]) -> None:
+        """An optimizer's tensor in which parameters of the model, or parts of them, lie."""
+        info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
+        info.regions = tuple(regions)
+        self._copies[id(param)] = info
+        self._asked.clear()
+
+    def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
+        """Name all parameters below a root module; yields those that are new.
+
+        Parameters on the meta device and lazy ones are left for later: real ones will take their place (to_empty, the
+        first forward). So are the stand-ins of torch.func's transforms, which hold no values.
+        """
+        for module in root.modules():
+            if not any(stands_in(param) for param in module.parameters()):
+                self.known_modules[id(module)] = module
+        fallback, looked_up = type(root).__name__, embeddings_of(root)
+        self._trained.update(id(param) for param in root.parameters() if param.requires_grad and not stands_in(param))
+        self._plan = sampling_plan(len(self._trained), self._sample_size, self.budget_bytes)
+        self.rotates |= self._plan.period > 1
+        for name, param in root.named_parameters():
+            if self.find(param) is None and not stands_in(param):
+                yield self._add(clean_name(name), param, stage, fallback, id(param) in looked_up)
+
+    def add_unnamed(self, param: Tensor) -> ParamInfo:
+        """A parameter that an optimizer holds and no forward has shown yet."""
+        return self._add(f"{UNNAMED}{len(self._by_param)}", param, None, "unnamed")
+
+    def add_elsewhere(self, name: str, stand_in: Tensor) -> ParamInfo:
+        """A parameter that lies inside of other tensors; `stand_in` has its shape and no values."""
+        return self._add(name, stand_in, None, "flat")
+
+    def _add(self, name: str, param: Tensor, stage: int | None, fallback: str, looked_up: bool = False) -> ParamInfo:
+        while (stage, name) in self._names:
+            name = f"{fallback}.{name}"
+        self._names.add((stage, name))
+        info = ParamInfo(len(self._by_param), name, param, stage, self._plan.elements)
+        info.period = self._plan.period
+        self._take_turn(info)
+        self._by_param[id(param)] = info
+        if param.requires_grad:
+            self._trained.add(id(param))
+        self._asked.clear()
+        self._write_param(info, looked_up)
+        return info
+
+    def write_again(self, info: ParamInfo) -> None:
+        """A parameter is trained now that was frozen when it was first written."""
+        self._asked.clear()
+        self._trained.add(id(info.param))
+        self._write_param(info, info.id in self._looked_up)
+
+    def _write_param(self, info: ParamInfo, looked_up: bool) -> None:
+        param = info.param
+        if looked_up:
+            self._looked_up.add(info.id)
+        self._write(
+            Param(
+                id=info.id,
+                name=info.name,
+                shape=info.shape,
+                dtype=str(param.dtype).removeprefix("torch."),
+                num_positions=len(info.positions),
+                stage=info.stage,
+                placements=str(getattr(param, "placements", "")),
+                requires_grad=param.requires_grad,
+                fingerprint=fingerprint(param, info.positions),
+                sampled_every=info.period,
+                start=start(param, len(info.positions)),
+                looked_up=looked_up,
+            )
+        )
+
+    def next_round(self) -> None:
+        """Another step is recorded: other parameters have their turn."""
+        self._round += 1
+        for info in self._by_param.values():
+            self._take_turn(info)
+
+    def _take_turn(self, info: ParamInfo) -> None:
+        info.active = self._round % info.period == info.id % info.period
+
+    def param_set(self, infos: list[ParamInfo]) -> int:
+        """The id of a set of parameters, writing it on first use."""
+        asked = tuple([info.id for info in infos])
+        found = self._sets_asked.get(asked)
+        if found is None:
+            key = tuple(dict.fromkeys(original.id for info in infos for original in originals(info)))
+            found = self._sets.get(key)
+            if found is None:
+                found = self._sets[key] = len(self._sets)
+                self._write(ParamSet(id=found, params=key))
+            self._sets_asked[asked] = found
+        return found
+
+    def wrapper(self, owner: object, impl: str, name: str, group: tuple[int, ...], **groups: tuple[int, ...]) -> int:
+        """The id of a data-parallel wrapper, writing it on first use."""
+        found = self._wrappers.get(id(owner))
+        if found is None:
+            found = self._wrappers[id(owner)] = len(self._wrappers)
+            self._kept_alive.append(owner)
+            site = self.wrapper_sites.get(id(owner))
+            self._write(Wrapper(id=found, impl=impl, name=name, group=group, site=site, **groups))
+        return found

@@ -1,0 +1,145 @@
+"""A backward pass that is under way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Site
+from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+
+
+class TokenWeights(NamedTuple):
+    """The weights of a loss's tokens in one pass, as 0-d tensors where the gradient lies."""
+
+    mean: Tensor
+    low: Tensor
+    high: Tensor
+    num_tokens: Tensor
+
+
+class BackwardPass:
+    """A backward pass that is under way: the leaves of one contribution are arriving."""
+
+    __slots__ = (
+        "accumulated",
+        "armed",
+        "by_hand",
+        "computed",
+        "given",
+        "handles",
+        "held",
+        "inner",
+        "label_hash",
+        "leaves",
+        "mean_weight",
+        "microbatch",
+        "num_attached",
+        "num_factors",
+        "other_losses",
+        "reduce_ops",
+        "reduced_inside",
+        "returned",
+        "root_loss",
+        "seq",
+        "site",
+        "smoothed",
+        "stage",
+        "start_ns",
+        "sync",
+        "touched",
+    )
+
+    def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
+        self.seq = seq
+        self.microbatch = microbatch
+        self.stage = stage
+        self.site = site
+        self.start_ns = time.perf_counter_ns()
+        self.sync: bool | None = None
+        self.touched: dict[int, ParamInfo] = {}
+        self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
+        self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
+        self.handles: list[Any] = []  # of hooks that are taken off when the pass is over
+        self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
+        self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
+        self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
+        self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
+        self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
+        self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
+        self.num_attached = 0  # terms that functions attach to activations
+        self.returned = False  # to the caller, and not accumulated
+        self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.computed = False  # a loss's weight in the root is a function of the data
+        self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
+        self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
+        self.mean_weight: Tensor | None = None  # what arrived at the one mean over elements that the root is made of
+        self.num_factors = 0  # numbers that multiply it
+        self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
+
+    def holds(self, info: ParamInfo, grad: Tensor) -> bool:
+        """Whether a gradient is given to a backward function, which may bring it itself later in this pass."""
+        if self.inner:
+            self.held.setdefault(info.id, []).append((info, grad.detach()))
+        else:
+            self.held.pop(info.id, None)
+        return bool(self.inner)
+
+    def not_brought(self) -> list[tuple[ParamInfo, Tensor]]:
+        """What such functions were given for parameters that nothing else arrived at."""
+        return [one for held in self.held.values() for one in held]
+
+    def not_reduced(self) -> list[ParamInfo]:
+        """The parameters whose gradient buffers hold what the pass itself has left in them."""
+        return [
+            info
+            for info in self.touched.values()
+            if info.managed_by != "fsdp" and info.wrapper not in self.armed and info.id not in self.by_hand
+        ]
+
+
+class ReadGradients:
+    """Whose gradients optimizers read. What nobody empties afterwards is there when the next step begins, and may still
+    be there some steps later, where the optimizer that reads it comes in turn with another one."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._read: list[list[ParamInfo]] = []
+        self._ids: set[int] = set()
+        self._kept: tuple[int, dict[int, ParamInfo]] = (-1, {})
+
+    def note(self, step: int, infos: list[ParamInfo]) -> None:
+        """An optimizer reads the gradients of these parameters."""
+        if self._step != step:
+            self._read, self._ids, self._step = [], set(), step
+        self._read.append(infos)
+        self._ids.update([info.id for info in infos])
+
+    def in_step(self, step: int) -> set[int]:
+        """The ids of the parameters whose gradients were read in this step."""
+        return self._ids if self._step == step else set()
+
+    def emptied(self, infos: list[ParamInfo]) -> None:
+        """The gradients of these parameters are emptied."""
+        for info in infos:
+            self._kept[1].pop(info.id, None)
+
+    def left(self, step: int) -> list[ParamInfo]:
+        """Those that were read until `step` and still have that gradient, in the model's order, without optimizers' own
+        copies. To be asked once a step, when the next one begins."""
+        since, kept = self._kept
+        left = dict(kept) if since == step else {}
+        if self._step == step:
+            left |= {info.id: info for infos in self._read for info in infos}
+        left = {key: info for key, info in left.items() if key >= 0 and info.param.grad is not None}
+        # On an accelerator nobody waits to see whether a gradient was filled with zeros by hand.
+        self._kept = step + 1, {key: info for key, info in left.items() if _is_there(info.param.grad)}
+        return [left[key] for key in sorted(left)]
+
+
+def _is_there(grad: Tensor | None) -> bool:
+    return grad is not None and grad.device.type == "cpu" and grad.layout is torch.strided and bool(grad.any())

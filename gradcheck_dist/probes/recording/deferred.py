@@ -1,0 +1,48 @@
+"""Events some of whose numbers lie on an accelerator: they are written when the numbers have come to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import Event
+
+Deferred = list[tuple[Callable[..., Event], dict[str, Tensor]]]
+"""What makes each event out of its missing numbers, and these, 0-d tensors."""
+
+
+def is_host(value: Tensor) -> bool:
+    """Whether a value can be read without waiting for an accelerator."""
+    return value.device.type == "cpu"
+
+
+def number(value: Tensor) -> float | Tensor:
+    """A tensor of one element as float64: a float where it can be read at once, else on its device."""
+    return float(value.item()) if type(value) is Tensor and is_host(value) else value.detach().double()
+
+
+def numbers_of(deferred: Deferred) -> list[Tensor]:
+    """All missing numbers as 64 bits, in order, to be brought to the host together."""
+    return [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+
+
+def read(deferred: Deferred, host: Tensor) -> Iterator[Event]:
+    """Events whose numbers have come to the host."""
+    numbers = iter(host)
+    for make, tensors in deferred:
+        yield make(**{name: _from_int64(next(numbers), tensor.dtype) for name, tensor in tensors.items()})
+
+
+def _as_int64(value: Tensor) -> Tensor:
+    """A number as 64 bits, so that numbers of all types travel in one copy."""
+    value = value.reshape(())
+    return value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)
+
+
+def _from_int64(bits: Tensor, dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
+        return bits.view(torch.float64).item()
+    return bool(bits) if dtype is torch.bool else int(bits)

@@ -1,0 +1,40 @@
+"""Keeping errors of probes away from training."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from gradcheck_dist.probes.recording.recorder import Recorder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(probe: str) -> Callable[[F], F]:
+    """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
+    capture of a CUDA graph it does not run, and neither under torch.jit.trace, which would take it for the model's, nor
+    where torch.compile traces it: a graph break of ours would end a training that allows none."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or recorder.captures.under_way or is_tracing():
+                return None
+            start = time.perf_counter_ns()
+            try:
+                return function(recorder, *args, **kwargs)
+            except Exception as error:
+                recorder.failed(probe, error)
+                return None
+            finally:
+                recorder.probe_ns += time.perf_counter_ns() - start
+
+        return cast(F, wrapper)
+
+    return decorate

@@ -1,0 +1,383 @@
+"""The state of a recording: which step, which contribution, which rows of samples. Knows nothing of single probes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Container
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradcheck_dist.events import (
+    AFTER,
+    BEFORE,
+    LEAF,
+    AnyEvent,
+    AnyRecord,
+    Backward,
+    Event,
+    ProbeError,
+    ProbeStatus,
+    Reduce,
+    RunEnd,
+    Samples,
+    Site,
+    StepEnd,
+)
+from gradcheck_dist.probes.parameters.places import Places
+from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
+from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
+from gradcheck_dist.probes.recording.captured import Captures
+from gradcheck_dist.probes.recording.deferred import Deferred, is_host, numbers_of, read
+from gradcheck_dist.probes.recording.guard import guarded
+from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
+from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.trace.columns import ColumnWriter
+from gradcheck_dist.trace.writer import TraceWriter
+
+MAX_ERRORS_PER_PROBE = 20
+ROW_BYTES = 16
+FLUSH_INTERVAL_NS = 50_000_000
+"""How long a killed rank's samples may be unwritten, between two backward passes."""
+COLUMNS_INTERVAL_NS = 1_000_000_000
+"""And how long its steps without samples."""
+NOTHING = torch.empty(0)
+ADDED_FLAG = "grad_added_to_main_grad"
+"""Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
+
+
+class Recorder(Sampler):
+    """Collects events and samples of one rank and hands them to the writer.
+
+    A step begins with the first loss or backward after an optimizer step and ends with the next optimizer step, so
+    that several optimizers share a step. `steps` says which are recorded; outside of them hooks return at once,
+    or, with `every_step`, record events without samples, in columns.
+    """
+
+    def __init__(
+        self, writer: TraceWriter, *, steps: Container[int] | None, sample_size: int, every_step: bool = False
+    ) -> None:
+        super().__init__(Registry(writer.append, sample_size))
+        self.writer = writer
+        self.step = 0
+        self.accumulation_step = 0
+        self.current: BackwardPass | None = None
+        self.meant: dict[str, bool] = {}  # what --verify shall not accuse, and whether it was met
+        self.suspended = 0
+        self.in_pipeline = False
+        self.in_loss = False
+        self.in_norm = False
+        self.closure_passes: int | None = None  # backward passes inside a running optimizer.step(closure)
+        self.loss_seen_in: int | None = None  # seq of the last pass in which a loss received its gradient
+        self.pipeline_site: Site | None = None
+        self.impulses: Any = None  # set in impulse mode: probes/backward/exact.py
+        # By tensor, and not as an attribute of one, which would be saved with it.
+        self.losses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
+        self.discovery: Any = None  # set by the autograd probe
+        self.read = ReadGradients()
+        self.places = Places(self.registry)
+        self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
+        self.armed: set[int] = set()  # wrappers whose next backward reduces
+        self.reduced = False  # whether gradients were combined over several ranks at all
+        self.replicas: Any = None  # set by the replicas probe
+        self.exchanges: Any = None  # set by the exchanges probe
+        self.writes: Any = None  # set by the writes probe
+        self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
+        self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
+        self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
+        self.probe_ns = 0
+        self._steps = steps
+        self.sampling = steps is None or 0 in steps
+        self.columns = ColumnWriter(writer.append) if every_step else None
+        self.recording = self.sampling or every_step
+        self.end: int | None = getattr(steps, "end", None)
+        if isinstance(steps, range):
+            self.end = max(steps, default=-1) + 1
+        if every_step:
+            self.end = None
+        self._unsampled: list[Event] = []  # events of a step without samples
+        self._columns_ns = 0
+        self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
+        self._stepped = False
+        self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
+        self.trained = False  # whether a loss or a backward pass was seen at all
+        self._begun = -1  # the last step in which a backward pass began
+        self._seq = 0
+        self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
+        self._flushed_ns = 0
+        self.copies = HostCopies()
+        self.captures = Captures()
+        self._deferred: Deferred = []
+        self._errors: dict[str, int] = {}
+        self._step_start_ns = time.perf_counter_ns()
+
+    # ---- time
+
+    def next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    @property
+    def upcoming_step(self) -> int:
+        """The step that a forward pass belongs to that runs now."""
+        return self.step + self._stepped
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the latest event."""
+        return self._seq
+
+    def ensure_step(self) -> None:
+        """Called by whatever belongs to a step: opens the next one if the last has ended."""
+        self.trained = True
+        if self.own_optimizer is not None:
+            self.own_optimizer.look()
+        if self._stepped:
+            self._stepped = False
+            if self._rows or self._on_host:
+                self.flush_samples()  # of what came behind the optimizer
+            self._fold_step()
+            self.step += 1
+            self.num_events = self.num_rows = self.num_norms = 0
+            self.accumulation_step = 0
+            self.clipped.clear()
+            self.places.step_begins()
+            asked = self.step - self._abandoned
+            self.sampling = self._steps is None or asked in self._steps
+            self.recording = self.sampling or self.columns is not None
+            if self.sampling and self.registry.rotates:
+                self.registry.next_round()
+            self.probe_ns = 0
+            self._step_start_ns = time.perf_counter_ns()
+            if self.end is not None and asked >= self.end and self.finished is not None:
+                finished, self.finished = self.finished, None
+                finished()
+
+    def end_step(self) -> None:
+        """Called after an optimizer step."""
+        self.between_passes = False
+        if self.recording:
+            duration_ns = time.perf_counter_ns() - self._step_start_ns
+            if self.writes is not None:
+                self.writes.tell()
+            self.flush_samples()
+            told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms}
+            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
+                      **(told if self.sampling else {}))  # fmt: skip
+            if self.sampling:
+                self.writer.flush()
+        self._stepped = True
+
+    def abandon_evaluation(self) -> None:
+        """An optimizer that evaluates its closure more than once (LBFGS) empties the gradients in between: what came
+        before is a step of its own, which never reached the optimizer."""
+        if self.closure_passes:
+            self.closure_passes = 0
+            self._abandoned += 1
+            self.end_step()
+            self.ensure_step()
+
+    def end_step_if_open(self) -> None:
+        """A step that was skipped (a GradScaler found an overflow) ends here all the same."""
+        if not self._stepped:
+            self.end_step()
+
+    # ---- events
+
+    def emit(self, kind: Callable[..., Event], *, seq: int | None = None, **fields: Any) -> None:
+        """Append an event. Fields may be 0-d tensors: on CPU they are read here, on an accelerator later."""
+        fields["seq"] = self.next_seq() if seq is None else seq
+        self.num_events += 1
+        on_device: dict[str, Tensor] = {}
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                if is_host(value):
+                    fields[name] = value.item()
+                else:
+                    on_device[name] = value.detach()
+        if on_device:
+            rest = {name: value for name, value in fields.items() if name not in on_device}
+            self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
+        else:
+            event = kind(t_ns=time.time_ns(), step=self.step, **fields)
+            if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd):
+                self.writer.append(cast(AnyRecord, event))
+            else:
+                self._unsampled.append(event)
+
+    def emit_values(self, kind: Callable[..., Event], values: Tensor) -> None:
+        """Append an event of which `values`, all but those and the time known, lie on a device."""
+        event = functools.partial(kind, t_ns=time.time_ns())
+        self.num_events += 1
+
+        def arrived(host: Tensor) -> None:
+            self.writer.append(cast(AnyRecord, event(values=host.numpy().tobytes())))
+
+        self.copies.bring(values, arrived)
+
+    def status(self, probe: str, active: bool, reason: str = "") -> None:
+        self.emit(ProbeStatus, probe=probe, active=active, reason=reason)
+
+    def failed(self, probe: str, error: BaseException) -> None:
+        """An error inside a probe: counted and recorded, never raised into training."""
+        count = self._errors[probe] = self._errors.get(probe, 0) + 1
+        if count <= MAX_ERRORS_PER_PROBE:
+            self.emit(ProbeError, probe=probe, message=f"{type(error).__name__}: {error}"[:500], count=count)
+
+    # ---- samples
+
+    def flush_samples(self) -> None:
+        """Hand the rows to the writer, one record a dtype; on an accelerator this is the one copy to the host."""
+        self._flushed_ns = time.perf_counter_ns()
+        if self.current is not None:  # an optimizer that steps inside backward
+            self.keep_leaves(self.current.seq, self.current.leaves)
+        for written in self.drain_host():
+            self.num_rows += len(written[1]) // ROW_BYTES
+            self.copies.bring(NOTHING, functools.partial(self._write_samples, self.step, *written))
+        for dtype, rows, values in self.drain():
+            self.num_rows += len(rows) // ROW_BYTES
+            self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows, None))
+        if self._deferred and self.sampling:
+            deferred, self._deferred = self._deferred, []
+            numbers = numbers_of(deferred)
+            self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
+        self.copies.poll()
+
+    def finish(self) -> None:
+        """Write all that is left, waiting for what is still on its way."""
+        self.flush_samples()
+        self._fold_step()
+        self.copies.poll(wait=True)
+        if self.columns is not None:
+            self.columns.flush()
+
+    def release(self) -> None:
+        """Recording is over: let go of the model. Functions that the user imported while they were replaced keep this
+        recorder alive, and a model that the user drops is to be freed all the same."""
+        self.registry = Registry(self.writer.append, 0)
+        self.places, self.read = Places(self.registry), ReadGradients()
+        self.current = self.discovery = self.replicas = self.writes = None
+        self._bundles, self._arrivals, self.ddp_states = {}, {}, {}
+
+    def _fold_step(self) -> None:
+        """Hand a step without samples to the columns, as soon as its numbers are on the host."""
+        if self.sampling or self.columns is None or not (self._unsampled or self._deferred):
+            return
+        events, self._unsampled = self._unsampled, []
+        deferred, self._deferred = self._deferred, []
+        numbers = numbers_of(deferred)
+        on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
+        self.copies.bring(on_the_way, functools.partial(self._write_columns, self.step, events, deferred))
+        self.copies.poll()
+
+    def _write_columns(self, step: int, events: list[Event], deferred: Deferred, host: Tensor) -> None:
+        assert self.columns is not None
+        whole = sorted([*events, *read(deferred, host)], key=lambda event: event.seq)
+        self.columns.add(step, cast(list[AnyEvent], whole))
+        if time.perf_counter_ns() - self._columns_ns > COLUMNS_INTERVAL_NS:
+            self._columns_ns = time.perf_counter_ns()
+            self.columns.flush()
+
+    def _write_samples(self, step: int, dtype: str, rows: bytes, kept: bytes | None, host: Tensor) -> None:
+        values = host.numpy().tobytes() if kept is None else kept
+        self.writer.append(Samples(step=step, rows=rows, dtype=dtype, values=values))
+
+    def _write_deferred(self, deferred: Deferred, host: Tensor) -> None:
+        for event in read(deferred, host):
+            self.writer.append(cast(AnyRecord, event))
+
+    # ---- backward
+
+    def begin_backward(self, *, microbatch: int = 0, stage: int | None = None) -> BackwardPass | None:
+        """Open a contribution; None when one is open already (nested backward) or nothing is recorded."""
+        if self.current is not None or self.suspended:
+            return None
+        self.ensure_step()
+        if not self.recording:
+            if self.own_optimizer is not None:
+                self.own_optimizer.note()
+            return None
+        self.current = BackwardPass(self.next_seq(), microbatch, stage, caller_site())
+        self.between_passes = False
+        self.places.pass_changes()
+        if self._begun != self.step:
+            self._begun = self.step
+            left = self.read.left(self.step - 1) if self.sampling else []
+            if left:
+                self.sample_grads(self.current.seq, BEFORE, left)
+        return self.current
+
+    def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:
+        """A loss received its gradient, before any parameter did."""
+        if self.impulses is not None:
+            found = self.label_hashes.pop(loss_id, None)
+            current.label_hash = int(found) if found is not None else None
+
+    def leaf(self, current: BackwardPass, info: ParamInfo, grad: Tensor) -> None:
+        """A contribution's own gradient arrived at a parameter."""
+        touched = current.touched
+        again = info.id in touched  # in a pass inside of this one (reentrant checkpoints)
+        touched[info.id] = info
+        if not (self.sampling and info.active) or info.param.__dict__.get(ADDED_FLAG):
+            return
+        plan = info.plain
+        plain = type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided
+        if plan is not None and plain and not (again or grad.requires_grad):
+            slot = plan.slot
+            if slot is None or slot.dtype is not grad.dtype:
+                slot = plan.new_slot(grad.dtype)
+            torch.take(grad, plan.indices, out=slot)
+            current.leaves.append(plan)
+        elif info.id not in current.reduced_inside:  # else what arrives is no contribution any more
+            self.sample(current.seq, LEAF, info, grad)
+
+    def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
+        """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
+        self.current = None
+        self.places.pass_changes()
+        for info, grad in current.not_brought():
+            self.leaf(current, info, grad)
+        touched = list(current.touched.values())
+        if not touched:
+            return
+        self.keep_leaves(current.seq, current.leaves)
+        self.emit(
+            Backward,
+            seq=current.seq,
+            site=current.site,
+            accumulation_step=self.accumulation_step,
+            microbatch=current.microbatch,
+            stage=current.stage,
+            sync=current.sync,
+            params=self.registry.param_set(touched),
+            duration_ns=time.perf_counter_ns() - current.start_ns,
+            returned=current.returned,
+        )
+        if sample_after:
+            self.sample_grads(current.seq, AFTER, current.not_reduced())
+        if self._stepped or time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
+            self.flush_samples()
+        if self.closure_passes is not None:
+            self.closure_passes += 1
+        if not self.in_pipeline:
+            self.accumulation_step += 1
+            self.between_passes = self.sampling
+
+    def emit_reduce(self, seq: int, infos: list[ParamInfo], **fields: Any) -> None:
+        current = self.current
+        self.reduced |= len(fields.get("group", ())) > 1 or len(fields.get("replicate_group", ())) > 1
+        self.emit(
+            Reduce,
+            seq=seq,
+            params=self.registry.param_set(infos),
+            accumulation_step=self.accumulation_step,
+            microbatch=current.microbatch if current else 0,
+            **{"site": current.site if current else caller_site(), **fields},
+        )
+
+
+__all__ = ["AFTER", "BEFORE", "LEAF", "BackwardPass", "Recorder", "guarded"]

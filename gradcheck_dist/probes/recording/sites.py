@@ -1,0 +1,84 @@
+"""Where in the user's source something was called."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import typing_extensions
+
+from gradcheck_dist.events import Site
+
+_SKIP_DIRS = tuple(
+    str(folder) + os.sep
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "verify")
+)
+_INSTALLED_DIRS = tuple(
+    path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
+)
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+_TYPED = ("<ipython-input", "<stdin>")
+_SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__, typing_extensions.__file__}
+"""The last wraps what torch calls deprecated (reduce_scatter_tensor)."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_foreign(filename: str) -> bool:
+    if filename.startswith("<"):
+        return not filename.startswith(_TYPED)
+    return filename in _SKIP_FILES or filename.startswith(_SKIP_DIRS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(_INSTALLED_DIRS)
+
+
+def caller_site() -> Site | None:
+    """The innermost frame that belongs neither to torch nor to the probes; None when there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = frame.f_code
+    called_from = _users_line(frame) if _is_installed(code.co_filename) else None
+    return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
+
+
+def site_in(stack_trace: str) -> Site | None:
+    """What `caller_site` gives, of a stack that was noted earlier as text, the innermost frame last."""
+    frames = [(file, int(line), name) for file, line, name in _FRAME.findall(stack_trace) if not _is_foreign(file)]
+    if not frames:
+        return caller_site()
+    file, line, name = frames[-1]
+    if not _is_installed(file):
+        return Site(file, line, name)
+    users = [f"{other}:{number}" for other, number, _ in frames if not _is_installed(other)]
+    return Site(file, line, name, users[-1] if users else _users_line(sys._getframe(1)))
+
+
+def defined_at(function: Any) -> Site | None:
+    """Where a function is written; None where that is not in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None
+
+
+def _users_line(frame: FrameType | None) -> str | None:
+    """ "file:line" of the innermost frame at or above `frame` that belongs to no installed package."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _is_foreign(name) and not _is_installed(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

@@ -1,0 +1,1 @@
+"""Gradients that ranks reduce, and whether they hold copies."""

@@ -1,0 +1,240 @@
+"""Collectives that the user calls on gradients by hand, and those that a DDP communication hook calls.
+
+Gradients are known by address: a parameter's `.grad`, a buffer that hangs on the parameter in its place (Megatron's
+`main_grad`), the `.grad` of an optimizer's own copy, and flat buffers in which these lie one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.distributed import distributed_c10d
+
+from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.parameters.places import Place
+from gradcheck_dist.probes.parameters.regions import Region, in_memory
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+LATEST = 4
+"""Parameters whose gradients arrived last, of which a hook may reduce what has been accumulated."""
+
+
+class _Pending:
+    """A parameter whose buffer is reduced piece by piece. `outputs` are the pieces that are done."""
+
+    def __init__(self, step: int, seq: int, how: tuple[Any, ...]) -> None:
+        self.step, self.seq, self.how = step, seq, how
+        self.length = 0
+        self.outputs: list[tuple[Region, Tensor]] = []
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    pending: dict[int, _Pending] = {}
+
+    def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            if is_compiling() or not recorder.recording or recorder.suspended:
+                return original(tensor, op=op, group=group, async_op=async_op)
+            if recorder.current is not None:
+                note_hook(recorder, op)
+            opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
+            result = original(tensor, op=op, group=group, async_op=async_op)
+            if opened is not None:
+                after_manual(recorder, pending, opened, tensor, opened, async_op)
+            return result
+
+        return all_reduce
+
+    def watch_reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reduce_scatter(
+            output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
+            if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
+                return original(output, input, op=op, group=group, async_op=async_op)
+            opened = before_manual(recorder, pending, input, "reduce_scatter", op, group)
+            result = original(output, input, op=op, group=group, async_op=async_op)
+            if opened is not None:
+                low = dist.get_rank(group) * output.numel()
+                parts = [region.part(low, low + output.numel()) for region in opened]
+                after_manual(recorder, pending, opened, output, [part for part in parts if part], async_op)
+            return result
+
+        return reduce_scatter
+
+    def watch_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.recording or recorder.suspended:
+                return original(*args, **kwargs)
+            call = bound(recorder, signature, args, kwargs)
+            opened = None
+            if call is not None:
+                tensor, group = call["tensor"], call["group"]
+                opened = before_manual(recorder, pending, tensor, "reduce", call["op"], group, root=root_of(call))
+            result = original(*args, **kwargs)
+            if opened is not None and call is not None:
+                after_manual(recorder, pending, opened, call["tensor"], opened, call["async_op"])
+            return result
+
+        return reduce
+
+    def watch_coalesced(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def all_reduce_coalesced(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.recording or recorder.suspended:
+                return original(*args, **kwargs)
+            call = bound(recorder, signature, args, kwargs)
+            opened: list[tuple[Tensor, list[Region] | None]] = []
+            if call is not None:
+                tensors, op = call["tensors"], call["op"]
+                if recorder.current is not None:
+                    note_hook(recorder, op)
+                for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+                    opened.append((tensor, before_manual(recorder, pending, tensor, "all_reduce", op, call["group"])))
+            result = original(*args, **kwargs)
+            for tensor, regions in opened:
+                if regions is not None and call is not None:
+                    after_manual(recorder, pending, regions, tensor, regions, call["async_op"])
+            return result
+
+        return all_reduce_coalesced
+
+    if hasattr(dist, "all_reduce_coalesced"):  # deprecated, and no longer in every torch
+        _replace(patches, "all_reduce_coalesced", watch_coalesced)
+    _replace(patches, "all_reduce", watch_all_reduce)
+    _replace(patches, "reduce", watch_reduce)
+    # The second is the older name; where both are, it calls the first through its module.
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")
+    _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
+
+
+def _replace(patches: Patches, name: str, watch: Callable[..., Any]) -> None:
+    original = getattr(dist, name)
+    patches.replace(distributed_c10d, name, watch)
+    patched = getattr(distributed_c10d, name)
+    patches.replace(dist, name, lambda found: patched if found is original else watch(found))
+
+
+def op_name(op: Any) -> str:
+    """ "sum", "avg", "premul_sum", ... of a ReduceOp."""
+    return str(getattr(op, "op", op)).rsplit(".", 1)[-1].lower()
+
+
+@guarded("collectives")
+def bound(
+    recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def root_of(call: dict[str, Any]) -> int:
+    """The global rank that a collective with a destination sends its result to."""
+    if call.get("group_dst") is not None:
+        return int(dist.get_global_rank(call["group"] or dist.distributed_c10d._get_default_group(), call["group_dst"]))
+    return int(call["dst"] or 0)
+
+
+@guarded("collectives")
+def note_hook(recorder: Recorder, op: Any) -> None:
+    if recorder.current is not None:
+        recorder.current.reduce_ops.add(op_name(op))
+
+
+def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
+    """Where gradients lie in a tensor inside of a backward pass, for a hook of the user's that reduces what has been
+    accumulated so far. What a wrapper reduces there has a probe of its own."""
+    touched = recorder.current.touched.values() if recorder.current is not None else ()
+    for regions, buffer in recorder.places.overlapping(tensor, itertools.islice(reversed(touched), LATEST)):
+        info = regions[0].info
+        if not info.regions and info.param.grad is not None and info.wrapper is None and info.managed_by is None:
+            yield regions, buffer
+
+
+@guarded("collectives")
+def before_manual(
+    recorder: Recorder,
+    pending: dict[int, _Pending],
+    tensor: Tensor,
+    impl: str,
+    op: Any,
+    group: Any,
+    root: int | None = None,
+) -> list[Region] | None:
+    local = getattr(tensor, "_local_tensor", tensor)
+    current = recorder.current
+    if not (recorder.accumulation_step or current is not None):
+        return None
+    how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
+    opened: list[Region] = []
+    begins: set[tuple[int, int]] = set()
+    places = recorder.places.overlapping(local) if current is None else _accumulated(recorder, local)
+    for regions, buffer in places:
+        for region in in_memory(local, [(regions, buffer)]):
+            info = region.info
+            if (info.id, region.start) in begins:
+                continue  # the same elements under another name
+            begins.add((info.id, region.start))
+            begun = pending.get(info.id)
+            if begun is None or begun.step != recorder.step or begun.how != how:
+                begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
+                own = [part for part in regions if part.info is info]
+                recorder.sample_parts(begun.seq, BEFORE, info, own, buffer)
+            opened.append(region)
+            if current is not None:
+                current.by_hand.add(info.id)
+    if not opened and current is None and local.dim():
+        for region in recorder.places.by_value.regions(local):
+            pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
+            recorder.sample_parts(begun.seq, BEFORE, region.info, [region], local)
+            opened.append(region)
+    return opened or None
+
+
+@guarded("collectives")
+def after_manual(
+    recorder: Recorder,
+    pending: dict[int, _Pending],
+    opened: list[Region],
+    output: Tensor,
+    regions: list[Region],
+    async_op: bool,
+) -> None:
+    """A parameter's reduction is told when all pieces of its buffer are through."""
+    for region in opened:
+        pending[region.info.id].length += region.length
+    for region in regions:
+        pending[region.info.id].outputs.append((region, output))
+    for region in opened:
+        info = region.info
+        done = pending.get(info.id)
+        if done is None or done.length < _local_size(info):
+            continue
+        del pending[info.id]
+        impl, op, group, root = done.how
+        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
+        if async_op:
+            continue
+        for part, tensor in done.outputs:
+            recorder.sample_parts(done.seq, AFTER, info, [part], tensor)
+
+
+def _local_size(info: ParamInfo) -> int:
+    return int(getattr(info.param, "_local_tensor", info.param).numel())

@@ -1,0 +1,125 @@
+"""DistributedDataParallel: which backward reduces, over which group, by which operation, and what came out.
+
+The reducer runs in C++. Whether it is armed is decided in forward (`_post_forward` calls prepare_for_backward when
+`require_backward_grad_sync` holds), so this is where it is read; a pipeline's last backward arms it by hand
+(torch/distributed/pipelining/stage.py, backward_maybe_with_nosync). No communication hook is registered: the one that
+DDP allows stays the user's. The default reducer divides by the group size and sums (reducer.cpp): "avg".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcheck_dist.events import AFTER
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+_AVERAGING_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
+
+
+class _State:
+    """What is known of one DDP instance."""
+
+    def __init__(self, ddp: DistributedDataParallel, wrapper: int, infos: list[ParamInfo]) -> None:
+        self.ddp, self.wrapper, self.infos = ddp, wrapper, infos
+        self.group = tuple(dist.get_process_group_ranks(ddp.process_group))
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    def watch_init(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            recorder.registry.wrapper_sites[id(self)] = caller_site()
+            original(self, *args, **kwargs)
+
+        return init
+
+    def watch_post_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post_forward(self: DistributedDataParallel, output: Any) -> Any:
+            if torch.is_grad_enabled() and self.require_backward_grad_sync:
+                arm(recorder, self)
+            return original(self, output)
+
+        return post_forward
+
+    patches.replace(DistributedDataParallel, "__init__", watch_init)
+    patches.replace(DistributedDataParallel, "_post_forward", watch_post_forward)
+    autograd.ROOT_LISTENERS.append(find_wrappers)
+    autograd.CLOSE_LISTENERS.append(complete)
+    patches.on_restore(lambda: autograd.ROOT_LISTENERS.remove(find_wrappers))
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(complete))
+
+
+def find_wrappers(recorder: Recorder, root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            state_of(recorder, module, name)
+
+
+def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -> _State:
+    states: dict[int, _State] = recorder.ddp_states
+    state = states.get(id(ddp))
+    if state is None:
+        group = tuple(dist.get_process_group_ranks(ddp.process_group))
+        wrapper = recorder.registry.wrapper(ddp, "ddp", name or type(ddp.module).__name__, group)
+        ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+        infos = []
+        for param_name, param in ddp.module.named_parameters():
+            info = recorder.registry.find(param)
+            if info is not None and param_name not in ignored and param.requires_grad:
+                if info.managed_by != "ddp":
+                    recorder.discovery.hook_accumulated(info)
+                info.managed_by, info.wrapper = "ddp", wrapper
+                infos.append(info)
+        state = states[id(ddp)] = _State(ddp, wrapper, infos)
+    return state
+
+
+@guarded("ddp")
+def arm(recorder: Recorder, ddp: DistributedDataParallel) -> None:
+    """The reducer will reduce in the next backward."""
+    if id(ddp) not in recorder.registry.known_modules:
+        autograd.add_root(recorder, ddp, None)
+    recorder.armed.add(state_of(recorder, ddp).wrapper)
+
+
+def complete(recorder: Recorder, current: BackwardPass) -> None:
+    """At the end of a pass: say of each DDP instance that took part whether it reduced."""
+    states: dict[int, _State] = recorder.ddp_states
+    touched = {info.wrapper for info in current.touched.values()}
+    for state in states.values():
+        if state.wrapper not in touched:
+            continue
+        # Armed is not enough: where gradients are computed by autograd.grad (zero-bubble schedules), AccumulateGrad,
+        # on which the reducer hangs, never runs.
+        seq = current.armed.get(state.wrapper) if state.wrapper in current.accumulated else None
+        current.sync = seq is not None
+        if seq is None:
+            continue
+        recorder.armed.discard(state.wrapper)
+        op, hook = _operation(state.ddp, current)
+        recorder.emit_reduce(seq, state.infos, impl="ddp", op=op, group=state.group, wrapper=state.wrapper, hook=hook)
+        recorder.sample_grads(seq, AFTER, state.infos)
+
+
+def _operation(ddp: DistributedDataParallel, current: BackwardPass) -> tuple[str, str | None]:
+    """The reduce operation and the name of a user's hook: what torch documents, or what the hook was seen calling."""
+    hooks = getattr(ddp, "_comm_hooks", [])
+    if not hooks:
+        return "avg", None
+    hook = hooks[0][0]
+    module, name = getattr(hook, "__module__", "") or "", getattr(hook, "__qualname__", repr(hook))
+    if module.startswith("torch.") and name in _AVERAGING_HOOKS:
+        return "avg", name
+    return (next(iter(current.reduce_ops)) if len(current.reduce_ops) == 1 else "unknown"), f"{module}.{name}"

@@ -1,0 +1,186 @@
+"""FSDP2 (fully_shard), HSDP and replicate: the unsharded leaves, each reduction with all its factors, its result.
+
+`foreach_reduce` (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) is the one place through which gradients
+are reduced; its divide factors are computed by `_get_gradient_divide_factors` from the same arguments, which is called
+again here rather than mirrored. Its result is passed through untouched: its length changes between releases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.reductions.collectives import op_name
+
+_PACKAGE = "torch.distributed.fsdp._fully_shard"
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    def on_param(module: ModuleType) -> None:
+        patches.replace(module.FSDPParam, "init_unsharded_param", lambda original: _watch_unshard(recorder, original))
+
+    def on_group(module: ModuleType) -> None:
+        patches.replace(module, "foreach_reduce", lambda original: _watch_reduce(recorder, module, original))
+        patches.replace(module.FSDPParamGroup, "post_backward", lambda original: _watch_post(recorder, original))
+        recorder.status("fsdp", True)
+
+    for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
+        patches.when_imported(f"{_PACKAGE}.{name}", functools.partial(_try, recorder, apply))
+
+
+def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        apply(module)
+    except Exception as error:  # the user's import must not fail on it
+        recorder.status("fsdp", False, f"torch {torch.__version__} has no {error}")
+
+
+def _watch_unshard(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_unsharded_param(self: Any) -> None:
+        original(self)
+        hook_leaf(recorder, self)
+
+    return init_unsharded_param
+
+
+@guarded("fsdp")
+def hook_leaf(recorder: Recorder, fsdp_param: Any) -> None:
+    info = recorder.registry.find(fsdp_param.sharded_param)
+    if info is not None:
+        info.managed_by = "fsdp"
+        recorder.discovery.hook(info, fsdp_param._unsharded_param)
+
+
+def _watch_post(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def post_backward(self: Any, *unused: Any) -> None:
+        current = recorder.current
+        if current is not None:
+            current.sync = bool(self.reduce_grads)
+        original(self, *unused)
+
+    return post_backward
+
+
+def _watch_reduce(recorder: Recorder, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    needed = {"fsdp_params", "unsharded_grads", "reduce_scatter_group", "all_reduce_group", "gradient_divide_factor"}
+    if not needed <= set(signature.parameters):
+        raise AttributeError(f"foreach_reduce({', '.join(sorted(needed - set(signature.parameters)))})")
+
+    @functools.wraps(original)
+    def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.recording or recorder.suspended:
+            return original(*args, **kwargs)
+        opened = before(recorder, signature, args, kwargs)
+        result = original(*args, **kwargs)
+        if opened is not None:
+            after(recorder, result, *opened)
+        return result
+
+    return foreach_reduce
+
+
+@guarded("fsdp")
+def before(
+    recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, list[tuple[ParamInfo, Any]], dict[str, Any]] | None:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = dict(bound.arguments)
+    seq = recorder.next_seq()
+    known = []
+    for fsdp_param, grad in zip(call["fsdp_params"], call["unsharded_grads"], strict=True):
+        info = recorder.registry.find(fsdp_param.sharded_param)
+        if info is not None:
+            known.append((info, fsdp_param))
+            unsharded = fsdp_param.unsharded_param
+            like = unsharded if hasattr(unsharded, "_local_tensor") else None
+            if not recorder.sample(seq, BEFORE, info, grad, like):
+                recorder.status("fsdp", False, f"layout of the unsharded gradient of {info.name} is not known")
+    if call["reduce_dtype"] is None:
+        call["reduce_dtype"] = call["unsharded_grads"][0].dtype
+    return seq, known, call
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+
+
+@guarded("fsdp")
+def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo, Any]], call: dict[str, Any]) -> None:
+    shard, replicate = _ranks(call["reduce_scatter_group"]), _ranks(call["all_reduce_group"])
+    infos = [info for info, _ in known]
+    all_reduced = bool(call.get("all_reduce_grads", True))
+    recorder.emit_reduce(
+        seq,
+        infos,
+        impl="hsdp" if shard and replicate else "fsdp" if shard else "replicate",
+        group=shard or (dist.get_rank(),),
+        replicate_group=replicate,
+        all_reduced=all_reduced,
+        wrapper=_wrapper(recorder, known, shard, replicate),
+        dtype=str(call["reduce_dtype"]).removeprefix("torch."),
+        **_factors(call, len(shard)),
+    )
+    if not all_reduced and replicate:
+        return
+    stream = result[2] if isinstance(result, tuple) and len(result) > 2 else None
+    with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext():
+        for info, fsdp_param in known:
+            if fsdp_param.sharded_param.grad is not None:
+                recorder.sample(seq, AFTER, info, fsdp_param.sharded_param.grad)
+
+
+def _factors(call: dict[str, Any], shard_size: int) -> dict[str, Any]:
+    """op, pre_divide, post_divide, premul and replicate_op as torch computes them from the same arguments."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    factor = call["gradient_divide_factor"]
+    pre, post, shard_op, replicate_op = _get_gradient_divide_factors(
+        call["reduce_scatter_group"],
+        call["all_reduce_group"],
+        call["reduce_dtype"],
+        call["device"].type,
+        factor,
+        call.get("force_sum_reduction_for_comms", False),
+    )
+    op = op_name(shard_op)
+    premul = 1.0 / factor if op == "premul_sum" else None
+    if shard_size <= 1:  # no reduce-scatter: the input is copied, divided by a factor that was set
+        op, premul = "sum", (1.0 / factor if factor is not None else None)
+    return {
+        "op": op,
+        "pre_divide": pre,
+        "post_divide": post,
+        "premul": premul,
+        "replicate_op": op_name(replicate_op) if call["all_reduce_group"] is not None else None,
+    }
+
+
+def _wrapper(
+    recorder: Recorder, known: list[tuple[ParamInfo, Any]], shard: tuple[int, ...], replicate: tuple[int, ...]
+) -> int | None:
+    if not known:
+        return None
+    info, fsdp_param = known[0]
+    if info.wrapper is None:
+        module = fsdp_param._module_info.module
+        name = info.name.rsplit(".", 1)[0]
+        impl = "hsdp" if shard and replicate else "fsdp"
+        found = recorder.registry.wrapper(module, impl, name, shard, shard_group=shard, replicate_group=replicate)
+        for other, _ in known:
+            other.wrapper = found
+    return info.wrapper
