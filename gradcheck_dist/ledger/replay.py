@@ -52,7 +52,7 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
         ready = {rank: event for rank, event in waiting.items() if event is not None}
         if not ready:
             return result
-        rounds = _rounds(ready)
+        rounds = _rounds(ready, {rank: machine.summands_on for rank, machine in machines.items()})
         whole = [members for members in rounds if members <= set(ready)]
         # Nobody is complete: a rank died, or its trace is missing. Go on with those that are there.
         chosen = max(whole, key=len) if whole else max(rounds, key=lambda members: len(members & set(ready)))
@@ -66,20 +66,21 @@ def _summed_in(event: Reduce) -> str:
     return event.dtype or next((dtype for name, dtype in compressed.items() if name in (event.hook or "")), "")
 
 
-def _rounds(ready: dict[int, Reduce]) -> list[set[int]]:
+def _rounds(ready: dict[int, Reduce], summands_on: dict[int, frozenset[int]]) -> list[set[int]]:
     """The members of each reduction that some rank waits for; of a whole one once."""
     rounds: list[set[int]] = []
     known: set[int] = set()
     for rank in ready:
         if rank not in known:
-            rounds.append(_members(rank, ready))
+            rounds.append(_members(rank, ready, summands_on))
             if all(member >= 0 for member in rounds[-1]):
                 known |= rounds[-1]
     return rounds
 
 
-def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
-    """All ranks of one reduction: its group, and under HSDP the groups of all replicas of all its members.
+def _members(rank: int, ready: dict[int, Reduce], summands_on: dict[int, frozenset[int]]) -> set[int]:
+    """All ranks of one reduction: its group, under HSDP the groups of all replicas of all its members, and those that
+    hold summands of what FSDP adds up before it (`summands_on`).
 
     A rank that waits for another reduction, or for none, is a member that is not ready; -1 - rank stands for it.
     """
@@ -99,6 +100,8 @@ def _members(rank: int, ready: dict[int, Reduce]) -> set[int]:
             if group not in opened:
                 opened.add(group)
                 todo += [(peer, event, group) for peer in group]
+        if event.impl in SHARDING:
+            todo += [(peer, event, ()) for peer in summands_on.get(current, ())]
     return members
 
 
@@ -122,7 +125,10 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
         for replica in replicas:
             if replica in events:
                 sources |= set(events[replica].group)
-        sources = (sources or set(event.group)) & set(inputs)
+        sources = sources or set(event.group)
+        if event.impl in SHARDING:
+            sources |= {peer for source in sources & set(inputs) for peer in machines[source].summands_on}
+        sources &= set(inputs)
         partials = [kept[replica] for replica in replicas if replica in kept]
         machines[rank].receive(event, [inputs[source] for source in sorted(sources)], partials, tuple(sorted(sources)))
 
@@ -162,6 +168,10 @@ class _Machine:
         sharded = any(event.impl in SHARDING for event in reduces)
         self.buffers = {name: Buffer(np.zeros(len(basis))) for name in ("grad", "unsharded", "partial")}
         self.leaf_buffer = "unsharded" if sharded else "grad"
+        # FSDP2 redistributes a Partial gradient to the parameter's layout, which sums it, before it reduces
+        # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor).
+        leaves = [values for _, values in track.leaves.values() if values.partial]
+        self.summands_on = frozenset(rank for values in leaves for rank in values.over)
         self.entries = result.entries.setdefault(track.rank, [])
         self.position = 0
 
