@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
     until_apart,
     without_warm_up,
 )
+from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import (
     settle,
 )
@@ -80,6 +81,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
+    leave_drift(verdicts)
     weigh(verdicts)
     tell_by_other_steps(verdicts)
     leave_weighted_open(verdicts)

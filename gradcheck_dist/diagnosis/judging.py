@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
 from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
+from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
@@ -97,7 +98,7 @@ def judge_step(
     if weighed is None:
         return verdict
     norms = step_norms(run, data, recorded.coordinate)
-    cases, hidden = _cases(verdict, weighed, norms)
+    cases, hidden, by_norm = _cases(verdict, weighed, norms)
     verdict.reasons += not_attached(data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for])
@@ -111,10 +112,13 @@ def judge_step(
     relative, expected = weighed.target.relative, weighed.target.expected
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
-    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, weighed.on_the_way, bool(made_up))
-    for one in audit(facts, verdict.units):
-        verdict.findings = [finding for finding in verdict.findings if not one.explains(finding)]
-        verdict.found(one.finding, one.effect)
+    on_the_way = weighed.on_the_way
+    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up), by_norm)
+    remarks = audit(facts, verdict.units)
+    verdict.findings = [one for one in verdict.findings if not any(other.explains(one) for other in remarks)]
+    for one in remarks:
+        if not any(other.explains(one.finding) for other in remarks):
+            verdict.found(one.finding, one.effect)
     verdict.reasons += faults(data, recorded, facts.weights_right).reasons
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
@@ -178,9 +182,11 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     return _Weighed(measured, target, on_the_way)
 
 
-def _cases(verdict: StepVerdict, weighed: _Weighed, norms: StepNorms) -> tuple[list[Case], Sequence[float] | None]:
-    """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; and the factors
-    that such a clip hides, None where there is none."""
+def _cases(
+    verdict: StepVerdict, weighed: _Weighed, norms: StepNorms
+) -> tuple[list[Case], Sequence[float] | None, HandNorm | None]:
+    """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; the factors that
+    such a clip hides, None where there is none; and such a clip that took a wrong norm."""
     data, target = verdict.data, weighed.target
     cases = cases_of(verdict, weighed.measured, target.expected, target.tokens)
     by_hand = clip_by_hand(cases, data, norms)
@@ -192,14 +198,21 @@ def _cases(verdict: StepVerdict, weighed: _Weighed, norms: StepNorms) -> tuple[l
         verdict.remarks.append(by_hand.text)
         verdict.reasons += [by_hand.reason] if by_hand.reason else []
         verdict.assumed = by_hand.assumed
+    by_norm = wrong_norm(cases, verdict.held, data, norms) if by_hand is None else None
+    if by_norm is not None:
+        cases = _judged_again(verdict, freed_by_rank(weighed.measured, by_norm), target)
+        verdict.remarks.append(f"step {data.step}: {by_norm.text}")
     if not cases and verdict.assumed is None:
         verdict.divided = divisions(data, verdict.held, verdict.context.quantities)
-    return cases, by_hand.hidden if by_hand is not None else None
+    return cases, by_hand.hidden if by_hand is not None else None, by_norm
 
 
 def _without(verdict: StepVerdict, weighed: _Weighed, clip: HandClip) -> list[Case]:
     """What is wrong in a step that is freed of a clip by hand."""
-    measured, target = freed(weighed.measured, clip), weighed.target
+    return _judged_again(verdict, freed(weighed.measured, clip), weighed.target)
+
+
+def _judged_again(verdict: StepVerdict, measured: list[Held], target: Aim) -> list[Case]:
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.units = unit_of(verdict.held)
     return cases_of(verdict, measured, target.expected, target.tokens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_dist.events import PipelineStep, Reduce, Replica
+from gradcheck_dist.events import Exchange, PipelineStep, Reduce, Replica
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.moved import as_on_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -65,12 +65,12 @@ def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int]
 
 def own_coordinates(data: StepData, contributions: Contributions) -> dict[int, set[int]]:
     """For each rank the data coordinates of the ranks that train one model with it: they reduce gradients together, run
-    one pipeline or evaluate the same tokens."""
+    one pipeline, evaluate the same tokens, or send gradients of activations to one another."""
     place = contributions.coordinate
     joined = [{rank for rank, own in place.items() if own == one} for one in set(place.values())]
     for rank, events in data.events.items():
         for event in events:
-            if isinstance(event, Reduce | PipelineStep):
+            if isinstance(event, Exchange | Reduce | PipelineStep):
                 joined.append({rank, *event.group, *getattr(event, "replicate_group", ())} & set(data.events))
     groups = merge([{rank} for rank in data.events], joined)
     return {rank: {place.get(member, member) for member in group} for group in groups for rank in group}

@@ -30,7 +30,7 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     for (stage, name), params in found.items():
         apart = parts[stage, name]
         weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
-        if len(apart) == 1 and len(weight) > 1 and all(map(_is_zero, params.values())):
+        if len(apart) == 1 and len(weight) > 1 and all(map(is_zero, params.values())):
             apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
         for part in apart:
             own = name if len(apart) == 1 else as_on_rank(name, min(part))
@@ -115,6 +115,7 @@ def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[in
     return parts
 
 
-def _is_zero(param: Param) -> bool:
+def is_zero(param: Param) -> bool:
+    """Whether a tensor began as zeros, as far as was sampled."""
     size = {"float64": 8, "float32": 4}.get(param.dtype, 2)
     return param.fingerprint == zlib.crc32(bytes(param.num_positions * size))

@@ -24,7 +24,7 @@ from gradcheck_dist.events import (
     Wrapper,
 )
 from gradcheck_dist.ledger.names import ParamKey as ParamKey
-from gradcheck_dist.ledger.names import crossed, distinct_names
+from gradcheck_dist.ledger.names import crossed, distinct_names, is_zero, plain_name
 from gradcheck_dist.ledger.names import merge as merge
 from gradcheck_dist.ledger.names import param_key as param_key
 from gradcheck_dist.ledger.same_files import name_alike
@@ -36,6 +36,8 @@ from gradcheck_dist.trace.run import Run
 Slot = tuple[int, int]
 """(accumulation step, microbatch)"""
 
+SAME_LEAF = 1e-5
+"""Relative difference within which two ranks' gradients of a pass are one."""
 MIN_ON_GRID = 8
 """Elements that must lie on the grid of a coarser type: one of 2^13 float32 numbers does by chance."""
 
@@ -139,6 +141,7 @@ def step_data(run: Run, step: int) -> StepData:
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
             tracks[names[rank, track.param.id]][rank] = track
+    join_born_alike(tracks)
     tied = _join_tied(tracks, ties(run, names))
     complete = all(any(isinstance(e, OptimizerStep) for e in of_rank) for of_rank in events.values())
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
@@ -168,6 +171,39 @@ def _join_tied(
             tracks[one] = {**tracks[one], **tracks.pop(copy)}
             joined[one].append(copy)
     return dict(joined)
+
+
+def join_born_alike(tracks: dict[ParamKey, dict[int, Track]]) -> None:
+    """Join tensors that began as zeros and were told apart by their module's weight, where their gradients are the same
+    on all ranks: a row-parallel layer's bias is a copy on each, and no shard."""
+    parts: dict[ParamKey, list[ParamKey]] = defaultdict(list)
+    for stage, name in tracks:
+        if plain_name(name) != name:
+            parts[stage, plain_name(name)].append((stage, name))
+    for whole, keys in parts.items():
+        first, *others = (list(tracks[key].values()) for key in keys)
+        if (
+            not others
+            or whole in tracks
+            or not all(is_zero(track.param) for of_key in (first, *others) for track in of_key)
+        ):
+            continue
+        pairs = [(of_key, first) for of_key in others] + [(first, of_key) for of_key in others]
+        if all(any(_got_the_same(mine, other) for other in theirs) for ours, theirs in pairs for mine in ours):
+            tracks[whole] = {rank: track for key in keys for rank, track in tracks.pop(key).items()}
+
+
+def _got_the_same(mine: Track, other: Track) -> bool:
+    """Whether two ranks' passes gave one gradient, and any."""
+    if mine.leaves.keys() != other.leaves.keys() or mine.param.shape != other.param.shape:
+        return False
+    found = False
+    for slot, (_, values) in mine.leaves.items():
+        size = float(np.nanmax(np.abs(values.data), initial=0.0))
+        if not np.allclose(values.data, other.leaves[slot][1].data, rtol=0, atol=SAME_LEAF * size):
+            return False
+        found |= size > 0
+    return found
 
 
 def _got_gradients(tracks: dict[ParamKey, dict[int, Track]], keys: Iterable[ParamKey]) -> bool:

@@ -62,6 +62,8 @@ def test_replicas_whose_reduction_was_forgotten_hold_no_shards() -> None:
     assert set(found) == {"GS103", "GS305"}
     assert found["GS305"].expression == "num_tokens/N_g"
     assert report.findings[1].pattern.endswith("x 0, the rest x 1")
+    assert "reduced over ranks 0,1 | 2,3 only" in report.findings[1].explanation
+    assert "lacks an axis" in report.findings[1].fix
 
 
 def test_where_no_labels_were_seen_ranks_may_well_share_a_batch() -> None:

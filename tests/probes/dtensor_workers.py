@@ -10,10 +10,12 @@ from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
-VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "all DTensors")
+VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "all DTensors",
+            "sequence parallel, clipped by local norms")  # fmt: skip
 
 
 class Whole(nn.Module):
@@ -33,6 +35,14 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
     if variant == "all DTensors":
         return distribute_module(model, mesh)
+    if "sequence parallel" in variant:
+        model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
+        plan = {
+            "0": ColwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            "1": SequenceParallel(),
+            "2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        return parallelize_module(model, mesh, plan)
     placement = Shard(0) if "sharded" in variant else Replicate()
     for layer in (model[0], model[2]):
         for name, param in list(layer.named_parameters()):
@@ -43,20 +53,34 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     return model
 
 
+def clip(model: nn.Module) -> None:
+    """Clip by the norms of what lies here, summed over ranks: what is replicated, or a summand, is counted by each."""
+    grads: list[Any] = [param.grad for param in model.parameters()]
+    squares = torch.stack([grad.to_local().norm() ** 2 for grad in grads]).sum()
+    dist.all_reduce(squares)
+    for grad in grads:
+        grad.to_local().mul_(0.05 / squares.sqrt())
+
+
 def train(variant: str) -> int:
     """Two steps; returns a checksum of this rank's parameters."""
     mesh = init_device_mesh("cpu", (2,))
     model = model_of(variant, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    data = torch.Generator().manual_seed(dist.get_rank())
+    one_batch = "sequence parallel" in variant
+    shape = (4, TOKENS // 4) if one_batch else (TOKENS,)
+    data = torch.Generator().manual_seed(0 if one_batch else dist.get_rank())
     for _ in range(STEPS):
         for _ in range(ACCUMULATION):
-            ids, labels = torch.randint(WORDS, (2, TOKENS), generator=data)
+            ids, labels = torch.randint(WORDS, (2, *shape), generator=data)
             inputs: Tensor = F.one_hot(ids, WORDS).float()
             if variant == "all DTensors":
                 inputs, labels = (DTensor.from_local(one, mesh, [Shard(0)]) for one in (inputs, labels))
-            loss = F.cross_entropy(model(inputs), labels, reduction="sum") / (2 * ACCUMULATION * TOKENS)
+            num_tokens = ACCUMULATION * TOKENS * (1 if one_batch else 2)
+            loss = F.cross_entropy(model(inputs).transpose(1, -1), labels, reduction="sum") / num_tokens
             loss.backward()
+        if "clipped" in variant:
+            clip(model)
         optimizer.step()
         optimizer.zero_grad()
     return zlib.crc32(b"".join(param.to_local().detach().numpy().tobytes() for param in model.parameters()))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 WIDTH, WORDS, STEPS, PASSES = 8, 16, 2, 2
+MAX_NORM = 0.1
 TENSOR = (
     "tensor parallel",
     "tensor parallel, summed again in backward",
@@ -20,10 +21,16 @@ TENSOR = (
     "tensor parallel, bias on every rank",
     "tensor parallel, one seed",
     "tensor parallel, losses added up",
+    "tensor parallel, a batch each",
+    "tensor parallel, clipped by hand",
+    "tensor parallel, clipped by hand, copies counted twice",
+    "tensor parallel, clipped by hand, each rank by its own norm",
 )
-SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated")
-CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back")
-EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward")
+SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated",
+            "sequence parallel, norms summed twice")  # fmt: skip
+CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
+           "context parallel, averaged in backward")  # fmt: skip
+EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided")
 CONTRASTIVE = ("whole contrastive loss", "statistics in place", "own losses on statistics in place")
 VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE)
 
@@ -67,6 +74,7 @@ Sum = function("Sum", summed, lambda grad: grad)
 SumTwice = function("SumTwice", summed, summed)
 MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad) / dist.get_world_size())
 Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
+GatherMean = function("GatherMean", gathered, lambda grad: own_part(summed(grad)) / dist.get_world_size())
 GatherSliced = function("GatherSliced", gathered, own_part)
 Scatter = function("Scatter", own_part, gathered)
 ReduceScatter = function("ReduceScatter", lambda x: own_part(summed(x)), gathered)
@@ -142,7 +150,8 @@ class Model(nn.Module):
                 parts[dist.get_rank()] = k
                 k = torch.cat(parts, 1)
             else:
-                k = (GatherSliced if "sliced" in self.variant else Gather).apply(k)
+                wrong = GatherSliced if "sliced" in self.variant else GatherMean
+                k = (Gather if self.variant == CONTEXT[0] else wrong).apply(k)
             h = h + F.scaled_dot_product_attention(h, k, k)
         elif self.variant in EXPERTS:
             there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
@@ -175,22 +184,46 @@ def reduce(model: Model) -> None:
         of_shares = "added up" in model.variant and "up." not in name and "down.weight" not in name
         if of_parts or of_shares:
             dist.all_reduce(param.grad)
+            if "norms summed twice" in model.variant:
+                dist.all_reduce(param.grad)
+        elif "not divided" in model.variant:
+            if "expert" not in name:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
         elif "expert" in name:
             param.grad /= dist.get_world_size()
         elif model.variant not in TENSOR + SEQUENCE:
             dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
 
 
+def clip(model: Model) -> None:
+    """Clip by the norm of all gradients, as Megatron-LM does: shards of all ranks, and copies once."""
+    rank, squares = dist.get_rank(), torch.zeros(())
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        shard = "up." in name or "down.weight" in name
+        if shard or rank == 0 or "twice" in model.variant or "own norm" in model.variant:
+            squares = squares + param.grad.norm() ** 2
+    if "own norm" not in model.variant:
+        dist.all_reduce(squares)
+    coefficient = (MAX_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(coefficient)
+
+
 def train(variant: str) -> int:
     """Two steps of two passes; returns a checksum of the parameters."""
     model = Model(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = variant in TENSOR + SEQUENCE
+    shared = variant in TENSOR + SEQUENCE and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
         for _ in range(PASSES):
             loss_of(model, torch.randint(WORDS, (4, 5), generator=data)).backward()
         reduce(model)
+        if "clipped by hand" in variant:
+            clip(model)
         optimizer.step()
         optimizer.zero_grad()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))

@@ -27,6 +27,12 @@ def test_a_clip_by_hand_with_each_stages_own_norm_is_local(tmp_path: Path) -> No
     assert finding.first_event is not None and finding.first_event.kind == "grad_write"
 
 
+def test_a_clip_by_hand_may_count_a_tied_matrix_once(tmp_path: Path) -> None:
+    config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1, tied_embeddings=True, faults=("clip-by-hand",))
+    report = judged(tmp_path / "run", "train", config, str(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
 @pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("after", [])])
 def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)

@@ -23,6 +23,11 @@ def test_what_autograd_sums_is_right(reports: dict[str, Report], variant: str) -
     assert len({str(weight.contribution) for weight in report.weights}) == 4
 
 
+def test_what_came_from_another_ranks_summand_shares_the_fate_of_the_rest(reports: dict[str, Report]) -> None:
+    report = reports["sequence parallel, clipped by local norms"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
 @pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged"])
 def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Report], variant: str) -> None:
     (finding,) = reports[variant].findings

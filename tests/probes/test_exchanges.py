@@ -65,8 +65,8 @@ def test_a_backward_that_is_not_the_transpose_is_found(
 
 
 def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(reports: dict[str, Report]) -> None:
-    findings = reports["tensor parallel, no sum in front of the columns"].findings
-    (found,) = (finding for finding in findings if finding.code == "GS802")
+    (found,) = reports["tensor parallel, no sum in front of the columns"].findings
+    assert found.code == "GS802", "that norms in between hold summands is its consequence"
     assert "look behind it" in found.fix
     assert found.severity == "error"
 
@@ -94,9 +94,53 @@ def test_a_bias_that_every_rank_adds_to_its_summand_is_found(reports: dict[str, 
     (finding,) = reports[variant].findings
     assert (finding.code, finding.factor.exact) == ("GS703", "1/2")
     assert "blocks.0.down.bias and 1 more" in finding.explanation
-    assert finding.num_parameters == 4, "each rank's copy has a name of its own: all began as zeros"
+    assert finding.num_parameters == 2, "what began as zeros and gets one gradient on all ranks is one parameter"
     event = finding.first_event
     assert event is not None and "leave.apply" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
+def test_a_mean_of_what_context_parallel_ranks_want_leaves_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["context parallel, averaged in backward"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("GatherMean" in reason and "x 0.5" in reason for reason in report.reasons)
+    assert "--verify" in report.next_step
+
+
+def test_norms_that_are_summed_twice_hold_the_whole_gradient_once(reports: dict[str, Report]) -> None:
+    (finding,) = reports["sequence parallel, norms summed twice"].findings
+    assert (finding.code, finding.factor.expression) == ("GS102", "tp")
+    assert "already has the whole gradient" in finding.explanation and "no_sync" not in finding.fix
+
+
+def test_tensor_parallel_ranks_that_read_a_batch_each_are_one_model(reports: dict[str, Report]) -> None:
+    (finding,) = reports["tensor parallel, a batch each"].findings
+    assert finding.code == "GS705"
+
+
+def test_experts_that_are_left_out_of_a_division_accuse_no_loss(reports: dict[str, Report]) -> None:
+    (finding,) = reports["experts, not divided"].findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(2.0))
+    assert "these are left as they were" in finding.explanation
+    assert finding.first_event is not None and finding.first_event.kind != "loss"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("", None, ""),
+        (", copies counted twice", "GS602", "with what each of them holds counted again"),
+        (", each rank by its own norm", "GS601", "to norm 0.1 of what lies on it"),
+    ],
+)
+def test_a_clip_by_hand_over_shards_and_copies(
+    reports: dict[str, Report], how: str, code: str | None, says: str
+) -> None:
+    report = reports[f"tensor parallel, clipped by hand{how}"]
+    assert [finding.code for finding in report.findings] == ([code] if code else [])
+    if code is None:
+        assert report.verdict == "clean"
+    else:
+        assert says in report.findings[0].explanation
 
 
 RANKS = (0, 1, 2)

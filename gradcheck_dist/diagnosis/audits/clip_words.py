@@ -7,6 +7,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms.clips import JudgedClip
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
+from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 
 
 def remark(facts: StepFacts, clips: list[JudgedClip], answer: Answer) -> Remark:
@@ -23,6 +24,19 @@ def remark(facts: StepFacts, clips: list[JudgedClip], answer: Answer) -> Remark:
         event=first.call.event,
         factor=Factor(observed=worst.ratio, tolerance=worst.call.tolerance),
         effect=effect_of_clip(facts.data, facts.norms, used, first.right_coefficient),
+    )
+
+
+def remark_by_hand(facts: StepFacts, clip: HandNorm, answer: Answer) -> Remark:
+    """A finding for a clip that nobody recorded, at the last event before it."""
+    return Remark(
+        answer=answer,
+        pattern=f"norm that was used / norm of the gradients: {clip.ratio:.4g}",
+        params=frozenset(held.param for held in facts.held if held.cells),
+        ranks=tuple(sorted(clip.factors)),
+        rank=clip.rank,
+        event=clip.event,
+        factor=Factor(observed=clip.ratio),
     )
 
 

@@ -17,6 +17,7 @@ from gradcheck_dist.ledger.exchanges import APART, COPY, GATHER, SCATTER, SLICE,
 from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
+VERIFY = "`gradcheck run --verify` compares"
 UNDOES = 1e-3
 """Two factors whose product is nearer to 1 than this may be meant to undo one another."""
 
@@ -87,7 +88,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         elif one.outcome == "lost":
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
         elif one.outcome == "scaled":
-            if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one):
+            # Of what is gathered a mean may be meant where all of the loss depends on it, and nothing else shows.
+            if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one) or _is_mean_of_gathered(one):
                 scaled.append(fault)
         elif one.outcome == "own" and not shared and not one.first.function:
             result.reasons.append(
@@ -147,7 +149,7 @@ def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
     return float(np.linalg.norm(mine[both] - theirs[both])) >= APART * size
 
 
-_VERIFY = "`gradcheck run --verify` compares with central differences whether the gradient is right"
+_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 def _losses_differ(data: StepData, one: Passed) -> bool:
@@ -216,6 +218,10 @@ def _is_degree(one: Passed) -> bool:
     size = len(one.ranks)
     whole = one.whole and one.forward in (SUM, GATHER)
     return abs(one.factor * size - 1) < UNDOES or (whole and abs(one.factor / size - 1) < UNDOES)
+
+
+def _is_mean_of_gathered(one: Passed) -> bool:
+    return one.forward == GATHER and one.factor < 1
 
 
 def _slots(events: Iterable[Event], one: Exchange) -> list[tuple[LossGradient, bool]]:

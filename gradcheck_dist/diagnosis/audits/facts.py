@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
+from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -31,6 +32,8 @@ class StepFacts:
     on_the_way: Transits
     made_up: bool = False
     """Whether weights were off at the loss that an exchange of activations may make up for."""
+    by_norm: HandNorm | None = None
+    """The clip by hand that took a wrong norm, of which the weights are freed."""
 
     @property
     def weights_right(self) -> bool:

@@ -74,6 +74,7 @@ def blame(
         if id(one) not in shown and one.like is not None and one.like.shares:
             _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
+    _give_other_ranks(wrong)
     merge(wrong)
     give_spared(wrong, every)
     wrong = [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
@@ -253,6 +254,17 @@ def _give_like(one: Judged, like: Judged) -> None:
     own = {culprit.identity: culprit for gap in one.account.gaps
            for culprit in (culprit_of_gap(gap, one.account),)}  # fmt: skip
     one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in like.shares]
+
+
+def _give_other_ranks(wrong: list[Judged]) -> None:
+    """Of a gradient whose way to a rank was not seen (a DTensor's summands are added up on another one first), what
+    happened to it there as far as it came to the same."""
+    known = {(one.held.param, one.cell.key, one.cell.column): one for one in wrong if one.shares}
+    for one in wrong:
+        other = known.get((one.held.param, one.cell.key, one.cell.column))
+        unseen = not (one.shares or one.account.gaps or one.account.steps)
+        if other is not None and unseen and _agree(one, other):
+            one.shares = list(other.shares)
 
 
 def _agree(one: Judged, other: Judged) -> bool:

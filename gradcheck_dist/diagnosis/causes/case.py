@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
-from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.context import RANKS_PER_BATCH, StepContext
 from gradcheck_dist.diagnosis.weights.factors import Name, exact_fraction, name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
@@ -19,8 +19,6 @@ from gradcheck_dist.events import Clip, Event, GradWrite, Loss, OptimizerStep, R
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 
-RANKS_PER_BATCH = "ranks_per_batch"
-"""How many ranks of a reduction's group evaluate each batch, where no axis of the mesh is known to be that."""
 SAME_FACTOR = 1e-4
 """Two cases whose factors are nearer to one another than this, relative, may be one."""
 
@@ -102,14 +100,16 @@ def name_case(case: Case) -> None:
         near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}
     elif isinstance(event, Reduce):
         size = len(event.group) * (len(event.replicate_group) or 1)
-        name = case.context.group_name(size)
+        copies = case.context.ranks_per_batch(event.group)
+        shared = next(
+            (axis for axis in ("tp", "cp", "ep", "pp") if case.context.axes.get(axis) == copies), RANKS_PER_BATCH
+        )
+        name = shared if copies == size > 1 else case.context.group_name(size)
         quantities.setdefault(name, float(size))
         near |= {name, *(axis for axis in ("dp_replicate", "dp_shard") if case.context.axes.get(axis, 1) > 1)}
-        copies = case.context.ranks_per_batch(event.group)
         if copies > 1 and event.op == "sum" and not case.culprit.unrecorded:  # an average of copies is one of them
-            shared = [axis for axis in ("tp", "cp", "ep") if case.context.axes.get(axis) == copies]
-            quantities.setdefault(shared[0] if shared else RANKS_PER_BATCH, float(copies))
-            near.add(shared[0] if shared else RANKS_PER_BATCH)
+            quantities.setdefault(shared, float(copies))
+            near.add(shared)
     elif isinstance(event, ScaleGrads):
         name = "microbatches" if event.divisor == case.context.num_microbatches else "divisor"
         quantities[name] = event.divisor

@@ -19,6 +19,9 @@ WORDS = {
     "accumulation_steps": "accumulation steps",
     "microbatches": "pipeline microbatches",
     "num_tokens": "another batch",
+    "ranks_per_batch": "ranks that share each batch",
+    "ranks_per_exchange": "ranks that exchange activations",
+    "exchange_groups": "groups of ranks that exchange activations",
 }
 OPTIONS = {"accumulation_steps": "--accum", "microbatches": "--microbatches"}
 ACCUMULATION = re.compile(r"(?i)^(-{0,2}[\w.]*(?:accum|grad_acc)[\w.-]*)(=?)(\d*)$")

@@ -23,7 +23,9 @@ def give_spared(wrong: Sequence[Judged], every: Sequence[Judged]) -> None:
             continue
         for other in helped.get(_place(one), ()):
             gap = max(other.account.gaps, key=lambda gap: abs(log(abs(gap.factor) or 1e-30)))
-            own = next((mine for mine in one.account.gaps if _lines(mine) == _lines(gap)), None)
+            # Experts are reduced on a line of their own; the lines that scale others may follow either one.
+            ends = [mine for mine in one.account.gaps if _lines(mine)[1] == _lines(gap)[1]]
+            own = next((mine for mine in ends if _lines(mine) == _lines(gap)), ends[-1] if ends else None)
             lacks = abs(one.documented * _unseen(other) - 1) <= one.tolerance + other.tolerance
             if lacks and own is not None and own.start is not None:
                 one.shares.append((_culprit(own, one.cell.ratio, gap.factor), one.cell.ratio))

@@ -10,6 +10,7 @@ from math import log2, prod
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.causes.account import SAME, Account, Hand
+from gradcheck_dist.diagnosis.weights.context import EXCHANGE_GROUPS, RANKS_PER_BATCH, RANKS_PER_EXCHANGE
 from gradcheck_dist.diagnosis.weights.factors import SPAN
 
 CAUSE = 1.0
@@ -42,7 +43,10 @@ GAP = "gap"
 LOSSES: Hand = ("loss",)
 LOSS_SCALE = 8
 """A power of two from this exponent on may be a loss scale."""
-RANKS = frozenset({"data_ranks", "dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"})
+RANKS = frozenset(
+    {"data_ranks", "dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"}
+    | {RANKS_PER_BATCH, RANKS_PER_EXCHANGE, EXCHANGE_GROUPS}
+)
 SCHEDULE = frozenset({"microbatches", "accumulation_steps"})
 TOKENS = "num_tokens"
 

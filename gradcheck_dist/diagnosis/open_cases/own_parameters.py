@@ -7,6 +7,7 @@ from collections.abc import Collection
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.ledger.tracks import StepData, Track
 
+ONE_SEED = "experts that were drawn from one seed"
 EXACT = 1e-5
 """Relative: how near a ratio of token counts must be."""
 
@@ -19,7 +20,7 @@ def experts(case: Case, data: StepData) -> str | None:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
-        "and after their modules are called: experts that were drawn from one seed need no reduction, copies do. Draw "
+        f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
         "experts from a seed of their own on each rank, which they need to become different, and this is told"
     )
 

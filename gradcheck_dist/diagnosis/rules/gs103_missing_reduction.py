@@ -41,6 +41,8 @@ from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS103"
 NAME = "missing-reduction"
+MOST_GROUPS = 4
+"""How many groups of ranks are shown."""
 
 
 def triggered(context: StepContext) -> bool:
@@ -76,14 +78,34 @@ def judge(case: Case) -> Answer | None:
         if not case.everywhere and not reduced
         else ""
     )
+    lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
-        f"backward{why}. {text}.{apart}",
-        fix="Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
+        f"backward{why}. {text}.{apart}{lacking or ''}",
+        fix="Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
+        "lacks an axis (data, context or expert-data parallel)."
+        if lacking
+        else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )
+
+
+def _other_group(case: Case, missing: set[int]) -> str | None:
+    """Over which ranks gradients were reduced instead, where each such reduction left out the missing ones."""
+    place = case.context.contributions.coordinate
+    groups: set[tuple[int, ...]] = set()
+    for held in case.held:
+        for event in (entry.event for entry in held.replay.history(held.rank)):
+            if isinstance(event, Reduce):
+                groups.add(tuple(sorted({*event.group, *event.replicate_group})))
+    shown = sorted(group for group in groups if len(group) > 1)
+    if not shown or any(missing <= {place.get(rank, -1) for rank in group} for group in shown):
+        return None
+    words = " | ".join(",".join(map(str, group)) for group in shown[:MOST_GROUPS])
+    more = f" and {len(shown) - MOST_GROUPS} more groups" if len(shown) > MOST_GROUPS else ""
+    return f" These gradients are reduced over ranks {words}{more} only."
 
 
 def _arrived_in_part(held: Held, missing: Cell) -> bool:

@@ -41,10 +41,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, remark_by_hand, severity_of
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import SHARDS, SOME, STAGE, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import local_norm, own_error
 from gradcheck_dist.events import Clip, OptimizerStep
 
@@ -52,7 +53,7 @@ CODE = "GS601"
 NAME = "local-clip-norm"
 FIX = (
     "Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor norm, "
-    "and an all-reduce of its square over the pipeline."
+    "and an all-reduce of its square over tensor-parallel ranks (what all of them hold counted once) and the pipeline."
 )
 
 
@@ -99,6 +100,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
+    if facts.by_norm is not None and facts.by_norm.meaning == SHARDS:
+        yield remark_by_hand(facts, facts.by_norm, _by_hand(facts.by_norm))
+
+
+def _by_hand(clip: HandNorm) -> Answer:
+    shown = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(clip.factors.items())[:4])
+    return Answer(
+        explanation=f"Every rank's gradients were scaled to norm {clip.norm:.4g} of what lies on it ({shown}), by a "
+        f"hand-written clip whose norm was not combined over the ranks that train one model. All gradients have norm "
+        f"{clip.truth:.6g} behind it. Where coefficients differ, copies that ranks hold drift apart.",
+        fix=FIX,
+    )
 
 
 def _answer(clips: list[JudgedClip]) -> Answer:
@@ -106,7 +119,7 @@ def _answer(clips: list[JudgedClip]) -> Answer:
     event = worst.call.event
     what = {
         SHARDS: "its own shards",
-        STAGE: "the parameters that lie on it (its pipeline stage)",
+        STAGE: "the parameters that lie on it (its pipeline stage, or its tensor-parallel shards)",
         SOME: f"what lies on some of the ranks (of rank {worst.call.rank}: {', '.join(map(str, sorted(worst.ranks)))})",
     }[worst.meaning]
     return Answer(

@@ -34,11 +34,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, severity_of
+from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, remark_by_hand, severity_of
 from gradcheck_dist.diagnosis.audits.early_clips import completed_by
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms.clips import COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 
 CODE = "GS602"
@@ -58,8 +59,19 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
+    if facts.by_norm is not None and facts.by_norm.meaning == COPIES:
+        yield remark_by_hand(facts, facts.by_norm, _by_hand(facts.by_norm))
     if facts.weights_right and all(one.right for one in judged):
         yield from _unequal(facts)
+
+
+def _by_hand(clip: HandNorm) -> Answer:
+    return Answer(
+        explanation=f"A hand-written clip leaves gradients of norm {clip.truth:.6g}, where {clip.norm:.4g} is the norm "
+        f"over ranks {', '.join(map(str, clip.over))} with what each of them holds counted again: it used x "
+        f"{clip.ratio:.6g} of the norm, and cuts too much.",
+        fix="Count what several ranks hold once, on one of them, before the squares are summed over ranks.",
+    )
 
 
 def _answer(clips: list[JudgedClip]) -> Answer:

@@ -29,6 +29,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding
@@ -36,12 +38,15 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.names import plain_name
+from gradcheck_dist.ledger.tracks import Track
 
 CODE = "GS705"
 NAME = "unshared-batch"
 CONSEQUENCES = frozenset({"GS103", "GS301", "GS302", "GS303", "GS305"})
 """What such a step looks like while every rank's batch is taken for a part of one: the groups' token counts and
 reductions leave out the others."""
+EXCHANGES = "GS802"
+"""What looks wrong behind a sum of activations with which every rank goes on to a loss of its own."""
 SAME = 1e-3
 """Relative; weights that are right for a group's tokens alone are off by a whole factor else."""
 
@@ -54,8 +59,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if "GS103" not in facts.found or not facts.found <= CONSEQUENCES:
         return
     groups = _groups(facts)
-    shards = [held for held in facts.held if plain_name(held.param[1]) != held.param[1]]
-    copies = [held for held in facts.held if plain_name(held.param[1]) == held.param[1]]
+    laid_out = {key for key, of_rank in facts.data.tracks.items() if _laid_out(of_rank)}
+    apart_by_name = {held.param for held in facts.held if plain_name(held.param[1]) != held.param[1]}
+    shards = [held for held in facts.held if held.param in laid_out | apart_by_name]
+    copies = [held for held in facts.held if held.param not in laid_out | apart_by_name]
     own = {rank: _own_weights(facts, group) for group in groups for rank in group}
     if not groups or not all(_right_alone(held, own[held.rank]) for held in shards):
         return
@@ -63,12 +70,13 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         return
     first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
     names = sorted({plain_name(held.param[1]) for held in shards})
+    apart_by = "different values" if not laid_out else "different parts"
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     apart = " | ".join(",".join(map(str, sorted(group))) for group in groups)
     yield Remark(
         answer=Answer(
             explanation=f"Ranks {apart} each count tokens and reduce gradients among themselves. Under one name they "
-            f"hold different values of {shown}, as tensor-parallel shards do, while other parameters began alike on "
+            f"hold {apart_by} of {shown}, as tensor-parallel shards do, while other parameters began alike on "
             "all of them. Shards of one model work on one batch, but every rank evaluates other labels.",
             fix="Feed ranks that hold shards of one model the same batch: give the sampler, and what seeds it, the "
             "data-parallel rank and not the global one. Where they hold no shards but heads or experts of their own, "
@@ -84,16 +92,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 
 
 def _is_consequence(finding: Finding) -> bool:
-    return finding.code in CONSEQUENCES
+    return finding.code in CONSEQUENCES or finding.code == EXCHANGES
 
 
 def _groups(facts: StepFacts) -> list[frozenset[int]]:
-    """The groups of ranks that hold the same shards, where all parameters that are sharded by hand tell the same ones,
-    each rank has tokens of its own, and no activations are exchanged by all-to-all, as for experts; else []."""
+    """The groups of ranks that hold the same shards, where all parameters that are sharded by hand or as DTensors tell
+    the same ones, each rank has tokens of its own, and no activations are exchanged by all-to-all, as for experts; else
+    []."""
     parts: dict[tuple[int, str], set[frozenset[int]]] = defaultdict(set)
     for (stage, name), of_rank in facts.data.tracks.items():
-        if plain_name(name) != name:
-            parts[stage, plain_name(name)].add(frozenset(of_rank))
+        laid_out = _laid_out(of_rank)
+        if plain_name(name) != name or laid_out:
+            parts[stage, plain_name(name)] |= laid_out or {frozenset(of_rank)}
             if any(track.exchanges for track in of_rank.values()):
                 return []
     told = {frozenset(found) for found in parts.values()}
@@ -102,6 +112,16 @@ def _groups(facts: StepFacts) -> list[frozenset[int]]:
         return []
     groups = sorted(next(iter(told)), key=min)
     return groups if len(groups) > 1 and frozenset().union(*groups) == frozenset(facts.data.events) else []
+
+
+def _laid_out(of_rank: dict[int, Track]) -> set[frozenset[int]]:
+    """The ranks that hold each part of a parameter whose gradients arrive in parts, as those of a DTensor do and FSDP's
+    do not; nothing where they arrive whole."""
+    found: dict[bytes, set[int]] = defaultdict(set)
+    for rank, track in of_rank.items():
+        for _, leaf in list(track.leaves.values())[:1]:
+            found[np.isfinite(leaf.data).tobytes()].add(rank)
+    return {frozenset(ranks) for ranks in found.values()} if len(found) > 1 else set()
 
 
 def _own_weights(facts: StepFacts, group: frozenset[int]) -> dict[ContributionKey, Fraction]:

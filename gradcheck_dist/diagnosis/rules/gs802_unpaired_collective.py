@@ -40,17 +40,19 @@ column-parallel layer without its all-reduce in backward, dropout from unlike se
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.finding import Factor
+from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
 NAME = "unpaired-collective"
+UNSUMMED = "GS703"
 _DOES = {
     SUM: "sums the ranks' inputs",
     COPY: "hands its input on",
@@ -80,6 +82,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     for found in alike.values():
         first, event = found[0], found[0].passed.first
         ranks = tuple(sorted({rank for one in found for rank in one.passed.ranks}))
+        parts = first.passed.outcome == "own" and first.shared and UNSUMMED in facts.found
         yield Remark(
             answer=Answer(
                 explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
@@ -87,9 +90,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                 fix=(
                     _KEPT
                     if first.passed.outcome == "kept"
+                    else _SUM_BEHIND
+                    if parts
                     else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
                 )
-                + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
+                + (_BEHIND if first.passed.outcome == "own" and first.shared and not parts else "")
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
                 + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
                 severity="warning" if first.passed.outcome in ("own", "kept") and not first.shared else "error",
@@ -100,9 +105,21 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             rank=ranks[0],
             event=event,
             factor=Factor(observed=first.passed.factor if first.passed.outcome == "scaled" else None),
+            explains=functools.partial(_holds_parts, ranks) if parts else lambda finding: False,
         )
 
 
+def _holds_parts(ranks: tuple[int, ...], finding: Finding) -> bool:
+    """Whether a finding is that copies between two such functions got the summands that arrive there."""
+    at_a_pass = finding.first_event is not None and finding.first_event.kind == "backward"
+    return finding.code == UNSUMMED and at_a_pass and set(finding.ranks) <= set(ranks)
+
+
+_SUM_BEHIND = (
+    "Let every layer that goes on with shards (column-parallel; look behind it) sum its input's gradient over these "
+    "ranks in backward, as f of Megatron-LM does: parameters in between (norms) hold summands too. Dropout from "
+    "unlike seeds looks the same."
+)
 _BEHIND = (
     " Or, if all ranks should go on alike, look behind it: a column-parallel layer whose backward does not sum its "
     "input's gradient, or dropout from unlike seeds."

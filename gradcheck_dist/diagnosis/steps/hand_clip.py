@@ -142,9 +142,13 @@ def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | Non
         if any(_first_clip(data, rank, type(before)) is None for rank in group):
             return None
         norm = norm_of(parts)
-        if not parts or not norm.known or not norm.exact:
+        if not parts or not norm.known:
             return None
-        found.append(norm.middle)
+        # A matrix that is tied may be counted once or with each of its copies: who clips does either.
+        either = (norm.middle,) if norm.exact else (norm.low, norm.high)
+        if not (value := next((one for one in either if norm.exact or is_round(one, own_error(parts))), None)):
+            return None
+        found.append(value)
     return found[0] if found and max(found) <= min(found) * (1 + 1e-3) else None
 
 

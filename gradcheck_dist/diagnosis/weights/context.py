@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES
-from gradcheck_dist.events import SHARDING, Backward, Event, Loss, PipelineStep, Reduce
+from gradcheck_dist.events import SHARDING, Backward, Event, Exchange, Loss, PipelineStep, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
 SETTING = "--axes of `gradcheck run` sets them"
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes along which ranks hold other tokens."""
+RANKS_PER_BATCH = "ranks_per_batch"
+"""How many ranks evaluate each batch, of all or of a reduction's group, where no axis is known to be that."""
+RANKS_PER_EXCHANGE, EXCHANGE_GROUPS = "ranks_per_exchange", "exchange_groups"
+"""How many ranks with tokens of their own exchange activations (context or expert parallel), and how many such groups
+there are, where no axis of the mesh is known to be either."""
 
 
 @dataclass
@@ -72,8 +77,11 @@ class StepContext:
         return "world_size" if size == self.world_size else "group_size"
 
 
-def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int], str]:
-    """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran."""
+def infer_axes(
+    run: Run, events: dict[int, list[Event]], contributions: Contributions | None = None
+) -> tuple[dict[str, int], str]:
+    """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran. Ranks that
+    evaluate one batch (as told by `contributions`) and exchange activations are tensor parallel."""
     for trace in run.ranks.values():
         if trace.header.axes:
             return {name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared"
@@ -93,11 +101,41 @@ def infer_axes(run: Run, events: dict[int, list[Event]]) -> tuple[dict[str, int]
                 axes["pp"] = max(axes["pp"], len(event.group))
                 seen.append("pipelines")
             by_hand = by_hand or isinstance(event, Reduce)
+    shared = [size for size, own in exchanging(events, contributions) if not own] if contributions else []
+    if shared:
+        axes["tp"] = max(shared)
+        seen.append("exchanges of activations")
     if not seen and by_hand:
         return axes, f"inferred: reductions by hand, which were seen, name no axis; {SETTING}"
     if not seen:
         return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); {SETTING}"
     return axes, f"inferred from {' and '.join(sorted(set(seen)))}; {SETTING}"
+
+
+def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> set[tuple[int, bool]]:
+    """The sizes of groups of ranks that exchange activations, and whether each rank has tokens of its own; of groups in
+    which only some share theirs, nothing."""
+    place = contributions.coordinate
+    found = set()
+    for group in {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Exchange)}:
+        num_batches = len({place.get(rank, -1 - rank) for rank in group})
+        if len(group) > 1 and num_batches in (1, len(group)):
+            found.add((len(group), num_batches > 1))
+    return found
+
+
+def _unnamed_degrees(context: StepContext, events: dict[int, list[Event]]) -> dict[str, float]:
+    """Degrees that no axis is known to be: of ranks that share a batch, and of those that exchange activations."""
+    contributions, axes = context.contributions, context.axes
+    data_ranks, found = contributions.num_coordinates, {}
+    shares = {len(ranks) for ranks in contributions.ranks_of_coordinates()}
+    if len(shares) == 1 and context.num_stages == 1 and axes["tp"] == axes["pp"] == 1:
+        found[RANKS_PER_BATCH] = float(shares.pop())
+    sizes = {size for size, own in exchanging(events, contributions) if own}
+    if len(sizes) == 1 and axes["cp"] == axes["ep"] == 1 and data_ranks % max(sizes) == 0:
+        found[RANKS_PER_EXCHANGE] = float(max(sizes))
+        found[EXCHANGE_GROUPS] = float(data_ranks // max(sizes))
+    return {name: size for name, size in found.items() if size not in (1, context.world_size)}
 
 
 def step_context(
@@ -109,7 +147,7 @@ def step_context(
     objective_from: str,
 ) -> StepContext:
     """Gather the numbers that an explanation may use."""
-    axes, axes_from = infer_axes(run, events)
+    axes, axes_from = infer_axes(run, events, contributions)
     everything = [event for of_rank in events.values() for event in of_rank]
     backwards = [event for event in everything if isinstance(event, Backward)]
     num_accumulation = 1 + max((event.accumulation_step for event in backwards), default=0)
@@ -140,5 +178,5 @@ def step_context(
         quantities["data_ranks"] = float(data_ranks)  # no reduction was seen that would tell their axes
     if run.world_size not in {int(value) for name, value in quantities.items() if name in AXIS_NAMES}:
         quantities["world_size"] = float(run.world_size)
-    context.quantities = quantities
+    context.quantities = quantities | _unnamed_degrees(context, events)
     return context

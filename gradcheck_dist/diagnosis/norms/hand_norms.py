@@ -1,0 +1,128 @@
+"""Clips that people write themselves and whose norm is a wrong one, told by the norm that they leave behind.
+
+What was clipped to max_norm by the right norm has max_norm as its norm. Where another number is the round one instead
+(the norm of each rank's own part, or that of all ranks' parts with copies counted again), that is the norm that was
+used: its square was not combined over the ranks that hold parts, or what all of them hold was counted by each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import median
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.norms.clips import COPIES, SHARDS, is_round
+from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import Clip, Event, Exchange, OptimizerStep
+from gradcheck_dist.ledger.tracks import StepData
+
+MOST_VAGUE = 5e-4
+"""With a tolerance above this, some wrong norm is near to a number that people write too often."""
+FAR = 1e-3
+"""Relative: a norm that is nearer to the right one than this convicts nobody."""
+
+
+@dataclass(frozen=True)
+class HandNorm:
+    """A clip by hand by a wrong norm. `factors` are the ranks' coefficients, `norm` is what the norm that it took is
+    now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS or COPIES) over `over`.
+    `event` is the line that scales, or the last event before it, on `rank`."""
+
+    factors: dict[int, float]
+    norm: float
+    truth: float
+    meaning: str
+    over: tuple[int, ...]
+    event: Event | None
+    rank: int
+
+    @property
+    def ratio(self) -> float:
+        """The norm that was used over the one of the gradients."""
+        return self.norm / self.truth
+
+    @property
+    def text(self) -> str:
+        used = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(self.factors.items())[:4])
+        return f"gradients were clipped by hand by a wrong norm ({used}); weights are freed of it"
+
+
+def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandNorm | None:
+    """The clip by hand that took a wrong norm, where one surely explains all that is wrong with a step's weights."""
+    unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, OptimizerStep)]
+    if not unseen or len(unseen) < len(cases):
+        return None
+    ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
+    factors = _coefficients(judged)
+    if len(ranks) < 2 or ranks != set(factors) or not ranks <= {rank for rank, _ in norms.parts}:
+        return None
+    if any(isinstance(event, Clip) for rank in ranks for event in data.events[rank]):
+        return None
+    parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in ranks}
+    every = [part for of_rank in parts.values() for part in of_rank]
+    tolerance, truth = own_error(every), norm_of(every)
+    acted = [rank for rank, factor in factors.items() if factor < 1 - FAR]
+    if not acted or max(factors.values()) > 1 + FAR or tolerance > MOST_VAGUE or not truth.known:
+        return None
+    if truth.exact and is_round(truth.middle, tolerance):
+        return None  # the right norm
+    for meaning, over, left in _candidates(parts, acted, factors, data):
+        norm = median(left)
+        alike = max(left) <= min(left) * (1 + 2 * tolerance)
+        far = norm < truth.low * (1 - FAR) or norm > truth.high * (1 + FAR)
+        if alike and far and is_round(norm, tolerance) and _fits(meaning, parts, factors, norm):
+            culprit = unseen[0].culprit
+            event = culprit.write or culprit.event
+            return HandNorm(factors, norm, truth.middle, meaning, over, event, culprit.rank)
+    return None
+
+
+def _coefficients(judged: Sequence[Held]) -> dict[int, float]:
+    """By what each rank's weights are off, all alike; {} where some rank's are not."""
+    ratios: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for held in judged:
+        ratios[held.rank] += [(cell.ratio, cell.margin) for cell in held.cells]
+    found = {rank: median(ratio for ratio, _ in of_rank) for rank, of_rank in ratios.items() if of_rank}
+    if any(abs(ratio - found[rank]) > margin + FAR for rank, of_rank in ratios.items() for ratio, margin in of_rank):
+        return {}
+    return found
+
+
+def _candidates(
+    parts: dict[int, list[Part]], acted: Collection[int], factors: dict[int, float], data: StepData
+) -> Iterator[tuple[str, tuple[int, ...], list[float]]]:
+    """What may have been taken for the norm, over which ranks, and what it is now on each that it made shorter."""
+    yield SHARDS, (), [local_norm(parts[rank]) for rank in acted]
+    if len(acted) < len(factors) or max(factors.values()) > min(factors.values()) * (1 + FAR):
+        return
+    groups = {tuple(sorted(parts))}
+    groups |= {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
+    for group in sorted(groups, key=len, reverse=True):
+        if len(group) > 1 and set(group) <= parts.keys():
+            yield COPIES, group, [sqrt(sum(local_norm(parts[rank]) ** 2 for rank in group))]
+
+
+def _fits(meaning: str, parts: dict[int, list[Part]], factors: dict[int, float], norm: float) -> bool:
+    """Whether ranks that the clip left alone were below its norm."""
+    if meaning != SHARDS:
+        return True
+    return all(local_norm(parts[rank]) <= norm * (1 + FAR) for rank in factors)
+
+
+def freed_by_rank(measured: list[Held], clip: HandNorm) -> list[Held]:
+    """What was measured, freed of the clip."""
+    return [
+        held
+        if held.observed is None or held.stderr is None
+        else replace(
+            held,
+            observed=held.observed / clip.factors[held.rank],
+            stderr=held.stderr / clip.factors[held.rank],
+            clip_by_hand=clip.factors[held.rank],
+        )
+        for held in measured
+    ]

@@ -1,0 +1,35 @@
+"""What first shows after copies were set apart is a consequence of that, and no cause of its own.
+
+Ranks that hold copies of a parameter go on alike as long as they step alike. Once a step gave them unequal gradients,
+their activations differ in the next one, and what arrives at copies and behind exchanges is no longer one gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+
+SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703"})
+"""What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
+FOLLOWS = frozenset({"GS000", "GS103", "GS703", "GS802"})
+"""What copies that have drifted apart look like."""
+
+
+def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
+    """Take findings away that no step showed up to the first in which copies were set apart."""
+    known: set[object] = set()
+    since: tuple[int, str] | None = None
+    for verdict in sorted(verdicts, key=lambda one: one.context.step):
+        if since is not None:
+            late = [one for one in verdict.findings if one.code in FOLLOWS and cause(one) not in known]
+            verdict.findings = [one for one in verdict.findings if one not in late]
+            verdict.remarks += [
+                f"step {verdict.context.step}: {one.code} shows there for the first time, behind {since[1]} in step "
+                f"{since[0]}, which lets copies of parameters drift apart: taken for its consequence"
+                for one in late
+            ]
+        known |= {cause(finding) for finding in verdict.findings}
+        apart = [one.code for one in verdict.findings if one.code in SETS_APART and one.severity == "error"]
+        if since is None and apart:
+            since = verdict.context.step, apart[0]

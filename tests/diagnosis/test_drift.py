@@ -1,0 +1,51 @@
+"""What first shows after copies drifted apart belongs to the fault that let them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from random_trainers import global_mean
+from simulator import Trainer, World
+
+from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.drift import leave_drift
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+
+RUN = World(Trainer(root=global_mean(), op="sum")).run()
+
+
+def finding(code: str, step: int) -> Finding:
+    return Finding(
+        code=code, name="", severity="error", step=step, factor=Factor(observed=None), pattern="", units=[],
+        num_parameters=1, ranks=[0, 1], first_event=None, explanation="", fix="", steps=[step],
+    )  # fmt: skip
+
+
+def steps(*codes: list[str]) -> list[StepVerdict]:
+    verdict = judge_step(RUN, 0, "global-token-mean", "given")
+    return [
+        replace(
+            verdict,
+            context=replace(verdict.context, step=step),
+            findings=[finding(code, step) for code in of_step],
+            remarks=[],
+        )
+        for step, of_step in enumerate(codes)
+    ]
+
+
+@pytest.mark.parametrize("cause", ["GS601", "GS602", "GS703"])
+def test_what_shows_only_behind_unequal_updates_is_their_consequence(cause: str) -> None:
+    first, second = steps([cause], [cause, "GS802"])
+    leave_drift([first, second])
+    assert [one.code for one in first.findings + second.findings] == [cause, cause]
+    assert any("GS802" in remark and cause in remark for remark in second.remarks)
+
+
+@pytest.mark.parametrize("earlier", [["GS601", "GS802"], ["GS303"], []])
+def test_what_showed_before_or_has_no_such_cause_stays(earlier: list[str]) -> None:
+    verdicts = steps(earlier, ["GS802", "GS303"])
+    leave_drift(verdicts)
+    assert [one.code for one in verdicts[1].findings] == ["GS802", "GS303"]
