@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from itertools import combinations
 from math import sqrt
 from typing import Any
 
@@ -17,6 +16,7 @@ from gradcheck_dist.verify.difference import PRECISE, Derivative, Outcome, confi
 from gradcheck_dist.verify.exchange import Exchange
 from gradcheck_dist.verify.function import Function
 from gradcheck_dist.verify.functions import Functions
+from gradcheck_dist.verify.held import held_alike, held_once, one_by_one, shares
 from gradcheck_dist.verify.inner import Base, Terms, inner, random_direction
 from gradcheck_dist.verify.meant import explained
 from gradcheck_dist.verify.pieces import is_distributed, local, same
@@ -46,9 +46,9 @@ class Measured:
         self._gradient = {key: _less(grad, base.added[key]) for key, grad in base.gradient.items()}
         own = told[exchange.ranks.index(exchange.rank)]
         self._own = own["variables"]
-        self._whole, self._torn = _shares(function, own, told)
+        self._whole, self._torn = shares(function, own, told)
         self.scalar = all(term.numel() == 1 for term in base.outputs)
-        self.held_once = all(fact["outputs"].count(None) == 0 for fact in told) and _held_once(told)
+        self.held_once = all(fact["outputs"].count(None) == 0 for fact in told) and held_once(told)
         self._holders = {
             key: [
                 rank for rank, fact in zip(exchange.ranks, told, strict=True) if same(mine, fact["variables"].get(key))
@@ -56,6 +56,10 @@ class Measured:
             or [exchange.rank]
             for key, mine in own["variables"].items()
         }
+        # Of each variable the ranks by what they hold of it; none where ranks have other variables.
+        ranks = dict(zip(exchange.ranks, told, strict=True))
+        alike = all(fact["variables"].keys() == self._own.keys() for fact in told)
+        self._held_alike = {key: held_alike(key, ranks) for key in self._own} if alike else {}
         self._epsilon = max(fact["epsilon"] for fact in told)
         own_epsilon = torch.finfo(function.dtype).eps if function.dtype is not None else self._epsilon
         self._ladders = sorted({self._epsilon, own_epsilon})
@@ -111,7 +115,7 @@ class Measured:
         """
         where = f"{self.function.path}/{target.label}/{tag}"
         tries = [self._try(target, kind, f"{where}/{kind}", 1.0, gradient, only) for kind in DIRECTIONS]
-        return "right" in (_together([one.complete for one in tries]), _together([one.partial for one in tries]))
+        return "right" in (_together([getattr(one, way) for one in tries]) for way in ("complete", "partial", "mixed"))
 
     def outcome(
         self, target: Target, tag: str, parts: dict[str, tuple[Tensor | None, Tensor | None]]
@@ -129,6 +133,8 @@ class Measured:
         tries = [self._try(target, kind, f"{where}/{kind}", stretch) for kind in DIRECTIONS]
         complete = _together([one.complete for one in tries])
         partial = _together([one.partial for one in tries])
+        if complete == "wrong" and partial != "right" and _together([one.mixed for one in tries]) == "right":
+            complete = "right"
         best = max(tries, key=lambda one: abs(one.numeric.value) - one.numeric.error)
         outcome, shape = complete, _shape(tries, self._agree) if complete == "wrong" else ""
         if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
@@ -209,15 +215,18 @@ class Measured:
             values = [
                 function.value({key: function.variables[key] + t * d for key, d in directions.items()}) for t in points
             ]
-            told = self.exchange.gather(f"{tag}/{epsilon}", [*facts, *values])
+            apart = [projected.get(key, 0.0) for key in target.keys] if self._held_alike and only is None else []
+            told = self.exchange.gather(f"{tag}/{epsilon}", [*facts, *values, *apart])
+            by_rank = {rank: one[len(one) - len(apart) :] for rank, one in zip(self.exchange.ranks, told, strict=True)}
             if only is not None:
                 told = [told[self.exchange.ranks.index(only)]]
             complete, partial, squares, magnitude, jitter, center, *sums = map(sum, zip(*told, strict=True))
-            at = dict(zip(points, sums, strict=True))
+            at = dict(zip(points, sums[: len(points)], strict=True))
+            mixed = one_by_one([self._held_alike[key] for key in target.keys], by_rank) if apart else complete
             natural, size = sqrt(squares), sqrt(magnitude)
             found.append(differentiate(at.__getitem__, sizes, epsilon, size, jitter, center))
             numeric = found[-1]
-            if "right" in [self._judged(analytic, numeric, natural, size) for analytic in (complete, partial)]:
+            if "right" in [self._judged(analytic, numeric, natural, size) for analytic in (complete, partial, mixed)]:
                 break  # what rounds coarsely inside cannot agree so well by chance
         else:
             numeric = confirmed(found[-1], *found[:-1])
@@ -226,6 +235,7 @@ class Measured:
             numeric,
             self._judged(complete, numeric, natural, size),
             self._judged(partial, numeric, natural, size),
+            self._judged(mixed, numeric, natural, size),
             natural,
             size,
         )
@@ -250,30 +260,6 @@ class Measured:
         return random_direction(value, seed) * size
 
 
-def _held_once(told: list[dict[str, Any]]) -> bool:
-    """Whether every output is on one rank alone."""
-    seen = [output[0] for fact in told for output in fact["outputs"]]
-    return not any(same(one, other) for one, other in combinations(seen, 2))
-
-
-def _shares(function: Terms, own: dict[str, Any], told: list[dict[str, Any]]) -> tuple[bool, tuple[list[float], ...]]:
-    """Let what several ranks hold count once; tells whether all ranks hold all of it alike, and the fingerprints of
-    outputs that are the same on ranks where different gradients of them arrived."""
-    whole, torn = True, []
-    for fact in told:
-        for index, mine in enumerate(fact["outputs"]):
-            if mine is None:
-                continue
-            held = [other for one in told if (other := one["outputs"][index]) is not None and same(mine[0], other[0])]
-            alike = sum(same(mine[1], gradient) for _, gradient in held)
-            if fact is own:
-                function.share[index] = 1 / alike
-            if alike < len(held):
-                torn.append(mine[0])
-            whole &= alike == len(told)
-    return whole, tuple(torn)
-
-
 @dataclass(frozen=True)
 class _Try:
     """One direction: autograd's derivative, the differences', and whether they are one, whole or as a summand."""
@@ -282,6 +268,7 @@ class _Try:
     numeric: Derivative
     complete: Outcome
     partial: Outcome
+    mixed: Outcome
     natural: float
     size: float
 

@@ -63,6 +63,7 @@ def test_every_axis_is_right_and_trains_on_bit_by_bit(axis: str, tmp_path: Path)
     ("fault", "residual", "pattern", "words"),
     [
         ("", True, None, ""),
+        ("biases of both", True, None, ""),
         ("no sum", True, "layers.1: input 0 gets another gradient than the derivative", "collectives"),
         ("no sum", False, "layers.1: input 0 gets a summand over the ranks that nobody added up", "own summand"),
         ("sums again", True, "gets x 2", "The factor is the number of ranks"),

@@ -83,10 +83,13 @@ class Split(nn.Module):
         self.up = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).chunk(world)[rank].clone() / 4)
         self.down = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH).chunk(world, 1)[rank].clone() / 4)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
+        if fault == "biases of both":  # one of a shard, that looks like a copy as long as it is zero
+            self.shift = nn.Parameter(torch.zeros(2 * WIDTH // world))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = Enter.apply(self.norm(x), self.fault != "no sum")
-        hidden = F.gelu(hidden @ self.up.t())
+        hidden = hidden @ self.up.t()
+        hidden = F.gelu(hidden + self.shift if self.fault == "biases of both" else hidden)
         part = self.bias / dist.get_world_size() if self.fault == "bias divided" else 0.0
         out = Leave.apply(hidden @ self.down.t() + part, self.fault == "sums again")
         out = out if self.fault == "bias divided" else out + self.bias
