@@ -36,7 +36,7 @@ from gradcheck_dist.diagnosis.steps.alternatives import (
     LOST,
     UNREDUCED,
 )
-from gradcheck_dist.diagnosis.steps.cases import cases_of
+from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
 from gradcheck_dist.diagnosis.steps.hand_clip import (
     HandClip,
@@ -67,7 +67,7 @@ from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
-from gradcheck_dist.ledger.tracks import ParamKey, step_data
+from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.trace.run import Run
 
@@ -233,7 +233,7 @@ def _tell(
     verdict.remarks += terms.remarks
     for case in [*cases, *terms.cases]:
         case.norms = norms
-        finding = _finding(case, verdict.units)
+        finding = _finding(case, verdict)
         if finding.code == UNEXPLAINED and (samples := mean_over_samples(case, verdict.held, target.tokens)):
             verdict.reasons.append(samples)
             continue
@@ -244,7 +244,7 @@ def _tell(
         note(verdict, case, finding, effect_of_case(case, *of_step) if known else None)
 
 
-def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
+def _finding(case: Case, verdict: StepVerdict) -> Finding:
     """Let the rules name a case; GS000 names what no other does."""
     for rule in all_rules():
         answer = rule.judge(case) if hasattr(rule, "judge") else None
@@ -252,6 +252,7 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
             continue
         if answer.culprit is not None:
             case.culprit = answer.culprit
+            case.configured_at = configured_at(verdict.data, case.culprit)
         return Finding(
             code=rule.CODE,
             name=rule.NAME,
@@ -259,7 +260,7 @@ def _finding(case: Case, units: dict[ParamKey, str]) -> Finding:
             step=case.context.step,
             factor=answer.factor or factor_of(case),
             pattern=answer.pattern or case.pattern.text,
-            units=sorted({units[held.param] for held in case.held}),
+            units=sorted({verdict.units[held.param] for held in case.held}),
             num_parameters=len({held.param for held in case.held}),
             ranks=case.ranks,
             first_event=first_event(case),

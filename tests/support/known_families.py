@@ -159,6 +159,16 @@ def wrong_normalizer(random: Random) -> Case:
 
 
 @family
+def sum_of_means(random: Random) -> Case:
+    """Losses that are means of each rank's own tokens, added up over ranks and not averaged."""
+    trainer = healthy(random, impl=str(random.choice(["ddp", "fsdp", "hsdp"])), stages=1, sync="last")
+    count = int(random.integers(3, 40))
+    root = rank_mean(trainer.data_ranks)
+    trainer = replace(trainer, op="sum", divide=None, reduction="mean", tokens=(count, count), root=root)
+    return Case("", trainer, [one("GS104", reduce_kind(), float(trainer.data_ranks), degree(trainer))])
+
+
+@family
 def wrong_constant(random: Random) -> Case:
     """A constant that is made of nothing known."""
     trainer = healthy(random)

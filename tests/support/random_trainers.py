@@ -196,7 +196,8 @@ def judge(case: Case) -> Outcome:
     case.faults = [fault for fault in case.faults if not fault.codes & MEANS or spread > 2]
     if spread <= 4:
         case.faults = [
-            replace(fault, codes=fault.codes | {"GS000"}) if PARTIAL in fault.codes else fault for fault in case.faults
+            replace(fault, codes=fault.codes | {"GS000", "GS303"}) if PARTIAL in fault.codes else fault
+            for fault in case.faults
         ]
     known = case.unknowable or case.family == "clip-by-hand"
     assert world.is_right() or case.faults or known or _spread(world) <= 2

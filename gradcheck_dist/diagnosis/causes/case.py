@@ -28,7 +28,7 @@ class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
     the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
     loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of
-    the step."""
+    the step. `summing` is the reduction that adds up what are whole means of each rank's losses."""
 
     context: StepContext
     culprit: Culprit
@@ -42,6 +42,7 @@ class Case:
     terms: tuple[str, ...] = ()
     term_ranks: tuple[int, ...] = ()
     norms: StepNorms | None = None
+    summing: Culprit | None = None
 
     @property
     def pattern(self) -> Pattern:
@@ -95,6 +96,10 @@ def name_case(case: Case) -> None:
         # What did not come is other ranks'; the number of passes only coincides with theirs.
         ranks = ("dp_replicate", "dp_shard", "data_ranks", "world_size")
         near |= {name for name in ranks if quantities.get(name, 1) > 1}
+    if case.summing is not None:
+        size = case.context.contributions.num_coordinates
+        quantities.setdefault(case.context.group_name(size), float(size))
+        near.add(case.context.group_name(size))
     if case.culprit.wrong_constant:
         # Not the event's own numbers, but one that it left out or counts twice.
         near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}

@@ -14,6 +14,10 @@ alone. Loss curves stay close enough that such a fault was found only by compari
     fully_shard(experts, mesh=mesh["edp"])          # averages over dp/ep ranks, but holds tokens of all dp ranks
     fully_shard(block, mesh=mesh["dp"])             # averages over dp ranks
 
+    F.cross_entropy(logits, labels).backward()      # a mean over this rank's tokens
+    for p in model.parameters():
+        dist.all_reduce(p.grad)                     # a sum: R times the gradient of the mean over all ranks
+
 ## Fix
 Give every reduction the same divisor, the number of ranks that hold other tokens (FSDP2; on gloo also force SUM):
 
@@ -33,11 +37,15 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.events import DATA_PARALLEL, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS104"
 NAME = "wrong-divisor"
+EXACT = 1e-3
 
 
 def triggered(context: StepContext) -> bool:
@@ -46,6 +54,8 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     event = case.reduce
+    if case.summing is not None:
+        return _sum_of_means(case, case.summing)
     if event is None or not case.recorded or not case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -60,3 +70,44 @@ def judge(case: Case) -> Answer | None:
         fix=f"Let this reduction divide by {wanted:.6g} in all: set_gradient_divide_factor({wanted:.6g}) on an FSDP "
         "module (on gloo with set_force_sum_reduction_for_comms(True)).",
     )
+
+
+def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
+    """A sum over ranks behind losses that take their mean themselves: who counts tokens for one, and does not count
+    those of the other ranks, went wrong at the loss."""
+    size, event = case.context.contributions.num_coordinates, culprit.event
+    losses = [one.loss for one in case.context.contributions.by_key.values()]
+    if case.pattern.kind != "uniform" or abs(case.pattern.factor / size - 1) > max(EXACT, 2 * case.pattern.tolerance):
+        return None
+    if not isinstance(event, Reduce) or any(loss is None or loss.reduction != "mean" for loss in losses):
+        return None
+    alike = [name for name in case.names if [power for _, power in name.powers] == [1]]  # the passes may be as many
+    return Answer(
+        explanation=f"{summed_means(case)} The gradient is {size} times the one of the mean over all ranks.",
+        fix=f"Let the reduction average ({_average(event, size)}), or divide each loss by {size} as well.",
+        culprit=culprit,
+        suggested_experiment=between_names(case.context, alike),
+    )
+
+
+def summed_means(case: Case) -> str:
+    """What is said of a sum that no division follows, though each rank's losses are a mean of their own; "" where there
+    is none."""
+    if case.summing is None or case.summing.event is None:
+        return ""
+    size, loss, total = case.context.contributions.num_coordinates, case.culprit.event, case.summing.event
+    return (
+        f"Each rank's losses{_at(loss)} are a whole mean over its own tokens, and the reduction{_at(total)} adds up "
+        f"those of {size} ranks: nothing divides by {size}."
+    )
+
+
+def _at(event: Event | None) -> str:
+    site = event.site if event is not None else None
+    return f" at {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+
+
+def _average(event: Reduce, size: int) -> str:
+    if event.impl in SHARDING - {"fsdp1"}:
+        return f"set_gradient_divide_factor({size}) on every FSDP module, or none at all"
+    return "DDP's own, without the hook" if event.impl in DATA_PARALLEL else f"op=ReduceOp.AVG, or / {size} behind it"

@@ -37,6 +37,7 @@ from statistics import median
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.finding import Severity
+from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS301"
@@ -76,8 +77,10 @@ def severity(case: Case) -> Severity:
 def follows(case: Case, objective: str) -> str:
     if not is_another_objective(case):
         times = factor_in_words(case) if abs(case.pattern.factor - 1) > max(2 * case.pattern.tolerance, 1e-6) else ""
-        more = f" times {times}, and no later event makes up for that factor" if times else ""
-        return f"The weights are those of {objective}{more}."
+        summed = f" {words}" if (words := summed_means(case)) else ""
+        more = f" times {times}, and no later event makes up for that factor" if times and not summed else ""
+        more = f" times {times}" if times and summed else more
+        return f"The weights are those of {objective}{more}.{summed}"
     return f"The gradient follows {objective} exactly. Whether that is meant nobody declared."
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS303"
@@ -64,6 +65,13 @@ def judge(case: Case) -> Answer | None:
             "up, and the program multiplies them by no number that could be a coefficient: a division is missing.",
             fix="Divide each loss by the number of accumulation steps, and average over the data ranks. Where a sum of "
             "means is intended, gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they count.",
+            suggested_experiment=between_names(case.context, equal),
+        )
+    if summed := summed_means(case):
+        return Answer(
+            explanation=f"{summed} These losses count their tokens, and not those of the other ranks: every token "
+            f"enters backward with x {factor:.6g}{name} of the weight that {case.context.objective} asks for.",
+            fix="Divide by the tokens of all ranks (all-reduce their count), or let the reduction average.",
             suggested_experiment=between_names(case.context, equal),
         )
     return Answer(

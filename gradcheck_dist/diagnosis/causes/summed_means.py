@@ -1,0 +1,61 @@
+"""Sums over ranks of losses that are whole means of each rank's own: an average is missing, there or at the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from gradcheck_dist.diagnosis.causes.account import account
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, order
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import Reduce
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.solve import EPSILON
+from gradcheck_dist.ledger.tracks import StepData
+
+EXACT = 1e-3
+"""Relative: how near to one mean the weights of a rank's tokens must come together."""
+
+
+def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]) -> Culprit | None:
+    """The reduction that adds up the whole means of all data ranks, where no reduction divides by anything.
+
+    The weights of each rank's own tokens come to 1: its losses are complete, and right for an average. Divided by the
+    tokens of all ranks, as is right for a sum, they would come to the rank's share of these.
+    """
+    found: list[Culprit] = []
+    seen: set[tuple[object, ...]] = set()
+    for held in judged:
+        if held.signature in seen or not held.cells:
+            continue
+        seen.add(held.signature)
+        culprit = _summing(data, contributions, held)
+        if culprit is None:
+            return None
+        found.append(culprit)
+    if len({caller_of(one.event) for one in found if one.event is not None}) != 1:
+        return None
+    return min(found, key=order)
+
+
+def _summing(data: StepData, contributions: Contributions, held: Held) -> Culprit | None:
+    """The last reduction on the way to one parameter, where it does so."""
+    whole: dict[int, float] = {}
+    rounding = EXACT
+    last: Reduce | None = None
+    for cell in held.cells:
+        accounted = account(data, held, cell)
+        reductions = [(step, step.event) for step in accounted.steps if isinstance(step.event, Reduce)]
+        if not reductions or abs(prod(step.factor for step, _ in reductions) - 1) > EXACT:
+            return None
+        last = reductions[-1][1]
+        contribution = contributions.by_key[cell.key]
+        loss_dtype = contribution.loss.dtype if contribution.loss is not None else "bfloat16"
+        rounding = max(rounding, EPSILON.get(loss_dtype, EPSILON["float32"]))
+        weight = accounted.documented * float(cell.expected) * (contribution.num_tokens or 0)
+        whole[cell.key[0]] = whole.get(cell.key[0], 0.0) + weight
+    if len(whole) < 2 or len(whole) != contributions.num_coordinates:
+        return None
+    if last is None or any(abs(total - 1) > rounding for total in whole.values()):
+        return None
+    return Culprit("reduce", held.rank, last, nominal=1.0, factor=1.0, wrong_constant=True)

@@ -1,0 +1,68 @@
+"""Losses that are means of each rank's own tokens, and a reduction that adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from random_trainers import global_mean, microbatch_mean, rank_mean
+from simulator import Key, Trainer, World
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+
+RANKS = 3
+SUM = Trainer(root=rank_mean(RANKS), data_ranks=RANKS, op="sum", accumulation=2, reduction="mean", tokens=(8, 8))
+
+
+def judged(trainer: Trainer) -> Report:
+    return diagnose(World(trainer, 1).run())
+
+
+def test_a_sum_of_means_is_a_missing_average_at_the_reduction() -> None:
+    (finding,) = judged(SUM).findings
+    assert (finding.code, finding.factor.observed) == ("GS104", pytest.approx(RANKS))
+    assert finding.first_event is not None
+    assert (finding.first_event.kind, finding.first_event.op) == ("reduce", "sum")
+    assert "at train.py:12 are a whole mean" in finding.explanation
+    assert finding.suggested_experiment is None
+
+
+def test_as_many_passes_as_ranks_may_be_what_the_loss_divides_by() -> None:
+    (finding,) = judged(replace(SUM, accumulation=RANKS)).findings
+    assert finding.code == "GS104"
+    assert finding.suggested_experiment is not None
+    assert "accumulation_steps are equal in this run" in finding.suggested_experiment
+
+
+def test_who_counts_tokens_and_not_those_of_other_ranks_went_wrong_at_the_loss() -> None:
+    (finding,) = judged(replace(SUM, reduction="sum")).findings
+    assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS303", "loss")
+    assert "all-reduce their count" in finding.fix
+
+
+@pytest.mark.parametrize(("root", "code"), [(rank_mean, "GS302"), (microbatch_mean, "GS301")])
+def test_means_over_unequal_counts_say_which_sum_nothing_divides(
+    root: Callable[[float], Callable[[Key, dict[Key, int]], float]], code: str
+) -> None:
+    (finding,) = judged(replace(SUM, root=root(RANKS), tokens=(3, 40))).findings
+    assert finding.code == code
+    assert f"adds up those of {RANKS} ranks: nothing divides by {RANKS}" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        replace(SUM, op="avg"),
+        replace(SUM, root=global_mean()),
+        replace(SUM, op="avg", reduction="sum", root=global_mean(RANKS), tokens=(3, 40)),
+    ],
+)
+def test_averages_of_means_and_sums_of_shares_are_right(trainer: Trainer) -> None:
+    assert judged(trainer).verdict == "clean"
+
+
+def test_a_missing_division_by_the_passes_stays_the_losses_own() -> None:
+    (finding,) = judged(replace(SUM, root=rank_mean(2.0 * RANKS), accumulation=2)).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps * dp_replicate")
