@@ -40,7 +40,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import DATA_PARALLEL, SHARDING, Event, Reduce
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS104"
@@ -108,6 +108,8 @@ def _at(event: Event | None) -> str:
 
 
 def _average(event: Reduce, size: int) -> str:
+    if event.hook == BY_AUTOGRAD:
+        return 'to_local(grad_placements=[Partial("avg")])'
     if event.impl in SHARDING - {"fsdp1"}:
         return f"set_gradient_divide_factor({size}) on every FSDP module, or none at all"
     return "DDP's own, without the hook" if event.impl in DATA_PARALLEL else f"op=ReduceOp.AVG, or / {size} behind it"
