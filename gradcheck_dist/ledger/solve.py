@@ -132,7 +132,11 @@ def solve(
         shares[column, group] = 1.0 / total
     covariance = shares @ spread @ shares.T if determined else None
     gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance
-    fits = residual <= RESIDUAL_FACTOR * epsilon
+    if not alone:
+        gate += _off_direction(
+            columns[:, seen], unit, kept, member_of, x, nominal if nominal is None else nominal[seen]
+        )
+    fits = rest <= gate if size else residual <= RESIDUAL_FACTOR * epsilon
     solution = Solution(
         coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, float(gate), freedom
     )
@@ -150,6 +154,31 @@ def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsil
     each = ROUNDING * epsilon * np.maximum(np.abs(y), np.abs(summands).max(axis=1))
     scaled = solver * each
     return np.asarray(scaled @ scaled.T)
+
+
+def _off_direction(
+    columns: np.ndarray,
+    unit: np.ndarray,
+    kept: list[int],
+    member_of: np.ndarray,
+    x: np.ndarray,
+    nominal: np.ndarray | None,
+) -> float:
+    """How far columns that count as one direction may take y out of it: the bias of two classes gets g and -g, but for
+    rounding in sums that cancelled, which is larger than that of y.
+
+    Args:
+        columns, unit: shape (num_rows, num_columns), as they are and of length 1.
+        x: shape (num_directions,), what was solved for.
+        nominal: shape (num_columns,), coefficients as documented, NaN where unknown.
+    """
+    along = (unit * unit[:, kept][:, member_of]).sum(axis=0)
+    beside = np.linalg.norm(columns - unit[:, kept][:, member_of] * (along * np.linalg.norm(columns, axis=0)), axis=0)
+    totals = np.bincount(member_of, np.linalg.norm(columns, axis=0), minlength=len(kept))
+    coefficients = np.abs(x / totals)[member_of]
+    if nominal is not None:
+        coefficients = np.maximum(coefficients, np.abs(np.nan_to_num(nominal)))
+    return float(beside @ coefficients)
 
 
 def _scale(predicted: np.ndarray, meant: np.ndarray, y: np.ndarray) -> float:

@@ -107,3 +107,16 @@ def test_an_arbitrary_vector_is_no_combination_of_nearly_as_many_columns() -> No
         solution = solve(columns, y, epsilon)
         assert solution is not None
         assert solution.checked is expected
+
+
+@pytest.mark.parametrize("opposite", [False, True])
+def test_columns_of_one_direction_but_for_their_rounding_explain_their_sum(opposite: bool) -> None:
+    """The bias of two classes: g and -g, each a sum that cancelled, so that its rounding is large beside it."""
+    first = np.array([-0.0009086, 0.0009086 + 1.5e-8])
+    second = np.array([0.00089432 + 1.5e-8, -0.00089432]) * (1 if opposite else -1)
+    columns = np.stack([first, second], axis=1)
+    found = solve(columns, columns @ [0.5, 0.5], EPSILON["float32"], nominal=np.array([0.5, 0.5]))
+    assert found is not None and found.fits
+    assert np.isnan(found.coefficients).all() if opposite else found.coefficients == pytest.approx([0.5, 0.5], rel=1e-4)
+    more = solve(columns, columns @ [0.5, 0.5] + [1e-6, 1e-6], EPSILON["float32"], nominal=np.array([0.5, 0.5]))
+    assert more is not None and not more.fits
