@@ -258,7 +258,9 @@ def mark_loss(
 ) -> Tensor:
     """Declare a loss that no wrapper sees: the sum of token losses over `num_tokens` tokens, before it is divided.
 
-    The result of F.cross_entropy may be declared too: it is then no part of the main loss but of `term`.
+    The result of F.cross_entropy may be declared too: it is then no part of the main loss but of `term`. What is given
+    must be what the backward root is computed from (`total = mark_loss(losses.sum(), n); (total / n).backward()`): a
+    sum beside it tells nothing.
 
     Args:
         term: "main", or the name of an auxiliary term (load balance, router z-loss, multi-token prediction).

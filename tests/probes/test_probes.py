@@ -12,6 +12,7 @@ from one_process import accumulate, events_of, healthy, judged, record
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
 
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.events import Clip, Loss, LossGradient, ZeroGrad
 from gradcheck_dist.probes import attach, mark_loss
 from gradcheck_dist.probes.losses.loss import label_hash
@@ -169,6 +170,24 @@ def test_a_loss_that_no_wrapper_sees_is_completed_by_mark_loss(tmp_path: Path) -
         report = judged(run_dir)
         assert report.verdict == ("clean" if marked else "undetermined")
         assert marked or "mark_loss" in " ".join(report.reasons)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_loss_that_is_declared_beside_the_one_that_backward_goes_through_is_told(tmp_path: Path, seen: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        outputs = model(batch(0, 0)[0]).flatten(0, 1)
+        target = torch.ones_like(outputs)
+        losses = (F.mse_loss(outputs, target, reduction="none") if seen else outputs.cos()).mean(-1)
+        mark_loss(losses.sum(), losses.numel())
+        losses.mean().backward()
+        optimizer.step()
+
+    record(step, tmp_path)
+    report = judged(tmp_path)
+    assert report.verdict == "undetermined"
+    (reason,) = [reason for reason in report.reasons if "mark_loss at test_probes.py:" in reason]
+    assert "no backward pass went through" in reason
+    assert next_step(report).startswith("Let backward go through what mark_loss returns")
 
 
 @pytest.mark.parametrize(("divisor", "factor"), [(1.0, None), (1 / 2, 2.0)])

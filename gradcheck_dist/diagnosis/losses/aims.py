@@ -16,6 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
+from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.returned import looked_at
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
@@ -32,13 +33,14 @@ SAME = 1e-3
 @dataclass
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
-    `of_means`: each counts as one mean, whatever it is a mean of."""
+    `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain."""
 
     contributions: Contributions
     expected: dict[ContributionKey, Fraction]
     tokens: dict[ContributionKey, int]
     relative: bool = False
     of_means: bool = False
+    aside: str = ""
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
@@ -60,7 +62,10 @@ class Aim:
         return (
             f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
             f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
-            "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
+            + (
+                self.aside
+                or "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
+            )
         )
 
 
@@ -110,10 +115,10 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
         added = added_means(data, contributions, measured, judge)
         if added is not None:
             return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
-        return _relative(contributions, measured)
+        return _relative(data, contributions, measured)
     groups = independent(data, contributions)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
-        return _relative(contributions, measured)
+        return _relative(data, contributions, measured)
     counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
@@ -126,7 +131,7 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
         other = Aim(weighted, _expected(objective, sums, groups), sums)
         if not _wrong(other, measured):
             return other
-    return _relative(contributions, measured) if computed else counted
+    return _relative(data, contributions, measured) if computed else counted
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
@@ -190,12 +195,16 @@ def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
     return {cell.key for held in judged for cell in held.cells if not cell.right}
 
 
-def _relative(contributions: Contributions, measured: list[Held]) -> Aim:
+def _relative(data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     """Every contribution counts as one token of weight 1; each should be scaled as most are."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     share = _usual(measured, by_key)
     return Aim(
-        replace(contributions, by_key=by_key), dict.fromkeys(by_key, share), dict.fromkeys(by_key, 1), relative=True
+        replace(contributions, by_key=by_key),
+        dict.fromkeys(by_key, share),
+        dict.fromkeys(by_key, 1),
+        relative=True,
+        aside=marked_aside(data),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.steps.handmade import LINES
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
@@ -28,6 +29,7 @@ SAYS = {
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
+    ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""

@@ -32,6 +32,20 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 CODE = "GS303"
 NAME = "wrong-normalizer"
 EXACT = 1e-4
+VAGUE = 0.02
+"""Tokens: with less certainty, any number is near to a whole one."""
+FEW = 8
+"""Counts that are off by more than this are no counts of the same tokens."""
+GLOBAL = "global-token-mean"
+NAMED = (
+    "Correct the normalisation where the loss is computed: the factor's name says which number is used once too often "
+    "or is missing."
+)
+UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
+COUNTED = (
+    "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
+    "or first and last tokens that one of the two leaves out."
+)
 
 
 def triggered(context: StepContext) -> bool:
@@ -74,10 +88,30 @@ def judge(case: Case) -> Answer | None:
             fix="Divide by the tokens of all ranks (all-reduce their count), or let the reduction average.",
             suggested_experiment=between_names(case.context, equal),
         )
+    counted = None if case.names else _counted(case)
+    as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
-        f"{case.context.objective} asks for, and no later event makes up for it.",
-        fix="Correct the normalisation where the loss is computed: the factor's name says which number is used once "
-        "too often or is missing.",
+        f"{case.context.objective} asks for, and no later event makes up for it{as_if}.",
+        fix=NAMED if case.names else UNNAMED if counted is None else COUNTED.format(counted=counted),
         suggested_experiment=between_names(case.context, equal),
     )
+
+
+def _tokens(case: Case) -> float:
+    """The tokens of the step that enter the loss, 0 where they are not known."""
+    return case.context.quantities.get("num_tokens", 0.0)
+
+
+def _counted(case: Case) -> int | None:
+    """The number of tokens that would give this weight to each, where one near to those of the step does."""
+    tokens, tolerance = _tokens(case), case.pattern.tolerance
+    factor = case.pattern.factor
+    if case.context.objective != GLOBAL or not tokens or not factor > 0:
+        return None
+    if any(abs(one - round(one)) <= max(EXACT, 2 * one * tolerance) for one in (factor, 1 / factor) if one >= 1):
+        return None  # twice, or a third: a number that is used once too often, more likely than a count
+    number = tokens / factor
+    near = abs(number - round(number)) <= max(2 * number * tolerance, EXACT)
+    sure = number * tolerance <= VAGUE and tokens / FEW <= number <= tokens * FEW
+    return round(number) if near and sure and round(number) != tokens else None

@@ -71,6 +71,11 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
             for verdict in verdicts:
                 _as_constant(verdict, len(known))
             return list(verdicts)
+        own = _own_constant(verdicts)
+        if own is not None and max(norms) > min(norms) * (1 + 5 * tolerance):
+            for verdict in verdicts:
+                _as_constant(verdict, len(known), own)
+            return list(verdicts)
     if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
         return [_as_clip_at_times(verdict) for verdict in verdicts]
     return list(verdicts)
@@ -84,7 +89,20 @@ def _one_factor(verdicts: Sequence[StepVerdict]) -> bool:
     return len(known) > 1 and max(known) <= min(known) * (1 + 2 * tolerance)
 
 
-def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
+def _own_constant(verdicts: Sequence[StepVerdict]) -> float | None:
+    """What unrecorded lines multiply by in every step alike, though the weights are off by another factor in each: what
+    stands before these lines (the losses) is off as well. None where it is not one number."""
+    found = [one for verdict in verdicts for one in verdict.findings if one.code == CODE]
+    own = [one.first_event.observed_factor for one in found if one.first_event is not None]
+    known = [factor for factor in own if factor is not None and 0 < factor < 1]
+    tolerance = max((one.factor.tolerance or 0.0 for one in found), default=0.0)
+    if len(known) < 2 or len(known) < len(found) or tolerance > TOO_VAGUE:
+        return None
+    return known[0] if max(known) <= min(known) * (1 + 2 * tolerance) else None
+
+
+def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None) -> None:
+    """`own`: what the lines multiply by where the weights are off before them as well."""
     for finding in (finding for finding in verdict.findings if finding.code == CODE):
         effect = verdict.effects.pop(cause(finding), None)
         finding.code, finding.name, finding.severity = unexplained.CODE, unexplained.NAME, "error"
@@ -94,9 +112,26 @@ def _as_constant(verdict: StepVerdict, num_steps: int) -> None:
         )
         at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
         finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
+        if own is not None and finding.factor.observed:
+            _tell_both(finding, verdict, num_steps, own, finding.factor.observed / own)
         finding.suggested_experiment = None
         if effect is not None:
             verdict.effects[cause(finding)] = effect
+
+
+def _tell_both(finding: Finding, verdict: StepVerdict, num_steps: int, own: float, before: float) -> None:
+    """Say what of a factor is a constant of unrecorded lines, and what the weights were off by before them."""
+    names = name_number(own, verdict.context.quantities, max(2 * (finding.factor.tolerance or 0.0), 1e-6))
+    name = f" = {names[0].expression}" if names else ""
+    finding.explanation = (
+        f"The weights are off: {finding.pattern}. Lines that nobody recorded multiply by {own:.6g}{name}, one and the "
+        f"same factor in {num_steps} steps, whatever the norm that it leaves: a constant, and no clip. Before it the "
+        f"weights are x {before:.6g} already, and another number in other steps: what the loss divides by."
+    )
+    finding.fix = (
+        f"Look whether the loss has divided by what these lines divide by once more (x {own:.6g}{name}), and whether "
+        "it divides by the tokens that enter it."
+    )
 
 
 def _to_norm(verdict: StepVerdict, scaling: Scaling) -> StepVerdict:

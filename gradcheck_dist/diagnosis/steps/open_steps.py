@@ -11,6 +11,7 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.finding import (
     Coverage,
 )
+from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.events import (
     BEFORE,
@@ -73,9 +74,8 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             "which of their tokens belong to which step is not known"
         )
     if not contributions.by_key:
-        reasons.append(
-            "no loss was seen: call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
-        )
+        tells = "call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
+        reasons.append(f"no loss was seen: {marked_aside(data) or tells}")
     counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
     if 0 < len(counted) < len(contributions.by_key):
         reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")

@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 LOSS_RULE = "GS303"
 EXACT = 1e-3
 """Relative; K / K' of a few passes lie further apart."""
+FIRST = "the first step: a condition such as `i % K == 0` holds before K passes are through"
 
 
 def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
@@ -56,8 +57,9 @@ def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, cons
             "the gradients before the next window begins."
         )
     else:
-        why = "the window is a short one (the end of an epoch)"
-        fix = "Divide the loss by the number of passes of its own window, or leave the last, short window out."
+        first = verdict.context.step == 0
+        why = f"the window is a short one ({FIRST if first else 'the end of an epoch'})"
+        fix = "Divide the loss by the number of passes of its own window, or leave the short window out."
     assert found.first_event is not None
     return msgspec.structs.replace(
         found,

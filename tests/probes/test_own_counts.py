@@ -1,0 +1,108 @@
+"""Losses that divide by a count of their own: what number it is, which window is short, what stands behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+from torch import nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+Divisor = Callable[[int], float]
+"""What the losses of a step divide by, from its tokens."""
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def halved(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = param.grad * 0.5  # type: ignore[operator]
+
+
+def trained(
+    run_dir: Path, divisor: Divisor, behind: Callable[[nn.Module], None] = nothing, windows: Sequence[int] = (2, 2, 2)
+) -> Report:
+    """Steps of `windows` passes each over other batches; gradients go through `behind` before the optimizer."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with attach(run_dir, objective="global-token-mean"):
+        for step, passes in enumerate(windows):
+            data = [batch(0, k + step) for k in range(passes)]
+            total = divisor(sum(int((labels >= 0).sum()) for _, labels in data))
+            for part in data:
+                (token_sum(model, part) / total).backward()
+            behind(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+def test_tokens_that_were_counted_otherwise_are_told_as_a_number(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda tokens: tokens - 3)
+    (finding,) = report.findings
+    tokens = sum(int((labels >= 0).sum()) for _, labels in (batch(0, 0), batch(0, 1)))
+    assert (finding.code, finding.factor.expression) == ("GS303", None)
+    assert f"as if the step had {tokens - 3} tokens, where {tokens} enter the loss" in finding.explanation
+    assert f"counted as {tokens - 3}" in finding.fix
+
+
+@pytest.mark.parametrize("coefficient", [0.7071, 3.1416])
+def test_a_factor_that_makes_no_whole_number_is_no_count(tmp_path: Path, coefficient: float) -> None:
+    (finding,) = trained(tmp_path, lambda tokens: tokens / coefficient).findings
+    assert finding.code == "GS303" and "as if" not in finding.explanation and "counted" not in finding.fix
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 3.0])
+def test_a_whole_number_is_a_factor_and_no_count(tmp_path: Path, coefficient: float) -> None:
+    (finding,) = trained(tmp_path, lambda tokens: tokens / coefficient, windows=[1, 1]).findings
+    assert finding.code == "GS303" and "as if" not in finding.explanation
+
+
+def test_a_constant_behind_such_losses_is_told_by_the_steps(tmp_path: Path) -> None:
+    """As in OpenNMT-py: the loss divides by fewer tokens than enter it, and what was reduced is halved once more."""
+    (finding,) = trained(tmp_path, lambda tokens: tokens - 2, halved).findings
+    assert (finding.code, finding.severity, finding.steps) == ("GS000", "error", [0, 1, 2])
+    assert "multiply by 0.5" in finding.explanation and "same factor in 3 steps" in finding.explanation
+    assert "Before it the weights are x 1." in finding.explanation and "whether the loss has" in finding.fix
+
+
+def test_a_first_window_that_is_short_is_no_end_of_an_epoch(tmp_path: Path) -> None:
+    """`if i % K == 0: optimizer.step()`: the first step comes after one pass."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for i in range(5):
+            tokens, labels = batch(0, 0)
+            (token_sum(model, (tokens, labels)) / (labels >= 0).sum() / 2).backward()
+            if i % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "1/2", [0])
+    assert "`i % K == 0`" in finding.explanation and "epoch" not in finding.explanation
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_classes_whose_bias_gets_opposite_numbers_are_judged_under_accumulation(tmp_path: Path, seed: int) -> None:
+    """What is left of sums that cancelled is rounded by more than their sum over passes is."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path):
+        for _ in range(3):
+            for _ in range(2):
+                labels = torch.randint(0, 2, (2,)) if seed % 2 else torch.tensor([0, 1])
+                (nn.functional.cross_entropy(0.02 * model(torch.randn(2, 4)), labels) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("clean", [])
