@@ -1,4 +1,4 @@
-"""Pages that mkdocs makes out of the package: rules, scenarios, commands; and clients, out of the README."""
+"""Pages that mkdocs makes out of the package: rules, scenarios, commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SUB_HEADING = re.compile(r"^## ", re.M)
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages to those that are written."""
-    pages = {"rules.md": rules(), "scenarios.md": scenarios(), "commands.md": commands(), "clients.md": clients()}
+    pages = {"rules.md": rules(), "scenarios.md": scenarios(), "commands.md": commands()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -69,13 +69,3 @@ def commands() -> str:
         context = command.make_context(f"gradcheck {name}", [], resilient_parsing=True, max_content_width=96)
         parts.append(f"## gradcheck {name}\n\n```text\n{command.get_help(context)}\n```\n")
     return "\n".join(parts)
-
-
-def clients() -> str:
-    """The README's part on what was tried, with links that hold on the site."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"^## Tried with\n(.*?)(?=^## )", readme, re.M | re.S)
-    if found is None:
-        raise ValueError("README.md has no heading '## Tried with', which docs/hooks.py makes clients.md of")
-    text = re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", found.group(1))
-    return f"# Clients\n\n{text.strip()}\n"
