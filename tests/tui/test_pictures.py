@@ -53,8 +53,12 @@ async def picture(snapshot: Snapshot, mode: str, size: tuple[int, int]) -> str:
         async with asyncio.timeout(20):
             while app.shown.phase == "reading":
                 await pilot.pause(0.01)
-        await pilot.pause(0.1)
-        return screen_text(app)
+            # The keys in the last line are drawn when all else stands.
+            shown, before = "", "-"
+            while shown != before or shown.endswith("\n"):
+                await pilot.pause(0.1)
+                shown, before = screen_text(app), shown
+        return shown
 
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 50)], ids=["80x24", "160x50"])
