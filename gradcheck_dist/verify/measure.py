@@ -135,8 +135,10 @@ class Measured:
         partial = _together([one.partial for one in tries])
         if complete == "wrong" and partial != "right" and _together([one.mixed for one in tries]) == "right":
             complete = "right"
-        best = max(tries, key=lambda one: abs(one.numeric.value) - one.numeric.error)
-        outcome, shape = complete, _shape(tries, self._agree) if complete == "wrong" else ""
+        # Copies that got unlike gradients hold summands: what is wrong is told of their sum.
+        told = [replace(one, observed=one.summed) for one in tries] if complete == "wrong" else tries
+        best = max(told, key=lambda one: abs(one.numeric.value) - one.numeric.error)
+        outcome, shape = complete, _shape(told, self._agree) if complete == "wrong" else ""
         if shape == "cut" and any(_is_nonzero(self._base.added[key]) for key in target.keys):
             shape = "constant"
         reason, unsummed, seen = "", False, tuple[list[float], ...]()
@@ -232,6 +234,7 @@ class Measured:
             numeric = confirmed(found[-1], *found[:-1])
         return _Try(
             complete,
+            mixed,
             numeric,
             self._judged(complete, numeric, natural, size),
             self._judged(partial, numeric, natural, size),
@@ -262,9 +265,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Try:
-    """One direction: autograd's derivative, the differences', and whether they are one, whole or as a summand."""
+    """One direction: autograd's derivative, the differences', and whether they are one, whole or as a summand. `summed`
+    is autograd's where copies that got unlike gradients hold summands."""
 
     observed: float
+    summed: float
     numeric: Derivative
     complete: Outcome
     partial: Outcome

@@ -86,6 +86,13 @@ def test_tensor_parallelism_by_hand(
     assert one.first_event is not None and one.first_event.function == "Split.forward"
 
 
+@pytest.mark.parametrize("averages", [False, True])
+def test_of_copies_that_got_summands_the_sum_is_told(averages: bool, tmp_path: Path) -> None:
+    launch("verify_workers:context_parallel_by_hand", (averages, str(tmp_path / "run")), 2, timeout_s=60)
+    factors = [one.factor.observed for one in accusations(tmp_path / "run")]
+    assert factors == ([pytest.approx(0.5, rel=1e-3)] if averages else [])
+
+
 def test_a_bias_of_which_each_rank_adds_a_part_is_named(tmp_path: Path) -> None:
     for fault in ("", "bias divided"):  # pytorch/torchtitan#4332
         launch("verify_workers:tensor_parallel_by_hand", (fault, True, str(tmp_path / f"run {fault}")), 2, timeout_s=60)

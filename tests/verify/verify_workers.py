@@ -132,3 +132,60 @@ def tensor_parallel_by_hand(fault: str, residual: bool, run_dir: str | None) -> 
     dist.barrier()
     dist.destroy_process_group()
     return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' rows forward; backward sums what ranks have for each row, and `averages` where that is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, averages: bool) -> Tensor:
+        ctx.averages = averages
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        world = dist.get_world_size()
+        own = grad.chunk(world)[dist.get_rank()]
+        return own / world if ctx.averages else own, None
+
+
+class KeysOfAll(nn.Module):
+    """Attention of a rank's own queries over the keys and values of all ranks, as context parallelism has it."""
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.averages = averages
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        rows = x.reshape(-1, WIDTH)
+        value = Gathered.apply(self.value(rows), self.averages)
+        weights = F.softmax(self.query(rows) @ Gathered.apply(rows, False).t(), dim=-1)
+        return self.head((weights @ value).view_as(x) + x)
+
+
+def context_parallel_by_hand(averages: bool, run_dir: str) -> None:
+    """Two steps with tokens of its own on every rank; gradients are summed, losses divided by all tokens."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir, objective="global-token-mean", axes={"cp": dist.get_world_size()}, verify=True):
+        model = KeysOfAll(averages)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            tokens, labels = batch(2 * step + dist.get_rank())
+            (loss_of(model(tokens), labels) / dist.get_world_size()).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
