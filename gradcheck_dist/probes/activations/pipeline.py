@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcheck_dist.events import AFTER, BEFORE, PipelineStep, ScaleGrads, Site
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -45,14 +46,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             patches.replace(getattr(module, name), "step", lambda original: _watch_step(recorder, original))
 
     for name, apply in (("stage", on_stage), ("schedules", on_schedules)):
-        patches.when_imported(f"{_PACKAGE}.{name}", functools.partial(_try, recorder, apply))
-
-
-def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        apply(module)
-    except Exception as error:  # the user's import must not fail on it
-        recorder.status("pipeline", False, f"torch {torch.__version__} differs: {error}")
+        patches.when_imported(f"{_PACKAGE}.{name}", hooking(recorder, "pipeline", apply, trouble="differs:"))
 
 
 def _watch_init(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -38,3 +39,17 @@ def guarded(probe: str) -> Callable[[F], F]:
         return cast(F, wrapper)
 
     return decorate
+
+
+def hooking(
+    recorder: Recorder, probe: str, apply: Callable[[ModuleType], None], trouble: str = "has no"
+) -> Callable[[ModuleType], None]:
+    """What puts a probe in place when a module of torch's is imported: the user's import must not fail on it."""
+
+    def tried(module: ModuleType) -> None:
+        try:
+            apply(module)
+        except Exception as error:
+            recorder.status(probe, False, f"torch {torch.__version__} {trouble} {error}")
+
+    return tried

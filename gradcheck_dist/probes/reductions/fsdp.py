@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.reductions.collectives import op_name
@@ -36,14 +37,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         recorder.status("fsdp", True)
 
     for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
-        patches.when_imported(f"{_PACKAGE}.{name}", functools.partial(_try, recorder, apply))
-
-
-def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        apply(module)
-    except Exception as error:  # the user's import must not fail on it
-        recorder.status("fsdp", False, f"torch {torch.__version__} has no {error}")
+        patches.when_imported(f"{_PACKAGE}.{name}", hooking(recorder, "fsdp", apply))
 
 
 def _watch_unshard(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:

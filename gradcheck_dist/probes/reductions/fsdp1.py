@@ -25,6 +25,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.clips import after_clip, before_clip, inside_clip
 from gradcheck_dist.probes.parameters.regions import Region
 from gradcheck_dist.probes.parameters.registry import ParamInfo, clean_name
+from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -132,14 +133,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     autograd.WRAPPED_LISTENERS.append(find)
     patches.on_restore(lambda: autograd.WRAPPED_LISTENERS.remove(find))
     for name, apply in (("_runtime_utils", on_runtime), ("fully_sharded_data_parallel", on_wrapper)):
-        patches.when_imported(f"{PACKAGE}.{name}", functools.partial(_try, recorder, apply))
-
-
-def _try(recorder: Recorder, apply: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        apply(module)
-    except Exception as error:  # the user's import must not fail on it
-        recorder.status("fsdp1", False, f"torch {torch.__version__} has no {error}")
+        patches.when_imported(f"{PACKAGE}.{name}", hooking(recorder, "fsdp1", apply))
 
 
 def _watch_init(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
