@@ -24,6 +24,8 @@ Give every reduction the same divisor, the number of ranks that hold other token
     experts.set_gradient_divide_factor(dp_size)
     experts.set_force_sum_reduction_for_comms(True)
 
+Behind losses that are means of each rank's own tokens, average: op=ReduceOp.AVG, or a division by the number of ranks.
+
 In Megatron-LM and DeepSpeed: average experts over the expert-data-parallel group and divide by ep, or sum and divide by
 the data-parallel size.
 
