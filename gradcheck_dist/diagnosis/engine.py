@@ -10,27 +10,14 @@ from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
-from gradcheck_dist.diagnosis.steps.alternatives import (
-    skipped_apart,
-    training_apart,
-    until_apart,
-    without_warm_up,
-)
+from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
-from gradcheck_dist.diagnosis.steps.hand_clip import (
-    settle,
-)
+from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
-from gradcheck_dist.diagnosis.steps.other_steps import (
-    leave_schedules_open,
-    tell_by_other_steps,
-    tell_other_counts,
-)
+from gradcheck_dist.diagnosis.steps.other_steps import leave_schedules_open, tell_by_other_steps, tell_other_counts
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
-from gradcheck_dist.diagnosis.steps.unfollowed import (
-    without_keepers,
-)
+from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective

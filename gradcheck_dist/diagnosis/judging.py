@@ -13,11 +13,7 @@ from gradcheck_dist.diagnosis.audit import audit, audited
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
-from gradcheck_dist.diagnosis.causes.case import (
-    Case,
-    factor_of,
-    first_event,
-)
+from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses.aims import Aim, aim
@@ -32,31 +28,15 @@ from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.diagnosis.steps.alternatives import (
-    LOST,
-    UNREDUCED,
-)
+from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
-from gradcheck_dist.diagnosis.steps.hand_clip import (
-    HandClip,
-    clip_by_hand,
-    freed,
-    scaling_of,
-    tell_hidden,
-    undone,
-)
+from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
 from gradcheck_dist.diagnosis.steps.open_steps import out_of_sight, passes_unmatched, tokens_known, unseen, why_not
-from gradcheck_dist.diagnosis.steps.other_steps import (
-    conduct_of,
-)
+from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
-from gradcheck_dist.diagnosis.steps.unfollowed import (
-    from_before,
-    moving,
-    not_attached,
-)
+from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.weights.context import step_context

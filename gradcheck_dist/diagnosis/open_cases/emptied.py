@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import BEFORE, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -17,7 +18,7 @@ def frozen(case: Case, data: StepData) -> str | None:
     if not _taken_away(case, data):
         return None
     names = sorted({held.param[1] for held in case.held})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     event = case.culprit.event
     site = event.site if event is not None else None
     where = f" after {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""

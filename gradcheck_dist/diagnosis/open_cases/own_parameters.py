@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
@@ -17,7 +18,7 @@ def experts(case: Case, data: StepData) -> str | None:
     if not _may_be_experts(case, data):
         return None
     names = sorted({held.param[1] for held in case.held})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
@@ -48,7 +49,7 @@ def own_mean(case: Case, data: StepData) -> str | None:
     if not _may_be_own_mean(case, data):
         return None
     names = sorted({held.param[1] for held in case.held})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     return (
         f"{shown} are of some ranks alone, and so is what reaches them: their gradients are means over these ranks' "
         f"own tokens, and x {case.pattern.factor:.4g} of their part of the mean over all tokens, by which the other "

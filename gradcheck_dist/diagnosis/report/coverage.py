@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from gradcheck_dist.diagnosis.finding import (
-    Coverage,
-    MissingProbe,
-    Unidentifiable,
-)
+from gradcheck_dist.diagnosis.finding import Coverage, MissingProbe, Unidentifiable
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import ProbeError, ProbeStatus
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tied import ties
@@ -66,7 +63,7 @@ def gaps(steps: list[tuple[int, list[Held]]]) -> list[str]:
             found[tuple(sorted({_full_name(one.param) for one in lost if one.changed_in == place})), place].append(step)
     reasons = []
     for (names, place), of_steps in found.items():
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = in_short(names)
         when = "" if len(of_steps) == len(steps) else f" in step {', '.join(map(str, of_steps[:5]))}"
         where = f": {place}" if place else ""
         reasons.append(f"the gradient of {shown} is no combination of the recorded contributions{when}{where}")

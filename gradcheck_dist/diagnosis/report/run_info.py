@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from gradcheck_dist.diagnosis.finding import (
-    Overhead,
-    RunInfo,
-)
+from gradcheck_dist.diagnosis.finding import Overhead, RunInfo
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import Clip, Metric, StepEnd
 from gradcheck_dist.ledger.contributions import Contributions

@@ -32,6 +32,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 
 CODE = "GS105"
@@ -52,7 +53,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     names = sorted({one.param[1] for one in found.unlike})
     holders = max((one.holders for one in found.unlike), key=len)
     groups = " | ".join(",".join(map(str, ranks)) for ranks in holders)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
     over = ", ".join(map(str, found.ranks))
     copies = facts.context.ranks_per_batch(event.group) if isinstance(event, Reduce) else 1

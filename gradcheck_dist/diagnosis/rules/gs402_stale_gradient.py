@@ -32,6 +32,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep
 
 CODE = "GS402"
@@ -52,7 +53,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if not any(num > 1 or held.observed is not None for held in stale):
         return  # what could not be measured may have been replaced as well
     names = sorted({held.param[1] for held in stale})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     rank = min(held.rank for held in stale)
     steps = [event for event in facts.data.events[rank] if isinstance(event, OptimizerStep)]
     if num > 1:

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.tracks import ParamKey
 
@@ -64,7 +65,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if not found:
         return
     names = sorted(key[1] for key in found)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     rank, event = events[0]
     stages = _whole_stages(facts, set(found))
     yield Remark(

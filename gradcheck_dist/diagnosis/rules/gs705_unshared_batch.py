@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.names import plain_name
@@ -71,7 +72,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
     names = sorted({plain_name(held.param[1]) for held in shards})
     apart_by = "different values" if not laid_out else "different parts"
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = in_short(names)
     apart = " | ".join(",".join(map(str, sorted(group))) for group in groups)
     yield Remark(
         answer=Answer(

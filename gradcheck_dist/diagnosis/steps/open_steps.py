@@ -8,11 +8,10 @@ from fractions import Fraction
 import numpy as np
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.finding import (
-    Coverage,
-)
+from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
@@ -90,7 +89,7 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
         # What belongs to no module is known from its first optimizer step on: later steps tell.
         unmade = [name for name in unmade if not name.startswith(UNNAMED)]
     if unmade:
-        shown = ", ".join(unmade[:3]) + (f" and {len(unmade) - 3} more" if len(unmade) > 3 else "")
+        shown = in_short(unmade)
         reasons.append(
             f"the optimizer reads a gradient of {shown} that no recorded backward pass of the step made: it was "
             "computed by hand, is left from an earlier step, or came on a way that no probe follows"
@@ -178,9 +177,8 @@ def unseen(
     }
     if not missing:
         return []
-    shown = ", ".join(f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)[:3])
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return [f"the weight of contribution {shown}{more} cannot be told from the samples: take a larger sample"]
+    shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)])
+    return [f"the weight of contribution {shown} cannot be told from the samples: take a larger sample"]
 
 
 def foreign(run: Run, data: StepData) -> list[str]:

@@ -9,14 +9,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held
-from gradcheck_dist.events import (
-    KEPT_BY_OPTIMIZER,
-    MOVED_NOTHING,
-    MOVES_NOW,
-    OptimizerStep,
-    ProbeStatus,
-    Reduce,
-)
+from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, OptimizerStep, ProbeStatus, Reduce
 from gradcheck_dist.ledger.tracks import StepData
 
 NOT_ATTACHED = "was never put into its own .grad"

@@ -10,10 +10,7 @@ from statistics import median
 from gradcheck_dist.diagnosis.finding import (
     ContributionKey as ReportKey,
 )
-from gradcheck_dist.diagnosis.finding import (
-    UnitInfo,
-    Weight,
-)
+from gradcheck_dist.diagnosis.finding import UnitInfo, Weight
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import ParamKey

@@ -1,0 +1,13 @@
+"""Words that every room of the diagnosis uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SHOWN = 3
+
+
+def in_short(names: Sequence[str]) -> str:
+    """The first of many names: "a, b, c and 4 more"."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
