@@ -99,6 +99,7 @@ def judge_step(
     for one in remarks:
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
+            verdict.beside_weights.append(one.finding)
     verdict.reasons += faults(data, recorded, facts.weights_right).reasons
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:

@@ -1,8 +1,9 @@
 """Gradients that were only looked at: GradNorm asks for those of one layer before it knows a task's coefficient.
 
-One evaluation of a loss is differentiated twice, and the first pass reaches a part only of the parameters of the other.
-It is no contribution of its own; were it put into `.grad` all the same, the other's weights would show it. Nor is a
-pass that reaches no parameter: gradients of inputs, for saliency or an adversary, in between.
+One evaluation of a loss is differentiated twice, and the first pass reaches a part only of the parameters of the other,
+or hands to the caller (torch.autograd.grad) what the other leaves in `.grad`. It is no contribution of its own; were it
+put into `.grad` all the same, the other's weights would show it. Nor is a pass that reaches no parameter: gradients of
+inputs, for saliency or an adversary, in between.
 """
 
 from __future__ import annotations
@@ -81,8 +82,11 @@ def _looks(data: StepData, rank: int, events: list[Event]) -> list[Slot]:
         for event in events
         if isinstance(event, Backward) and event.params is not None
     }
-    return [
-        one
-        for one, ids in losses.items()
-        if any(ids <= losses[other] and reached.get(one, set()) < reached.get(other, set()) for other in losses)
-    ]
+    returned = {_slot(event) for event in events if isinstance(event, Backward) and event.returned}
+
+    def looks(one: Slot, other: Slot) -> bool:
+        own, others = reached.get(one, set()), reached.get(other, set())
+        handed_over = one in returned and other not in returned
+        return losses[one] <= losses[other] and (own < others or (handed_over and own <= others))
+
+    return [one for one in losses if any(looks(one, other) for other in losses)]

@@ -173,6 +173,7 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
     result.norm_rows = [row for index, row in norms.items() if not getattr(events[index], "partial", True)]
     result.scale_rows = list(find_columns(events, AmpUnscale, "scale").values())
     losses = {event.loss_id: (index, event) for index, event in enumerate(events) if isinstance(event, Loss)}
+    passes: dict[int, Slot] = {}
     for index, event in enumerate(events):
         if not isinstance(event, LossGradient):
             continue
@@ -181,6 +182,8 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             result.reasons.append("there are auxiliary loss terms")
             continue
         slot = (event.accumulation_step, event.microbatch)
+        if passes.setdefault(event.loss_id, slot) != slot:
+            result.reasons.append("a loss goes backward in several passes")
         tokens = tokens_seen.get(index, tokens_given.get(at))
         if tokens is None:
             result.reasons.append("the number of tokens of a loss is unknown")

@@ -206,7 +206,8 @@ class Watch:
         self._keep_series(columns, setting)
         mixed = self._mixed[:, columns].any(axis=0)
         mixed_reason = "tokens of one loss have unequal weights, or several passes have one loss"
-        for reason, count in (*dict.fromkeys(setting.reasons, len(columns)).items(), (mixed_reason, int(mixed.sum()))):
+        open_steps = dict.fromkeys(setting.reasons, len(columns)) or {mixed_reason: int(mixed.sum())}
+        for reason, count in open_steps.items():
             if count:
                 self.reasons[reason] = self.reasons.get(reason, 0) + count
         if setting.reasons:

@@ -18,6 +18,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
+from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
 from gradcheck_dist.diagnosis.losses.returned import looked_at
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
@@ -75,7 +76,8 @@ def aim(
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
     the step, also where their tokens were not evaluated again."""
     looked = looked_at(data, contributions, measured)
-    result = _of_passes(objective, data, without(contributions, looked), measured, drop_lost)
+    aside = looked | replaced(data, contributions, measured)
+    result = _of_passes(objective, data, without(contributions, aside), measured, drop_lost)
     if looked:
         result.remarks.append(
             f"{len(looked)} pass(es) handed their gradients to the caller, and nothing of these is in what the "
@@ -109,6 +111,14 @@ def _of_passes(
 
 
 def _aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+    if (again := repeats(data, contributions, measured)) is not None:
+        found = _of_losses(objective, data, again.counted_once(contributions), measured)
+        found.expected = again.filled(found.expected)
+        return found
+    return _of_losses(objective, data, contributions, measured)
+
+
+def _of_losses(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):

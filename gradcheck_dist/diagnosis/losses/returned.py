@@ -36,7 +36,7 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
                     accumulated.add(key)
     if not lines:
         return set()
-    weighs, measured_keys = _weigh(measured)
+    weighs, measured_keys = weighing(measured)
     found = {
         key
         for keys in lines.values()
@@ -47,7 +47,7 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
     return found if len(found) < len(contributions.by_key) else set()
 
 
-def _weigh(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:
+def weighing(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:
     """Contributions with a weight in some parameter, or with one that is not known well enough; and those measured."""
     weighs: set[ContributionKey] = set()
     seen: set[ContributionKey] = set()

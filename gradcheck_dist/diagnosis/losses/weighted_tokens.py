@@ -72,6 +72,8 @@ def drop_of_constants(verdict: StepVerdict, reason: str, spare: str = "") -> Non
 
 def _of_constant(finding: Finding, verdict: StepVerdict) -> bool:
     """Whether a finding rests on what all of a step's weights together should come to."""
+    if any(finding is one for one in verdict.beside_weights):
+        return False
     if finding.code in MEAN_RULES or finding.code == "GS101":  # that an average is too many, the loss's constant tells
         return True
     event = finding.first_event

@@ -69,7 +69,8 @@ class Change:
 class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
-    `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong."""
+    `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
+    unrecorded lines divide by where nothing is wrong."""
 
     context: StepContext
     data: StepData
@@ -77,6 +78,7 @@ class StepVerdict:
     held: list[Held] = field(default_factory=list)
     units: dict[ParamKey, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    beside_weights: list[Finding] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     verified: str = ""

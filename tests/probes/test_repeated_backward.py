@@ -1,0 +1,137 @@
+"""Losses that several passes of a step differentiate: found where all of their gradients are kept, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.stream.diagnose import diagnose_run
+
+STEPS, SIZES = 4, (7, 3, 5)
+Passes = Callable[[nn.Sequential, list[Tensor]], None]
+"""The backward passes of one step, given the loss of each microbatch over the tokens of the step."""
+
+
+def running_total(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for count in range(1, len(losses) + 1):
+        torch.stack(losses[:count]).sum().backward(retain_graph=True)
+
+
+def twice(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def last_twice(_: nn.Sequential, losses: list[Tensor]) -> None:
+    losses[-1].backward(retain_graph=True)
+    for loss in losses:
+        loss.backward()
+
+
+def once(_: nn.Sequential, losses: list[Tensor]) -> None:
+    torch.stack(losses).sum().backward()
+
+
+def layer_by_layer(model: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        for layer in (model[0], model[2]):
+            loss.backward(inputs=list(layer.parameters()), retain_graph=True)
+
+
+def looked_at_first(model: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+
+
+def emptied_between(model: nn.Sequential, losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+
+
+def emptied_by_hand(model: nn.Sequential, losses: list[Tensor]) -> None:
+    """What nobody records."""
+    for last in (False, True):
+        for param in model.parameters():
+            param.grad = None
+        for loss in losses:
+            loss.backward(retain_graph=not last)
+
+
+def handed_over_twice(model: nn.Sequential, losses: list[Tensor]) -> None:
+    """Once to look at them, once to put them in place."""
+    for loss in losses:
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        for param, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            param.grad = grad if param.grad is None else param.grad + grad
+
+
+def train(folder: Path, passes: Passes, *, divisor: int | None = None, mean: bool = False, sampled: int = 2) -> Report:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder / "run", steps=range(sampled), every_step=True, objective="global-token-mean"):
+        for _ in range(STEPS):
+            losses = []
+            for size in SIZES:
+                output = model(torch.randn(size, 8))
+                labels = torch.randint(0, 5, (size,))
+                of_sum = F.cross_entropy(output, labels, reduction="sum") / (divisor or sum(SIZES))
+                losses.append(F.cross_entropy(output, labels) / len(SIZES) if mean else of_sum)
+            passes(model, losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose_run(folder / "run")
+
+
+@pytest.mark.parametrize(
+    "passes", [once, layer_by_layer, looked_at_first, emptied_between, emptied_by_hand, handed_over_twice]
+)
+def test_a_loss_whose_tokens_enter_once_is_right(tmp_path: Path, passes: Passes) -> None:
+    report = train(tmp_path, passes, sampled=STEPS)
+    assert (report.verdict, report.reasons) == ("clean", [])
+
+
+@pytest.mark.parametrize(
+    ("passes", "factor", "pattern"),
+    [
+        (running_total, None, "tokens weigh x 3 2 1 by accumulation step"),
+        (twice, 2.0, "every loss goes backward 2 times"),
+        (last_twice, None, "tokens weigh x 2 1 1 by accumulation step"),
+    ],
+)
+def test_a_loss_that_goes_backward_again_is_found_at_the_pass(
+    tmp_path: Path, passes: Passes, factor: float | None, pattern: str
+) -> None:
+    (finding,) = train(tmp_path, passes).findings
+    assert (finding.code, finding.factor.observed, finding.steps) == ("GS403", factor, [0, 1])
+    assert pattern in finding.pattern
+    assert finding.first_event is not None and finding.first_event.kind == "backward"
+    assert (finding.first_event.function, finding.num_parameters) == (passes.__name__, 4)
+
+
+def test_losses_that_are_means_are_weighed_apart_in_a_running_total_and_it_is_found(tmp_path: Path) -> None:
+    (finding,) = train(tmp_path, running_total, mean=True).findings
+    assert finding.code == "GS403"
+
+
+def test_a_wrong_loss_is_told_besides_by_what_it_divides(tmp_path: Path) -> None:
+    """By tokens that enter once: neither fault is told as a product of both."""
+    wrong, again = sorted(train(tmp_path, running_total, divisor=sum(SIZES) * 2).findings, key=lambda one: one.code)
+    assert (wrong.code, wrong.factor.exact, again.code) == ("GS303", "1/2", "GS403")
+
+
+def test_what_steps_without_samples_document_is_left_alone(tmp_path: Path) -> None:
+    (finding,) = train(tmp_path, twice, sampled=1).findings
+    assert (finding.code, finding.steps) == ("GS403", [0])
