@@ -42,6 +42,10 @@ NAMED = (
     "or is missing."
 )
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
+DIVIDED = (
+    "{unnamed} Where {number} is the number of accumulation steps, the optimizer is to step behind the last of them: "
+    "this step holds {passes} backward pass(es)."
+)
 COUNTED = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
     "or first and last tokens that one of the two leaves out."
@@ -93,9 +97,16 @@ def judge(case: Case) -> Answer | None:
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
         f"{case.context.objective} asks for, and no later event makes up for it{as_if}.",
-        fix=NAMED if case.names else UNNAMED if counted is None else COUNTED.format(counted=counted),
+        fix=NAMED if case.names else _without_name(case) if counted is None else COUNTED.format(counted=counted),
         suggested_experiment=between_names(case.context, equal),
     )
+
+
+def _without_name(case: Case) -> str:
+    number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
+    if number < 1.5 or abs(number - round(number)) > EXACT * number:
+        return UNNAMED
+    return DIVIDED.format(unnamed=UNNAMED, number=round(number), passes=case.context.num_accumulation)
 
 
 def _tokens(case: Case) -> float:

@@ -7,7 +7,7 @@ one are wrong; where the losses are those of the right steps, what follows them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -131,7 +131,8 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
-    """Name the losses' factor where it is this step's tokens over those of another: a count of another window."""
+    """Name the losses' factor where it is this step's tokens over those of another, a count of another window, or over
+    those of several steps together, of a window in the midst of which the optimizer steps."""
     counts = {verdict.context.step: verdict.contributions.num_tokens for verdict in verdicts}
     for verdict in verdicts:
         tokens, step = verdict.contributions.num_tokens, verdict.context.step
@@ -146,6 +147,36 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
             ]
             if len({count for _, count in near}) == 1 and tolerance <= MOST_VAGUE:
                 _name_count(finding, tokens, *min(near, key=lambda one: (one[0] > step, abs(one[0] - step))))
+            elif not near and tolerance <= MOST_VAGUE:
+                windows = [one for one in _windows(counts, step) if abs(observed * one[2] / tokens - 1) <= tolerance]
+                if windows:
+                    _name_window(finding, verdict, *windows[0])
+
+
+def _windows(counts: Mapping[int, int | None], step: int) -> list[tuple[int, int, int]]:
+    """(first step, last step, tokens) of the runs of several steps of which `step` is one, the earliest first."""
+    steps = sorted(counts)
+    found = []
+    for first in range(steps.index(step) + 1):
+        for last in range(max(first + 1, steps.index(step)), len(steps)):
+            run = steps[first : last + 1]
+            numbers = [counts[one] for one in run]
+            if run[-1] - run[0] == last - first and all(numbers):
+                found.append((run[0], run[-1], sum(number or 0 for number in numbers)))
+    return found
+
+
+def _name_window(finding: Finding, verdict: StepVerdict, first: int, last: int, count: int) -> None:
+    tokens, passes = verdict.contributions.num_tokens or 0, verdict.context.num_accumulation
+    words = f"num_tokens/num_tokens of steps {first} to {last}"
+    finding.factor = msgspec.structs.replace(
+        finding.factor, expression=words, candidates=[Candidate(expression=words, value=tokens / count)]
+    )
+    finding.explanation += f" {count} tokens are those of steps {first} to {last} together; this step has {tokens}."
+    finding.fix = (
+        f"Let the optimizer step once in a window that the loss is divided by: it steps after {passes} backward "
+        "pass(es) here. Or divide by the tokens of these alone."
+    )
 
 
 def _name_count(finding: Finding, tokens: int, other: int, count: int) -> None:
