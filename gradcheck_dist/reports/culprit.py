@@ -29,6 +29,8 @@ def whereabouts(report: Report) -> str:
     place = f"between {_at(event.file, event.line, _operation(event))} and {end_of(event)}"
     if not event.unrecorded:
         place = _line(event)
+        if event.called_from:  # a line of an installed package: the program's own tells more
+            place += f", called from {_site(event.called_from)}"
     total = report.coverage.parameters_total
     if 0 < finding.num_parameters < total:
         place += f"; {finding.num_parameters} of {plural(total, 'parameter')} ({some(finding.units)})"
@@ -49,8 +51,7 @@ def culprit(event: FirstEvent) -> Culprit:
         facts.append(f"multiplies by {', '.join(told)}")
     for how, site in (("called from", event.called_from), ("configured at", event.configured_at)):
         if site:
-            file, colon, line = site.rpartition(":")
-            facts.append(f"{how} {short_path(file)}{colon}{printable(line)}")
+            facts.append(f"{how} {_site(site)}")
     if event.unrecorded:
         facts.append(f"nothing that was recorded did it: it happened after this event and before {end_of(event)}")
     path = short_path(event.file) if event.file else None
@@ -66,6 +67,11 @@ def culprit(event: FirstEvent) -> Culprit:
 def _line(event: FirstEvent) -> str:
     place = f"{short_path(event.file)}:{event.line}" if event.file else "no source line was recorded"
     return f"{place}  {_operation(event)}"
+
+
+def _site(site: str) -> str:
+    file, colon, line = site.rpartition(":")
+    return f"{short_path(file)}{colon}{printable(line)}"
 
 
 def _operation(event: FirstEvent) -> str:

@@ -67,6 +67,14 @@ def test_a_division_at_the_loss_and_an_average_are_two_causes_and_no_product() -
     assert [edit.mode for edit in best.edits] == ["never"]
 
 
+def test_a_sum_that_nothing_divides_is_one_cause_and_the_average_behind_it_none() -> None:
+    counted = QUANTITIES | {"num_tokens": 60.0, "data_ranks": 4.0}
+    best = Search([row(60.0, (average(4), 0.25))], [], counted).best()[0]
+    assert (best.edits, best.loss) == ((), pytest.approx(15.0))
+    best = Search([row(60.0, (schedule(2.0), 1 / 2))], [], counted).best()[0]  # what microbatches divide is no mean
+    assert best.loss == pytest.approx(60.0) and [edit.mode for edit in best.edits] == ["never"]
+
+
 def test_a_constant_without_a_name_is_one_cause() -> None:
     best = Search([row(0.7 * 4, (average(4), 0.25))], [], QUANTITIES).best()[0]
     assert (best.edits, best.loss) == ((), pytest.approx(0.7))

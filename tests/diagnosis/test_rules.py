@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from random_trainers import Culprit, culprit_of, global_mean, group_mean, microbatch_mean, rank_mean
 from simulator import Hand, Trainer, World
@@ -135,6 +136,27 @@ def test_two_faults_are_two_findings_with_their_own_factors() -> None:
     report = judged(replace(AVERAGING, root=global_mean(), hands=(Hand("before_optimizer", 2.6),)))
     factors = {finding.code: finding.factor.observed for finding in report.findings}
     assert factors == {"GS101": pytest.approx(0.5, rel=1e-3), "GS000": pytest.approx(2.6, rel=1e-3)}
+
+
+@pytest.mark.parametrize("trainer", [HEALTHY, replace(AVERAGING, hands=(Hand("before_optimizer", 2.0),))])
+def test_an_exact_sum_over_tokens_is_told_and_how_to_declare_it(trainer: Trainer) -> None:
+    """The second as in flair, which undoes the average behind it and means the sum."""
+    summing = replace(trainer, root=lambda key, tokens: 1.0)
+    undeclared = World(summing, 5).run()
+    for trace in undeclared.ranks.values():
+        trace.header = msgspec.structs.replace(trace.header, objective=None)
+    (finding,) = diagnose(undeclared).findings
+    assert finding.factor.expression == "num_tokens" and "Whether that is meant nobody declared" in finding.explanation
+    assert "--objective sum" in finding.fix
+    assert diagnose(World(summing, 5).run(), objective="sum").verdict == "clean"
+    (declared,) = judged(summing).findings
+    assert "sum over tokens" not in declared.explanation and "--objective" not in declared.fix
+
+
+def test_what_averages_sums_that_are_meant_is_not_said_to_follow_a_division() -> None:
+    averaged = replace(AVERAGING, root=lambda key, tokens: 1.0)
+    (finding,) = diagnose(World(averaged, 5).run(), objective="sum").findings
+    assert finding.code == "GS101" and "the whole weight that sum asks for" in finding.explanation
 
 
 def test_a_constant_of_degrees_is_no_clip() -> None:

@@ -55,6 +55,27 @@ def test_tokens_that_were_counted_otherwise_are_told_as_a_number(tmp_path: Path)
     assert f"counted as {tokens - 3}" in finding.fix
 
 
+def test_a_number_of_sequences_is_told_as_one_and_how_to_declare_it(tmp_path: Path) -> None:
+    """As in JoeyNMT's normalization "batch"; more tokens to a sequence than any miscount leaves out."""
+    (finding,) = trained(tmp_path, lambda tokens: 5, windows=[4, 4]).findings
+    tokens = sum(int((batch(0, k)[1] >= 0).sum()) for k in range(4))
+    assert f"as if the step had 5 tokens, where {tokens} enter the loss" in finding.explanation and tokens > 8 * 5
+    assert "mark_loss(loss_sum, num_sequences)" in finding.fix and "padding" not in finding.fix
+
+
+def test_a_sum_that_nothing_divides_is_told_so(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, lambda tokens: 1).findings
+    assert finding.factor.expression == "num_tokens" and "Divide the sum by the tokens" in finding.fix
+
+
+@pytest.mark.parametrize(("factor", "word"), [(3.0, "neither"), (1 / 3, "once")])
+def test_accumulation_steps_that_are_divided_by_twice_or_not_at_all_say_where_to_look(
+    tmp_path: Path, factor: float, word: str
+) -> None:
+    (finding,) = trained(tmp_path, lambda tokens: tokens / factor, windows=[3, 3]).findings
+    assert "accumulation_steps" in (finding.factor.expression or "") and word in finding.fix
+
+
 @pytest.mark.parametrize("coefficient", [0.7071, 3.1416])
 def test_a_factor_that_makes_no_whole_number_is_no_count(tmp_path: Path, coefficient: float) -> None:
     (finding,) = trained(tmp_path, lambda tokens: tokens / coefficient).findings

@@ -85,6 +85,11 @@ def test_a_pipe_begins_with_what_where_why_and_what_to_do_and_then_shows_the_tab
     assert lines[6].startswith("Weight of one token's loss")
 
 
+def test_of_a_line_in_a_package_the_first_lines_have_the_programs_own_too() -> None:
+    found = build(report([finding(first_event=first_event(called_from="/somewhere/train.py:7"))]))
+    assert found.where.startswith("gradcheck_dist/errors.py:9") and "called from /somewhere/train.py:7" in found.where
+
+
 def test_a_change_that_nobody_recorded_is_looked_for_between_two_lines_which_are_shown_where_near() -> None:
     before = {"kind": "clip", "file": "gradcheck_dist/errors.py", "line": 14}
     unrecorded = first_event(unrecorded=True, before=before)

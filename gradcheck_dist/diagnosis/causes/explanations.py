@@ -43,6 +43,7 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     Explanation,
     Row,
     choices,
+    cost_of_name,
     divided_too,
     divides,
     effect,
@@ -316,6 +317,13 @@ class Search:
                  if hand[0] == "Reduce" and 0 < value < 1}  # fmt: skip
         return {name: value for name, value in found.items() if value not in self.quantities.values()}
 
+    @cached_property
+    def _averages(self) -> set[str]:
+        """The degrees by which recorded reductions divide, one by one or together."""
+        over = [1 / value for hand, value in self.factor_of.items() if hand[0] == "Reduce" and 0 < value < 1]
+        sizes = {name: self.quantities[name] for name in RANKS & self.quantities.keys()}
+        return {name for name, size in sizes.items() if any(abs(one / size - 1) <= SAME for one in (*over, prod(over)))}
+
     def _is_loss_scale(self, value: float) -> bool:
         """Whether this is a loss scale that nobody took away again, as far as was recorded."""
         exponent = log2(value) if value > 0 else 0.0
@@ -345,8 +353,8 @@ class Search:
         key = (value, tolerance)
         if key not in self._names:
             names = name_number(abs(value), self.quantities, tolerance, max_factors=2)
-            cost = min((sum(abs(power) for _, power in name.powers) + 0.5 * (len(name.powers) - 1) for name in names),
-                       default=nameless(self._exact))  # fmt: skip
+            costs = (cost_of_name(dict(name.powers), self._averages) for name in names)
+            cost = min(costs, default=nameless(self._exact))
             cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
             self._names[key] = min(cost, nameless(self._exact)) + (1.0 if value < 0 else 0.0)
         return self._names[key]

@@ -76,6 +76,15 @@ def divides(powers: Powers, averaged: Set[str]) -> bool:
     return not over or (powers.get(TOKENS) == 1 and over <= averaged and all(powers[name] == -1 for name in over))
 
 
+def cost_of_name(powers: Powers, averaged: Set[str]) -> float:
+    """What it takes to say a constant of the losses: its degrees and counts, one by one. Tokens over what an average
+    divides by are one number: the N/R that a sum loss has to be divided by there."""
+    rest = powers.keys() - {TOKENS}
+    if rest and powers.get(TOKENS) == 1 and rest <= averaged and all(powers[name] == -1 for name in rest):
+        return 1.5
+    return sum(abs(power) for power in powers.values()) + 0.5 * (len(powers) - 1)
+
+
 def same(first: list[Powers], second: list[Powers]) -> bool:
     """Whether two explanations give the same formula for every weight: then no other size tells them apart."""
     return all(dict(one) == dict(other) for one, other in zip(first, second, strict=True))

@@ -30,6 +30,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 
@@ -122,9 +123,10 @@ def judge(case: Case) -> Answer:
                 "Look for what multiplies this gradient during the backward pass: a hook (register_hook, "
                 "register_post_accumulate_grad_hook), or an autograd function of your own."
             )
+    summed = is_sum(case)
     return Answer(
-        explanation=f"The weights are off: {case.pattern.text}. {where}",
-        fix=fix,
+        explanation=f"The weights are off: {case.pattern.text}. {where}{IS_SUM if summed else ''}",
+        fix=f"{fix}{SUM_MEANT if summed else ''}",
         suggested_experiment="Run again with another number of accumulation steps or ranks: a factor made of that "
         "number changes with it.",
     )

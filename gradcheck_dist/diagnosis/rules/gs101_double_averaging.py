@@ -80,8 +80,7 @@ def judge(case: Case) -> Answer | None:
         else "op=ReduceOp.SUM"
     )
     return Answer(
-        explanation=f"The loss already divides by the tokens of all ranks, and {wrapper} then {does} ranks: the "
-        f"gradient is {name} of the objective's.",
+        explanation=f"{_loss(case)}, and {wrapper} then {does} ranks: the gradient is {name} of the objective's.",
         fix=f"Use {sum_instead}, or multiply the loss by {divisor} (c = {'R' if averages else divisor}/N) so that the "
         f"{'average' if averages else 'division'} undoes it.",
     )
@@ -99,7 +98,14 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
         return None
     name = case.names[0].expression if case.names else f"1/{size}"
     return Answer(
-        explanation="The loss already divides by the tokens of all ranks, and this line divides the sum over "
-        f"{size} ranks by {size} as well: the gradient is {name} of the objective's.",
+        explanation=f"{_loss(case)}, and this line divides the sum over {size} ranks by {size} as well: the gradient "
+        f"is {name} of the objective's.",
         fix=f"Drop this division, or multiply the loss by {size} (c = R/N) so that it undoes it.",
     )
+
+
+def _loss(case: Case) -> str:
+    objective = case.context.objective
+    if objective == "global-token-mean":
+        return "The loss already divides by the tokens of all ranks"
+    return f"The loss already has the whole weight that {objective} asks for"

@@ -43,6 +43,8 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 CODE = "GS301"
 NAME = "mean-of-means"
 OBJECTIVE = "microbatch-mean"
+IS_SUM = " Each token weighs exactly 1: the gradient is the sum over tokens. Whether that is meant nobody declared."
+SUM_MEANT = " If the sum is meant, declare --objective sum."
 
 
 def triggered(context: StepContext) -> bool:
@@ -68,6 +70,15 @@ def is_another_objective(case: Case) -> bool:
     """Whether the weights are those of another objective to the last digit, and nobody said which one is meant."""
     exactly = abs(case.pattern.factor - 1) <= max(2 * case.pattern.tolerance, 1e-6)
     return exactly and case.context.objective_from.startswith("assumed")
+
+
+def is_sum(case: Case) -> bool:
+    """Whether every token weighs 1 where the mean over all is asked for, and nobody said which one is meant."""
+    context = case.context
+    if case.pattern.kind != "uniform" or not context.objective_from.startswith("assumed"):
+        return False
+    tokens = context.quantities.get("num_tokens", 0.0) if context.objective == "global-token-mean" else 0.0
+    return tokens > 0 and abs(case.pattern.factor / tokens - 1) <= max(2 * case.pattern.tolerance, 1e-6)
 
 
 def severity(case: Case) -> Severity:

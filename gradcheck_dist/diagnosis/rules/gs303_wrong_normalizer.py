@@ -26,7 +26,9 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means
+from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS303"
@@ -35,11 +37,22 @@ EXACT = 1e-4
 VAGUE = 0.02
 """Tokens: with less certainty, any number is near to a whole one."""
 FEW = 8
-"""Counts that are off by more than this are no counts of the same tokens."""
+"""Counts that are larger by more than this are no counts of the same tokens."""
+MANY = 2
+"""Tokens to each that was counted: what counts as one is no longer a token, but a sequence or a row."""
 GLOBAL = "global-token-mean"
 NAMED = (
     "Correct the normalisation where the loss is computed: the factor's name says which number is used once too often "
     "or is missing."
+)
+UNDIVIDED = "Divide the sum by the tokens of the whole step, of all ranks and accumulation steps{times}."
+TWICE = (
+    "Divide by the accumulation steps once: on the loss's own line, or in the backward of a framework that divides by "
+    "itself (accelerate, Lightning, DeepSpeed), not in both."
+)
+NEVER = (
+    "Divide by the accumulation steps: neither the loss's lines do nor the framework's backward, or something "
+    "multiplies by them again."
 )
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
@@ -49,6 +62,11 @@ DIVIDED = (
 COUNTED = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
     "or first and last tokens that one of the two leaves out."
+)
+FEWER = (
+    "Divide by the tokens that enter the loss, and look what was counted as {counted}: sequences, rows, or a part of "
+    "the tokens. A mean over sequences of the sums over their tokens, where that is meant, is told by "
+    "gradcheck_dist.mark_loss(loss_sum, num_sequences)."
 )
 
 
@@ -85,19 +103,24 @@ def judge(case: Case) -> Answer | None:
             "means is intended, gradcheck_dist.mark_loss(loss_sum, num_samples) tells what they count.",
             suggested_experiment=between_names(case.context, equal),
         )
-    if summed := summed_means(case):
+    if means := summed_means(case):
         return Answer(
-            explanation=f"{summed} These losses count their tokens, and not those of the other ranks: every token "
+            explanation=f"{means} These losses count their tokens, and not those of the other ranks: every token "
             f"enters backward with x {factor:.6g}{name} of the weight that {case.context.objective} asks for.",
             fix="Divide by the tokens of all ranks (all-reduce their count), or let the reduction average.",
             suggested_experiment=between_names(case.context, equal),
         )
     counted = None if case.names else _counted(case)
+    if case.names:
+        fix = NAMED if len(equal) > 1 else _named(dict(case.names[0].powers))
+    else:
+        fix = _without_name(case) if counted is None else (COUNTED if factor < MANY else FEWER).format(counted=counted)
+    summed = is_sum(case)
     as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
-        f"{case.context.objective} asks for, and no later event makes up for it{as_if}.",
-        fix=NAMED if case.names else _without_name(case) if counted is None else COUNTED.format(counted=counted),
+        f"{case.context.objective} asks for, and no later event makes up for it{as_if}.{IS_SUM if summed else ''}",
+        fix=f"{fix}{SUM_MEANT if summed else ''}",
         suggested_experiment=between_names(case.context, equal),
     )
 
@@ -107,6 +130,16 @@ def _without_name(case: Case) -> str:
     if number < 1.5 or abs(number - round(number)) > EXACT * number:
         return UNNAMED
     return DIVIDED.format(unnamed=UNNAMED, number=round(number), passes=case.context.num_accumulation)
+
+
+def _named(powers: dict[str, int]) -> str:
+    """What mends a factor of this name."""
+    over = powers.keys() - {TOKENS}
+    if powers.get(TOKENS) == 1 and over <= RANKS and all(powers[name] == -1 for name in over):
+        times = f", times the {' * '.join(sorted(over))} over which the reduction averages" if over else ""
+        return UNDIVIDED.format(times=times)
+    steps = powers.get("accumulation_steps") if len(powers) == 1 else None
+    return {-1: TWICE, 1: NEVER}.get(steps or 0, NAMED)
 
 
 def _tokens(case: Case) -> float:
@@ -124,5 +157,5 @@ def _counted(case: Case) -> int | None:
         return None  # twice, or a third: a number that is used once too often, more likely than a count
     number = tokens / factor
     near = abs(number - round(number)) <= max(2 * number * tolerance, EXACT)
-    sure = number * tolerance <= VAGUE and tokens / FEW <= number <= tokens * FEW
+    sure = number * tolerance <= VAGUE and 2 <= round(number) <= tokens * FEW
     return round(number) if near and sure and round(number) != tokens else None
