@@ -15,7 +15,12 @@ from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
-from gradcheck_dist.diagnosis.steps.other_steps import leave_schedules_open, tell_by_other_steps, tell_other_counts
+from gradcheck_dist.diagnosis.steps.other_steps import (
+    leave_empty_open,
+    leave_schedules_open,
+    tell_by_other_steps,
+    tell_other_counts,
+)
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
@@ -74,6 +79,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_weighted_open(verdicts)
     leave_coefficients_open(verdicts)
     leave_schedules_open(verdicts)
+    leave_empty_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
     confirm(verdicts)

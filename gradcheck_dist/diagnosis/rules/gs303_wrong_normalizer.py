@@ -61,7 +61,7 @@ DIVIDED = (
 )
 COUNTED = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
-    "or first and last tokens that one of the two leaves out."
+    "first and last tokens that one of the two leaves out, or a batch that was skipped."
 )
 FEWER = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: sequences, rows, or a part of "

@@ -102,6 +102,23 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
             verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
 
 
+def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
+    """Accuse no losses that are all multiplied by zero in a step, where those of others are not: a guard does that to a
+    batch that it does not want."""
+    empty = [all(one.weight == 0 for one in verdict.contributions.by_key.values()) for verdict in verdicts]
+    if all(empty):
+        return
+    for verdict, nothing in zip(verdicts, empty, strict=True):
+        at_loss = [one for one in verdict.findings if one.first_event is not None and one.first_event.kind == "loss"]
+        if nothing and at_loss and verdict.contributions.by_key:
+            verdict.findings = [one for one in verdict.findings if one not in at_loss]
+            verdict.effects.clear()
+            verdict.reasons.append(
+                f"every loss of step {verdict.context.step} is multiplied by zero, and those of other steps are not: "
+                "whether a batch was to be left out is not known"
+            )
+
+
 def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
     """Accuse no losses whose weight is another in each step while tokens and passes stay the same: no count that is
     wrong would do that, a coefficient that follows a schedule does."""
