@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from math import log2
+
+import numpy as np
+
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
-from gradcheck_dist.events import Backward, Event, OptimizerStep, Reduce, ZeroGrad
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import AmpUnscale, Backward, Event, GradWrite, OptimizerStep, Reduce, ZeroGrad
+
+SAME = 1e-3
+"""Relative; how near the numbers must be by which a line multiplies all of a clip's gradients."""
+LEAST_POWER = 5
+"""Smaller powers of two are numbers of ranks or accumulation steps as well."""
+SURE = 1e-4
+"""Relative standard error of the weights that are compared."""
 
 
 def completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
@@ -19,3 +31,44 @@ def completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
             continue
         return event if isinstance(event, Backward | Reduce) else None
     return None
+
+
+def scaled_later(facts: StepFacts, call: ClipCall) -> float | None:
+    """The one number by which lines of the trainer's own multiply all gradients of a clip behind it; None where they do
+    not, or that is not known, or take out a loss scale."""
+    behind = [event for event in facts.data.events[call.rank] if event.seq >= call.event.seq]
+    if any(isinstance(event, AmpUnscale) or scale_of(event) is not None for event in behind):
+        return None
+    clipped = {part.key for part in call.parts}
+    factors = [
+        factor
+        for held in facts.held
+        if held.rank == call.rank and held.param in clipped
+        for factor in _factors_behind(held, call.event)
+    ]
+    middle = float(np.median(factors)) if factors else 1.0
+    alike = all(abs(factor - middle) <= SAME * middle for factor in factors)
+    return middle if alike and middle > 0 and abs(middle - 1) > SAME else None
+
+
+def _factors_behind(held: Held, clip: Event) -> list[float]:
+    """By what each well known weight of a parameter is multiplied behind a clip, beside the clips' coefficients."""
+    measured = [entry for entry in held.replay.history(held.rank) if entry.observed is not None and entry.sampled]
+    then = next((entry for entry in reversed(measured) if entry.seq == clip.seq and entry.event is None), None)
+    last = held.replay.final(held.rank)
+    if then is None or then.observed is None or then.stderr is None:
+        return []
+    if last is None or last.observed is None or last.stderr is None:
+        return []
+    then_free, last_free = then.observed / then.clip, last.observed / last.clip
+    sure = (then.stderr / then.clip <= SURE * np.abs(then_free)) & (last.stderr / last.clip <= SURE * np.abs(last_free))
+    kept = sure & (np.abs(then_free) > 0)
+    return [float(one) for one in last_free[kept] / then_free[kept]]
+
+
+def scale_of(event: Event) -> float | None:
+    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
+    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
+        return None
+    power = round(-log2(event.factor))
+    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None

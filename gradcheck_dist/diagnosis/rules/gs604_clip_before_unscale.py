@@ -29,25 +29,23 @@ accelerate: `accelerator.clip_grad_norm_` unscales by itself. FSDP: `ShardedGrad
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import log2
 
 from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.early_clips import scale_of
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
-from gradcheck_dist.events import AmpUnscale, Event, GradWrite
+from gradcheck_dist.events import AmpUnscale, GradWrite
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
-LEAST_POWER = 5
-"""Smaller powers of two are numbers of ranks or accumulation steps as well."""
 
 
 def could_audit(facts: StepFacts) -> bool:
     return bool(facts.norms.clips) and any(
-        isinstance(event, AmpUnscale) or _scale_of(event) is not None
+        isinstance(event, AmpUnscale) or scale_of(event) is not None
         for events in facts.data.events.values()
         for event in events
     )
@@ -106,17 +104,9 @@ def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
     if not facts.weights_right:
         return None  # what the loss never carried is no scale
     for event in facts.data.events[call.rank]:
-        scale = _scale_of(event)
+        scale = scale_of(event)
         if scale is None or event.seq < call.event.seq:
             continue
         if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params or 0)):
             return scale
     return None
-
-
-def _scale_of(event: Event) -> float | None:
-    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
-    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
-        return None
-    power = round(-log2(event.factor))
-    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None

@@ -1,12 +1,15 @@
-"""Gradients are clipped before they are complete: more is added, or they are reduced, after the clip.
+"""Gradients are clipped before they are complete: more is added, or they are reduced or divided, after the clip.
 
 ## What it does
 Finds clips that act on gradients to which a later backward of the same step adds, or which are combined over ranks
-only afterwards: each microbatch, or each rank, gets a coefficient of its own.
+only afterwards: each microbatch, or each rank, gets a coefficient of its own. And clips that act before a line of the
+trainer's own divides the same gradients by tokens, passes or ranks, which makes their weights right. A max_norm that is
+a written number times that divisor is taken to be meant.
 
 ## Why it matters
 The step's gradient is no mean over tokens any more: what has a large gradient weighs less, and how much less depends
-on how the batch was cut. Copies on several ranks are still equal, and nothing else shows it.
+on how the batch was cut. Copies on several ranks are still equal, and nothing else shows it. A sum over N tokens that
+is clipped and then divided is clipped in nearly every step, to a norm N times below the one that was asked for.
 
 ## Example
     for batch in microbatches:
@@ -29,14 +32,17 @@ so clip after it; with an all-reduce by hand, after that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.early_clips import completed_by
+from gradcheck_dist.diagnosis.audits.early_clips import completed_by, scaled_later
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.finding import Factor
-from gradcheck_dist.diagnosis.norms.clips import ACTS
+from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
+from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
+from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.events import Clip, Reduce
 from gradcheck_dist.ledger.buffers import Replay
 
@@ -92,7 +98,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         for call in facts.norms.clips
         if call.event.coefficient < 1 - ACTS and (later := completed_by(facts, call)) is not None
     ]
-    if not early or CODE in facts.found:
+    if CODE in facts.found:
+        return
+    if not early:
+        yield from _divided_later(facts)
         return
     call, later = min(early, key=lambda one: (one[0].rank, one[0].event.seq))
     used = sorted(one.event.coefficient for one, _ in early)
@@ -110,4 +119,53 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=call.rank,
         event=call.event,
         factor=Factor(observed=used[len(used) // 2]),
+    )
+
+
+def _is_meant(max_norm: float, factor: float) -> bool:
+    """Whether somebody wrote a clip's norm times what is taken out later: then the product with it is a written number,
+    and a simpler one than what was passed."""
+    left = max_norm * factor
+    return is_round(left) and (not is_round(max_norm) or _plainness(left) < _plainness(max_norm))
+
+
+def _plainness(number: float) -> tuple[int, float]:
+    """Fewer digits come first, then what is nearer to 1."""
+    digits = 1 if abs(number / float(f"{number:.0e}") - 1) <= SAME else 2
+    return digits, abs(log(number))
+
+
+def _divided_later(facts: StepFacts) -> Iterator[Remark]:
+    """Clips behind which the trainer's own lines multiply by what makes the weights right."""
+    if not facts.weights_right:
+        return
+    acting = [call for call in facts.norms.clips if call.event.coefficient < 1 - ACTS]
+    scaled = [(call, factor) for call in acting if (factor := scaled_later(facts, call)) is not None]
+    wrong = [(call, factor) for call, factor in scaled if not _is_meant(call.event.max_norm, factor)]
+    if not wrong:
+        return
+    call, factor = min(wrong, key=lambda one: (one[0].rank, one[0].event.seq))
+    event = call.event
+    norm = event.total_norm * factor
+    right = min(1.0, event.max_norm / norm)
+    names = name_number(factor, facts.context.quantities, SAME)
+    named = f" = {names[0].expression}" if names else ""
+    yield Remark(
+        answer=Answer(
+            explanation=f"Gradients were clipped to norm {event.max_norm:g} (norm {event.total_norm:.6g}) and only "
+            f"then multiplied by {factor:.6g}{named}, as is right for their weights: the optimizer gets the norm "
+            f"{event.max_norm * factor:.6g}. Behind that line their norm is {norm:.6g}, "
+            + (f"to be clipped to {event.max_norm:g}." if right < 1 else "and nothing was to be clipped."),
+            fix="Clip once a step, behind the last line that divides the gradients.",
+        ),
+        pattern=f"all gradients x {event.coefficient / right:.4g}: clipped by the norm that they had before a line of "
+        "the trainer's own scaled them",
+        params=frozenset(part.key for one, _ in wrong for part in one.parts),
+        ranks=tuple(sorted({one.rank for one, _ in wrong})),
+        rank=call.rank,
+        event=event,
+        factor=Factor(observed=event.coefficient / right),
+        effect=effect_of_clip(
+            facts.data, facts.norms, {one.rank: one.event.coefficient for one, _ in wrong}, right, 1 / factor
+        ),
     )

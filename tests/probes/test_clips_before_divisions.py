@@ -1,0 +1,52 @@
+"""Clips of gradients that a line of the trainer's own divides afterwards, and those that are meant so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+PASSES = 3
+
+
+def train(folder: Path, max_norm: float, *, of_means: bool = False, clip_first: bool = True) -> Report:
+    """Sums over tokens that are divided by all of them behind the last pass, or means by the passes."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(folder / "run", objective="microbatch-mean" if of_means else "global-token-mean"):
+        for _ in range(2):
+            data = [batch(0, k) for k in range(PASSES)]
+            counts = [int((labels >= 0).sum()) for _, labels in data]
+            for part, count in zip(data, counts, strict=True):
+                (token_sum(model, part) / (count if of_means else 1)).backward()
+            if clip_first:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            for param in model.parameters():
+                param.grad /= PASSES if of_means else sum(counts)  # type: ignore[operator]
+            if not clip_first:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(folder / "run"))
+
+
+@pytest.mark.parametrize(("max_norm", "of_means"), [(0.5, False), (0.1, True), (1e-3, True)])
+def test_a_clip_before_the_division_is_early(tmp_path: Path, max_norm: float, of_means: bool) -> None:
+    (finding,) = train(tmp_path, max_norm, of_means=of_means).findings
+    assert (finding.code, finding.steps) == ("GS605", [0, 1])
+    assert finding.first_event is not None and finding.first_event.kind == "clip"
+    assert ("1/accumulation_steps" if of_means else "1/num_tokens") in finding.explanation
+
+
+@pytest.mark.parametrize("clip_first", [False, True])
+def test_a_clip_behind_it_or_by_a_norm_for_sums_is_right(tmp_path: Path, clip_first: bool) -> None:
+    tokens = sum(int((batch(0, k)[1] >= 0).sum()) for k in range(PASSES))
+    report = train(tmp_path, 0.01 * (tokens if clip_first else 1), clip_first=clip_first)
+    assert (report.verdict, report.findings) == ("clean", [])
