@@ -63,6 +63,23 @@ def test_a_number_of_sequences_is_told_as_one_and_how_to_declare_it(tmp_path: Pa
     assert "mark_loss(loss_sum, num_sequences)" in finding.fix and "padding" not in finding.fix
 
 
+@pytest.mark.parametrize(("rounding", "verdict"), [(None, "undetermined"), (0, "findings")])
+def test_a_running_mean_of_counts_accuses_nobody_and_whole_numbers_do(
+    tmp_path: Path, rounding: int | None, verdict: str
+) -> None:
+    """As RetinaNet divides by an average of foreground counts over steps."""
+    mean = 30.3
+
+    def averaged(tokens: int) -> float:
+        nonlocal mean
+        mean = 0.9 * mean + 0.1 * tokens
+        return mean if rounding is None else round(mean, rounding)
+
+    report = trained(tmp_path, averaged)
+    assert report.verdict == verdict
+    assert not report.findings or {one.code for one in report.findings} == {"GS303"}
+
+
 def test_a_sum_that_nothing_divides_is_told_so(tmp_path: Path) -> None:
     (finding,) = trained(tmp_path, lambda tokens: 1).findings
     assert finding.factor.expression == "num_tokens" and "Divide the sum by the tokens" in finding.fix
