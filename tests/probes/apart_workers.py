@@ -10,12 +10,13 @@ from probe_workers import Net, batch, token_sum
 STEPS, RECORDED = 6, 3
 
 
-def train(how: str, every: int, factor: float, run_dir: str | None) -> int:
+def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool = False) -> int:
     """Train some steps; returns a checksum of the parameters.
 
     Args:
         how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip) or "never".
         every: steps between two averages.
+        of_all: losses are divided by the mean over ranks of their tokens.
     """
     from gradcheck_dist.probes import attach
 
@@ -25,7 +26,8 @@ def train(how: str, every: int, factor: float, run_dir: str | None) -> int:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         start = [param.detach().clone() for param in model.parameters()]
-        num_tokens = sum(int((batch(rank, k)[1] >= 0).sum()) for k in range(2))
+        counts = [sum(int((batch(one, k)[1] >= 0).sum()) for k in range(2)) for one in range(world)]
+        num_tokens = sum(counts) / world if of_all else counts[rank]
         for step in range(STEPS):
             for k in range(2):
                 (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()

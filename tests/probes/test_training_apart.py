@@ -20,10 +20,10 @@ def fork_server() -> None:
     warm_up()
 
 
-def train(folder: Path, how: str, every: int, factor: float = 1.0) -> Path:
+def train(folder: Path, how: str, every: int, factor: float = 1.0, *, of_all: bool = False) -> Path:
     run = folder / "run"
-    recorded = launch("apart_workers:train", (how, every, factor, str(run)), 2, timeout_s=60)
-    assert recorded == launch("apart_workers:train", (how, every, factor, None), 2, timeout_s=60)
+    recorded = launch("apart_workers:train", (how, every, factor, str(run), of_all), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train", (how, every, factor, None, of_all), 2, timeout_s=60)
     return run
 
 
@@ -42,6 +42,15 @@ def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, 
 def test_a_factor_beside_averaged_parameters_is_found(tmp_path: Path) -> None:
     report = diagnose(read_run(train(tmp_path, "parameters", 2, factor=0.5)))
     assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", "1/2")]
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, []), (0.5, ["GS000"])])
+def test_losses_may_be_shares_of_a_mean_over_all_ranks_that_average_parameters(
+    tmp_path: Path, factor: float, found: list[str]
+) -> None:
+    report = diagnose(read_run(train(tmp_path, "parameters", 1, factor, of_all=True)))
+    assert [finding.code for finding in report.findings] == found
+    assert any("a mean over all ranks' tokens" in reason for reason in report.reasons) == (not found)
 
 
 def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from gradcheck_dist.trace.run import Run
 LOST = "GS401"
 SKIPPED_APART = "GS607"
 UNREDUCED = "GS103"
+SAME = 1e-3
+"""Relative."""
 
 
 def skipped_apart(verdict: StepVerdict) -> bool:
@@ -70,4 +72,20 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
         "parameters do this. So each rank's gradients are judged on its own tokens (inferred); how parameters are "
         "averaged is not judged"
     )
+    for verdict in chosen:
+        if verdict.findings and _are_shares(verdict):
+            verdict.findings.clear()
+            verdict.effects.clear()
+            verdict.reasons.append(
+                "every token weighs as much as in a mean over all ranks' tokens once parameters are averaged: each "
+                "rank's losses are divided by the tokens of all, and multiplied by the number of ranks"
+            )
     return chosen
+
+
+def _are_shares(verdict: StepVerdict) -> bool:
+    """Whether the mean over ranks of their gradients is a mean over the tokens of all of them."""
+    total, ranks = verdict.contributions.num_tokens, verdict.contributions.num_coordinates
+    known = [weight.observed for weight in verdict.weights if weight.observed is not None]
+    known = known if verdict.context.objective == "global-token-mean" and total else []
+    return bool(known) and all(abs(one * (total or 0) / ranks - 1) <= SAME for one in known)
