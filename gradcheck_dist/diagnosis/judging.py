@@ -80,12 +80,11 @@ def judge_step(
     norms = step_norms(run, data, recorded.coordinate)
     cases, hidden, by_norm = _cases(verdict, weighed, norms)
     verdict.reasons += not_attached(data)
+    if not data.complete:
+        cases = _not_to_come(cases, verdict.held)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for])
     verdict.reasons += [*meant, *made_up]
-    if not data.complete:
-        # It could still have come, and been made up for, before an optimizer that never came.
-        cases = [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)
@@ -197,6 +196,15 @@ def _judged_again(verdict: StepVerdict, measured: list[Held], target: Aim) -> li
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.units = unit_of(verdict.held)
     return cases_of(verdict, measured, target.expected, target.tokens)
+
+
+def _not_to_come(cases: list[Case], held: list[Held]) -> list[Case]:
+    """What is wrong whatever still had to come before an optimizer that never came. Where no weight is right, the
+    number of tokens may be wrong: ranks that broke off in the middle of a step leave some of its passes out."""
+    nowhere_right = not any(cell.right for one in held for cell in one.cells)
+    for case in cases:
+        case.everywhere = case.everywhere or nowhere_right
+    return [case for case in cases if not (case.culprit.absent or case.culprit.is_open)]
 
 
 def _tell(

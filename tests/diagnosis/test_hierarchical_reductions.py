@@ -83,3 +83,13 @@ def test_an_average_in_two_parts_is_one_average(replicas: int) -> None:
     (finding,) = diagnose(World(trainer, 1).run()).findings
     assert (finding.code, finding.factor.expression) == ("GS101", "1/(dp_replicate * dp_shard)")
     assert diagnose(World(replace(trainer, op="sum"), 1).run()).findings == []
+
+
+def test_replicas_that_are_never_joined_are_told_with_the_groups_that_were() -> None:
+    """set_requires_all_reduce(False), left off: shards are reduced within each replica only."""
+    trainer = Trainer(root=global_mean(), op="sum", impl="hsdp", data_ranks=4, replicas=2, accumulation=2,
+                      sync="every", replicas_last=True, replicas_kept=True)  # fmt: skip
+    (finding,) = diagnose(World(trainer, 1).run()).findings
+    assert finding.code == "GS103"
+    assert "reduced over ranks 0,1 | 2,3 only" in finding.explanation
+    assert "set_requires_all_reduce(True)" in finding.fix

@@ -129,6 +129,23 @@ def test_a_first_window_that_is_short_is_no_end_of_an_epoch(tmp_path: Path) -> N
     assert "`i % K == 0`" in finding.explanation and "epoch" not in finding.explanation
 
 
+def test_a_window_that_was_left_in_is_told_behind_an_average_by_hand(tmp_path: Path) -> None:
+    """Whether the loss or the division behind it is another one, the right steps tell."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for passes in (2, 2, 4):
+            for _ in range(passes):
+                tokens, labels = batch(0, 0)
+                (token_sum(model, (tokens, labels)) / (labels >= 0).sum()).backward()
+            halved(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "2", [2])
+    assert "4 backward passes add up" in finding.explanation
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_two_classes_whose_bias_gets_opposite_numbers_are_judged_under_accumulation(tmp_path: Path, seed: int) -> None:
     """What is left of sums that cancelled is rounded by more than their sum over passes is."""

@@ -182,7 +182,7 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
                 for rank in members:
                     rank.sample(seqs[rank.rank], BEFORE, name, rank.unsharded[name].values, shard=False)
             if trainer.replicas_last:
-                _leave_replicas(world, members, name, hand, last=k == trainer.accumulation - 1)
+                _leave_replicas(world, members, name, hand, last=_comes_to_replicas(trainer, k))
                 continue
             apart = trainer.replicas if not trainer.join_replicas else 1
             for replica in range(apart):
@@ -203,7 +203,7 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
                 start = position - position % shards
                 replicas = group[position % shards :: shards] if trainer.join_replicas else ()
                 group = group[start : start + shards]
-            whole = not trainer.replicas_last or k == trainer.accumulation - 1
+            whole = not trainer.replicas_last or _comes_to_replicas(trainer, k)
             if whole:
                 rank.sample_grads(seqs[rank.rank], AFTER, names)
             line = 15 if trainer.stages > 1 else 14
@@ -212,6 +212,10 @@ def _reduce(world: World, k: int, m: int, seqs: dict[int, int], names: list[str]
                       params=rank.param_set(names), accumulation_step=k, microbatch=m, premul=premul,
                       replicate_group=replicas, replicate_op=replicate_op, all_reduced=whole,
                       dtype=trainer.reduce_dtype)  # fmt: skip
+
+
+def _comes_to_replicas(trainer: Trainer, k: int) -> bool:
+    return k == trainer.accumulation - 1 and not trainer.replicas_kept
 
 
 def _leave_replicas(world: World, members: list[Process], name: str, hand: float, *, last: bool) -> None:

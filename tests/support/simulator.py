@@ -105,8 +105,9 @@ class Trainer:
 
     World rank = data rank * stages + stage. `divide` is FSDP's gradient divide factor (None: the default average).
     Without `join_replicas` nothing reduces over HSDP's replicate axis, with `replicas_last` the last accumulation step
-    does for all (set_requires_all_reduce). `own_divide` names parameters that are reduced
-    apart from the others, with a divide factor of their own. `reduce_dtype` is that of sums over ranks, None: `dtype`.
+    does for all (set_requires_all_reduce), with `replicas_kept` besides none does. `own_divide` names parameters that
+    are reduced apart from the others, with a divide factor of their own. `reduce_dtype` is that of sums over ranks,
+    None: `dtype`.
     """
 
     root: Callable[[Key, dict[Key, int]], float]
@@ -139,6 +140,7 @@ class Trainer:
     own_divide: tuple[tuple[str, float], ...] = ()
     join_replicas: bool = True
     replicas_last: bool = False
+    replicas_kept: bool = False
 
     @property
     def keys(self) -> list[Key]:

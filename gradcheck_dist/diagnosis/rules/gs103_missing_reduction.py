@@ -26,6 +26,7 @@ module (not through `module.module` or torch.autograd.grad); do not list a train
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,6 +38,7 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, Backward, Event, OptimizerStep, Reduce
+from gradcheck_dist.ledger.replay import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 
 CODE = "GS103"
@@ -79,12 +81,16 @@ def judge(case: Case) -> Answer | None:
         else ""
     )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
+    kept_back = reduced and all(_waits_for_replicas(held) for held in case.held)
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
         f"backward{why}. {text}.{apart}{lacking or ''}",
-        fix="Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
+        fix="Let HSDP all-reduce over the replicas in the last backward of the step: "
+        "set_requires_all_reduce(True) before it."
+        if kept_back
+        else "Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
         "lacks an axis (data, context or expert-data parallel)."
         if lacking
         else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
@@ -92,14 +98,28 @@ def judge(case: Case) -> Answer | None:
     )
 
 
+def _waits_for_replicas(held: Held) -> bool:
+    """Whether the last reduction of a gradient left the one over HSDP's replicas to a later pass."""
+    reductions = [entry.event for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
+    return bool(reductions) and is_partial(reductions[-1])
+
+
 def _other_group(case: Case, missing: set[int]) -> str | None:
     """Over which ranks gradients were reduced instead, where each such reduction left out the missing ones."""
     place = case.context.contributions.coordinate
+    reductions = [
+        (held.rank, entry.event)
+        for held in case.held
+        for entry in held.replay.history(held.rank)
+        if isinstance(entry.event, Reduce)
+    ]
+    shards: dict[int, set[int]] = defaultdict(set)
+    for rank, event in reductions:
+        shards[rank] |= set(event.group)
     groups: set[tuple[int, ...]] = set()
-    for held in case.held:
-        for event in (entry.event for entry in held.replay.history(held.rank)):
-            if isinstance(event, Reduce):
-                groups.add(tuple(sorted({*event.group, *event.replicate_group})))
+    for _, event in reductions:
+        replicas = event.replicate_group if event.all_reduced else ()
+        groups.add(tuple(sorted({*event.group, *(rank for one in replicas for rank in shards.get(one, {one}))})))
     shown = sorted(group for group in groups if len(group) > 1)
     if not shown or any(missing <= {place.get(rank, -1) for rank in group} for group in shown):
         return None

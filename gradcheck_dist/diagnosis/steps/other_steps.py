@@ -92,9 +92,10 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
         if not right or mine is None or mine.loss is None or len(errors) != 1 or len(verdict.findings) != 1:
             continue
         found = errors[0]
-        if found.first_event is None or found.factor.observed is None or found.first_event.before is not None:
+        if found.first_event is None or found.factor.observed is None:
             continue
-        at_loss = found.first_event.kind == "loss"
+        bracket = found.first_event.before is not None
+        at_loss = found.first_event.kind == "loss" and not bracket
         factor = mine.losses * mine.rest
         if not _alike(found.factor.observed, factor) or not all(_alike(one.losses * one.rest, 1.0) for _, one in right):
             continue
