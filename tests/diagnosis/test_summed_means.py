@@ -66,3 +66,20 @@ def test_averages_of_means_and_sums_of_shares_are_right(trainer: Trainer) -> Non
 def test_a_missing_division_by_the_passes_stays_the_losses_own() -> None:
     (finding,) = judged(replace(SUM, root=rank_mean(2.0 * RANKS), accumulation=2)).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps * dp_replicate")
+
+
+@pytest.mark.parametrize(("tokens", "code"), [((8, 8), "GS303"), ((3, 40), "GS301")])
+def test_means_that_neither_passes_nor_ranks_divide_lack_both(tokens: tuple[int, int], code: str) -> None:
+    """`F.cross_entropy(...).backward()` in a loop, and a sum over ranks behind it."""
+    bare = replace(SUM, root=lambda key, counts: 1 / counts[key], tokens=tokens)
+    (finding,) = judged(bare).findings
+    assert (finding.code, finding.severity) == (code, "error")
+    assert "nothing divides by the 2 passes of a rank, and nothing by the 3 ranks" in finding.explanation
+    assert "wo divisions are missing: divide each loss by 2, and let the reduction average over 3" in finding.fix
+
+
+@pytest.mark.parametrize("change", [{"op": "avg"}, {"accumulation": 1}, {"reduction": "sum"}])
+def test_where_one_division_is_missing_or_the_losses_count_one_is_told(change: dict[str, object]) -> None:
+    bare = replace(SUM, root=lambda key, counts: 1 / counts[key], **change)  # type: ignore[arg-type]
+    (finding,) = judged(bare).findings
+    assert "wo divisions" not in finding.fix

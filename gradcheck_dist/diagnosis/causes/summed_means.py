@@ -59,3 +59,15 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
     if last is None or any(abs(total - 1) > rounding for total in whole.values()):
         return None
     return Culprit("reduce", held.rank, last, nominal=1.0, factor=1.0, wrong_constant=True)
+
+
+def bare_means(contributions: Contributions) -> bool:
+    """Whether each loss enters backward as the mean over its own tokens, times nothing."""
+    return all(
+        one.loss is not None
+        and one.loss.reduction == "mean"
+        and one.num_tokens
+        and one.weight is not None
+        and abs(one.weight * one.num_tokens - 1) <= max(EXACT, EPSILON.get(one.loss.dtype, EPSILON["float32"]))
+        for one in contributions.by_key.values()
+    )

@@ -41,6 +41,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.experiments import between_names
+from gradcheck_dist.diagnosis.causes.summed_means import bare_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
@@ -101,6 +102,24 @@ def summed_means(case: Case) -> str:
     return (
         f"Each rank's losses{_at(loss)} are a whole mean over its own tokens, and the reduction{_at(total)} adds up "
         f"those of {size} ranks: nothing divides by {size}."
+    )
+
+
+def undivided_means(case: Case) -> tuple[str, str]:
+    """What is said of means that nothing divides, neither by the passes of a rank nor by the ranks, and what mends it;
+    both are missing, each by itself. "" where one is enough, or other numbers are off."""
+    contributions = case.context.contributions
+    total, ranks = len(contributions.by_key), contributions.num_coordinates
+    passes = total // max(ranks, 1)
+    if min(passes, ranks) < 2 or passes * ranks != total or not bare_means(contributions):
+        return "", ""
+    if abs(case.pattern.factor / total - 1) > max(EXACT, 2 * case.pattern.tolerance):
+        return "", ""
+    return (
+        f"Each loss is a whole mean over its own tokens, and {total} of them are added up: nothing divides by the "
+        f"{passes} passes of a rank, and nothing by the {ranks} ranks.",
+        f"Two divisions are missing: divide each loss by {passes}, and let the reduction average over {ranks} ranks "
+        "(op=ReduceOp.AVG, or a division behind it).",
     )
 
 

@@ -37,7 +37,7 @@ from statistics import median
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.finding import Severity
-from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means
+from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
 CODE = "GS301"
@@ -57,12 +57,15 @@ def judge(case: Case) -> Answer | None:
         return None
     if pattern.objective != OBJECTIVE:
         return None
+    undivided, divide = undivided_means(case)
+    summed = f"{undivided} " if undivided else ""
     return Answer(
         severity=severity(case),
-        explanation=f"{follows(case, 'the mean of per-microbatch means')} The loss divides each microbatch by its own "
-        f"tokens. {spread(case)}",
+        explanation=f"{follows(case, 'the mean of per-microbatch means')} {summed}The loss divides "
+        f"each microbatch by its own tokens. {spread(case)}",
         fix="Divide the token-sum loss by the tokens of the whole step over all ranks (times R where the reduction "
-        "averages), or declare --objective microbatch-mean if this is meant.",
+        "averages), or declare --objective microbatch-mean if this is meant."
+        + (f" For that mean: {divide[0].lower()}{divide[1:]}" if divide else ""),
     )
 
 

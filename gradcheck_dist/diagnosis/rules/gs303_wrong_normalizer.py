@@ -27,7 +27,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
-from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means
+from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
 
@@ -108,6 +108,14 @@ def judge(case: Case) -> Answer | None:
             explanation=f"{means} These losses count their tokens, and not those of the other ranks: every token "
             f"enters backward with x {factor:.6g}{name} of the weight that {case.context.objective} asks for.",
             fix="Divide by the tokens of all ranks (all-reduce their count), or let the reduction average.",
+            suggested_experiment=between_names(case.context, equal),
+        )
+    undivided, divide = undivided_means(case)
+    if undivided:
+        return Answer(
+            explanation=f"{undivided} Every token enters backward with x {factor:.6g}{name} of the weight that "
+            f"{case.context.objective} asks for.",
+            fix=divide,
             suggested_experiment=between_names(case.context, equal),
         )
     counted = None if case.names else _counted(case)

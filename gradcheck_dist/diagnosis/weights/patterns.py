@@ -88,6 +88,9 @@ def _own_numbers(pattern: Pattern, context: StepContext) -> tuple[int, int]:
     lead = len(numbers)
     numbers += [pattern.base] if pattern.base is not None and lead else []
     known = {**context.quantities, "groups": float(pattern.num_parts)}
+    if pattern.kind == "objective":  # a sum of means, of each rank's or of all ranks', that nothing divides
+        total, ranks = len(context.contributions.by_key), max(context.contributions.num_coordinates, 1)
+        known |= {"contributions": float(total), "passes": total / ranks}
     tolerance = max(2 * pattern.tolerance, 1e-6)
     nameless = sum(not name_number(abs(number), known, tolerance, max_factors=1) for number in numbers)
     return (nameless if lead else 0), lead
