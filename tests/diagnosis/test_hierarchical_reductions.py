@@ -18,33 +18,45 @@ CP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 CP_LINE, DP_LINE = 16, 18
 
 
-def all_reduce(world: World, groups: tuple[tuple[int, ...], ...], line: int) -> None:
-    """A recorded all-reduce by hand of every gradient."""
+def all_reduce(world: World, groups: tuple[tuple[int, ...], ...], line: int, *, read_early: bool = False) -> None:
+    """A recorded all-reduce by hand of every gradient. `read_early`: asynchronous, and nobody waits for it."""
     for group in groups:
         members = [world.ranks[rank] for rank in group]
         seqs = {rank.rank: rank.next_seq() for rank in members}
         for rank in members:
             rank.sample_grads(seqs[rank.rank], BEFORE, list(rank.ids))
-        for name in members[0].ids:
+        for name in members[0].ids if not read_early else ():
             total = _sum(world, [rank.grad[name] for rank in members], 1.0)
             for rank in members:
                 rank.grad[name] = total
         for rank in members:
-            rank.sample_grads(seqs[rank.rank], AFTER, list(rank.ids))
+            if not read_early:
+                rank.sample_grads(seqs[rank.rank], AFTER, list(rank.ids))
             rank.emit(Reduce, seq=seqs[rank.rank], line=line, impl="all_reduce", op="sum", group=group,
                       params=rank.everything, accumulation_step=world.trainer.accumulation)  # fmt: skip
 
 
 def judged(between: float = 1.0, behind: float = 1.0) -> Report:
     """Four ranks, reduced over cp, multiplied by `between`, reduced over dp, multiplied by `behind`."""
-    world = World(Trainer(root=global_mean(1), impl="none", data_ranks=4, accumulation=2), 3)
-    for k in range(2):
-        _backward(world, k, 0)
+    world = begun()
     for groups, line, factor in ((CP, CP_LINE, between), (DP, DP_LINE, behind)):
         all_reduce(world, groups, line)
         for rank in world.ranks:
             if factor != 1:
                 _scale(world, rank, factor, list(rank.ids))
+    return ended(world)
+
+
+def begun() -> World:
+    """Four ranks behind their backward passes."""
+    world = World(Trainer(root=global_mean(1), impl="none", data_ranks=4, accumulation=2), 3)
+    for k in range(2):
+        _backward(world, k, 0)
+    return world
+
+
+def ended(world: World) -> Report:
+    """What is found once the optimizer has stepped."""
     for rank in world.ranks:
         seq = rank.next_seq()
         rank.sample_grads(seq, BEFORE, list(rank.ids))
@@ -93,3 +105,12 @@ def test_replicas_that_are_never_joined_are_told_with_the_groups_that_were() -> 
     assert finding.code == "GS103"
     assert "reduced over ranks 0,1 | 2,3 only" in finding.explanation
     assert "set_requires_all_reduce(True)" in finding.fix
+
+
+def test_a_reduction_that_nobody_waits_for_is_told_as_one() -> None:
+    world = begun()
+    all_reduce(world, ((0, 1, 2, 3),), DP_LINE, read_early=True)
+    (finding,) = ended(world).findings
+    assert finding.first_event is not None
+    assert (finding.code, finding.first_event.kind, finding.first_event.line) == ("GS000", "reduce", DP_LINE)
+    assert "is not in the gradient" in finding.explanation and "work.wait()" in finding.fix

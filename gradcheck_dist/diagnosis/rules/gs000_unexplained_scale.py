@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
+from gradcheck_dist.events import Reduce
 
 CODE = "GS000"
 NAME = "unexplained-scale"
@@ -64,6 +65,13 @@ def makes_up(culprit: Culprit, pattern: Pattern) -> bool:
     if not culprit.unrecorded or not culprit.factor or pattern.kind != "uniform" or not pattern.factor:
         return False
     return abs(culprit.factor / pattern.factor - 1) > max(1e-2, 4 * pattern.tolerance)
+
+
+def left_as_it_was(case: Case) -> bool:
+    """Whether a reduction by hand was recorded, and the gradient behind it is the own rank's alone."""
+    event = case.culprit.event
+    by_hand = isinstance(event, Reduce) and event.wrapper is None
+    return by_hand and case.pattern.kind == "own-rank-only" and case.culprit.write is None
 
 
 def counted_again(case: Case) -> int:
@@ -100,6 +108,12 @@ def judge(case: Case) -> Answer:
                 "a reduction that was not recorded; these are left as they were."
             )
             fix = "Reduce these parameters' gradients too, as your code does with the others between these two lines."
+        elif left_as_it_was(case):
+            where = (
+                f"What the reduction brings is not in the gradient that {end} reads: the own rank's part is there as "
+                "it went in. It was reduced in a copy, or asynchronously and was read too early."
+            )
+            fix = "Wait for an asynchronous reduction (work.wait()) before the gradient is read; write a copy back."
         elif culprit.kind == "loss" and culprit.gradient is not None:
             where += " It or the loss is to blame: which of the two has the wrong number, these weights do not tell."
     elif culprit.absent:
