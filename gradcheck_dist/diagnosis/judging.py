@@ -33,7 +33,14 @@ from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
 from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
-from gradcheck_dist.diagnosis.steps.open_steps import out_of_sight, passes_unmatched, tokens_known, unseen, why_not
+from gradcheck_dist.diagnosis.steps.open_steps import (
+    not_finite,
+    out_of_sight,
+    passes_unmatched,
+    tokens_known,
+    unseen,
+    why_not,
+)
 from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
@@ -78,6 +85,7 @@ def judge_step(
     if weighed is None:
         return verdict
     norms = step_norms(run, data, recorded.coordinate)
+    verdict.remarks += not_finite(step, norms)
     cases, hidden, by_norm = _cases(verdict, weighed, norms)
     verdict.reasons += not_attached(data)
     if not data.complete:

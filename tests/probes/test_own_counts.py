@@ -28,6 +28,10 @@ def halved(model: nn.Module) -> None:
         param.grad = param.grad * 0.5  # type: ignore[operator]
 
 
+def overflowed(model: nn.Module) -> None:
+    next(iter(model.parameters())).grad.view(-1)[:2] = float("inf")  # type: ignore[union-attr]
+
+
 def trained(
     run_dir: Path, divisor: Divisor, behind: Callable[[nn.Module], None] = nothing, windows: Sequence[int] = (2, 2, 2)
 ) -> Report:
@@ -161,3 +165,10 @@ def test_two_classes_whose_bias_gets_opposite_numbers_are_judged_under_accumulat
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_gradients_that_overflowed_are_told_with_their_number(tmp_path: Path) -> None:
+    problems = trained(tmp_path, lambda tokens: tokens, overflowed, windows=[2]).coverage.problems
+    told = "step 0: 2 element(s) of the gradients of embedding.weight are infinite"
+    assert any(told in one for one in problems), problems
+    assert not any("infinite" in one for one in trained(tmp_path / "right", lambda tokens: tokens).coverage.problems)

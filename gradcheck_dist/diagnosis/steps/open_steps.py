@@ -10,6 +10,7 @@ import numpy as np
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
@@ -52,6 +53,21 @@ def tokens_known(run: Run, data: StepData) -> bool:
             if isinstance(event, PipelineStep) and any(losses_of_rank(data.events.get(r, [])) for r in event.group):
                 known |= set(event.group)
     return set(run.missing_ranks) <= known
+
+
+def not_finite(step: int, norms: StepNorms) -> list[str]:
+    """That gradients held infinities or NaN when they were clipped, or else when an optimizer read them."""
+    strange = [part for part in norms.parts.values() if part.num_nonfinite]
+    if not strange:
+        return []
+    names = in_short(sorted({part.key[1] for part in strange}))
+    ranks = ", ".join(map(str, sorted({part.rank for part in strange})))
+    number = sum(part.num_nonfinite for part in strange)
+    return [
+        f"step {step}: {number} element(s) of the gradients of {names} are infinite or not a number on rank(s) "
+        f"{ranks}: what is measured there is of the others only. A reduction in a narrow type overflows so, and so "
+        "does a loss that divides by no tokens"
+    ]
 
 
 def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
