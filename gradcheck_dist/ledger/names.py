@@ -25,12 +25,15 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
         for param in trace.params.values():
             found[called.get((rank, param.id), param_key(param))][rank] = param
     reduced, without_loss = _reduced_together(run, called), _without_loss(run)
-    parts = {key: _parts(params, reduced[key], without_loss) for key, params in found.items()}
+    parts = {
+        key: _sharded_apart(params, reduced[key]) or _parts(params, reduced[key], without_loss)
+        for key, params in found.items()
+    }
     names: dict[tuple[int, int], ParamKey] = {}
     for (stage, name), params in found.items():
         apart = parts[stage, name]
         weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
-        if len(apart) == 1 and len(weight) > 1 and all(map(is_zero, params.values())):
+        if len(apart) == 1 and len(weight) > 1 and all(map(_is_constant, params.values())):
             apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
         for part in apart:
             own = name if len(apart) == 1 else as_on_rank(name, min(part))
@@ -103,6 +106,25 @@ def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_l
         began = param.fingerprint if plain else None
         alike[tuple(param.shape)][began, param.stage is None and rank in without_loss].add(rank)
     return [part for of_shape in alike.values() for part in merge(list(of_shape.values()), reduced)]
+
+
+def _sharded_apart(params: dict[int, Param], reduced: Iterable[Iterable[int]]) -> list[set[int]]:
+    """Sets of ranks each of which shards a whole tensor of this name between them, where some sets began with other
+    values than others: experts, and layers that were cut by hand, below FSDP. Empty where that is not so, or where a
+    layout says that their parts are of one tensor."""
+    if any(param.placements.count("Shard") != 1 for param in params.values()):
+        return []
+    began: dict[tuple[int | None, ...], set[int]] = defaultdict(set)
+    for part in merge([{rank} for rank in params], reduced):
+        began[tuple(params[rank].start for rank in sorted(part))] |= part
+    sizes = {len(starts) for starts in began}
+    told = all(any(start is not None for start in starts) for starts in began)
+    return list(began.values()) if len(began) > 1 and len(sizes) == 1 and min(sizes) > 1 and told else []
+
+
+def _is_constant(param: Param) -> bool:
+    """Whether what a rank holds of a tensor began as zeros, or, below FSDP, as one number."""
+    return is_zero(param) or (param.fingerprint is None and param.start is None)
 
 
 def merge(parts: list[set[int]], groups: Iterable[Iterable[int]]) -> list[set[int]]:

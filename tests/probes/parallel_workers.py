@@ -171,22 +171,40 @@ def expert_parallel(variant: str) -> Any:
     nn.init.zeros_(expert[0].bias)
     model.expert = expert
     data = [tokens(rank, k) for k in range(ACCUMULATION)]
+    scale = 1
+    if variant.startswith("fsdp"):
+        _shard_experts(model, "divided by all" in variant)
+        scale = 4
 
     def loss(k: int, num_tokens: Tensor) -> Tensor:
         hidden = model.block(model.embed(data[k][0]))
         sent = Exchange.apply(torch.stack([hidden, hidden]), ep)
         hidden = hidden + Exchange.apply(expert(sent), ep).sum(0)
-        return token_sum(model.head(hidden), data[k][1]) / num_tokens
+        return token_sum(model.head(hidden), data[k][1]) * scale / num_tokens
 
     def step() -> None:
         step_of(model, loss, data, None, variant)
-        for name, param in model.named_parameters():
+        for name, param in model.named_parameters() if scale == 1 else ():
             if not name.startswith("expert"):
                 dist.all_reduce(param.grad)
             elif "never reduced" not in variant:
                 dist.all_reduce(param.grad, group=None if "world" in variant else edp)
 
     return model, step
+
+
+def _shard_experts(model: Any, divided_by_all: bool) -> None:
+    """FSDP2 over the ranks that hold one expert, over all ranks for the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.expert, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))["edp"])
+    if divided_by_all:
+        model.expert.set_gradient_divide_factor(4)
+        model.expert.set_force_sum_reduction_for_comms(True)
+    everyone = init_device_mesh("cpu", (4,))
+    for module in (model.embed, model.block, model.head):
+        fully_shard(module, mesh=everyone)
 
 
 def pipeline(variant: str) -> Any:

@@ -17,6 +17,8 @@ EXPECTED = {
     ("experts", "right", 4): ("clean", []),
     ("experts", "never reduced", 4): ("findings", ["GS103"]),
     ("experts", "reduced over the world", 4): ("findings", ["GS105"]),
+    ("experts", "fsdp, divided by all", 4): ("clean", []),
+    ("experts", "fsdp, divided by its own ranks", 4): ("findings", ["GS104"]),
     ("pipeline", "right", 2): ("clean", []),
     ("pipeline", "clipped by the norm of both", 2): ("clean", []),
     ("pipeline", "clipped, each stage alone", 2): ("findings", ["GS601"]),
