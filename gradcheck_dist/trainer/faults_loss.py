@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gradcheck_dist.trainer.fault import Fault
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gradcheck_dist.trainer.auxiliary import AuxiliaryStep
     from gradcheck_dist.trainer.config import TrainConfig
@@ -98,7 +98,25 @@ def own_positions(step: AuxiliaryStep) -> float:
     return step.loss_scale * step.later_divisor * step.contributions / (step.global_positions * step.copies)
 
 
+def running_total(model: nn.Module, loss: Tensor) -> None:
+    """Stands in for loop.backward."""
+    if all(parameter.grad is None for parameter in model.parameters()):
+        _total.clear()  # a new step
+    _total.append(loss)
+    sum(_total[1:], _total[0]).backward(retain_graph=True)
+
+
+_total: list[Tensor] = []
+
+
 FAULTS = (
+    Fault(
+        "running-total",
+        "The loss is added to a total that goes backward after every accumulation step, with retain_graph since it "
+        "fails without. Accumulation step k of K weighs K-k.",
+        "gradcheck_dist.trainer.loop:backward",
+        running_total,
+    ),
     Fault(
         "rank-means",
         "Each rank divides by its own tokens of the step and the wrapper averages over ranks (gradient_reduction "

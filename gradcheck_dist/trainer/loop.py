@@ -132,7 +132,7 @@ class Trainer:
         if self.schedule is None:
             with self.loss_context():
                 loss = self.loss(parallelize.forward(self.model, tokens), labels)
-                loss.backward()
+                backward(self.model, loss)
         else:
             inputs = (tokens,) if self.is_first_stage else ()
             target = labels if self.is_last_stage else None
@@ -172,6 +172,11 @@ class Trainer:
             # Without the barrier gloo may abort a rank that is still sending while another is gone.
             dist.barrier()
             dist.destroy_process_group()
+
+
+def backward(model: nn.Module, loss: torch.Tensor) -> None:
+    """Add the gradients of one accumulation step's loss to those of the model's parameters."""
+    loss.backward()
 
 
 def train(config: TrainConfig) -> TrainResult:
