@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.steps.other_steps import (
     tell_by_other_steps,
     tell_other_counts,
 )
+from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
@@ -79,6 +80,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_weighted_open(verdicts)
     leave_coefficients_open(verdicts)
     leave_schedules_open(verdicts)
+    leave_statistics_open(verdicts)
     leave_empty_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)

@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     why_not,
 )
 from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
+from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
@@ -167,6 +168,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.reasons += unseen(verdict.held, target.expected, own)
     verdict.units = unit_of(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
+    verdict.own_divisors = own_divisors(target.contributions)
     return _Weighed(measured, target, on_the_way)
 
 

@@ -90,6 +90,34 @@ def train_clipped(run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_divided(by: str, run_dir: str) -> None:
+    """Sums below DDP over a number of each rank's own: a "running mean" of its tokens (RetinaNet's normaliser) that
+    begins at any number, or "begins at them", the same "rounded", or its tokens with those of "another step" in the
+    weight of its mean."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with attach(run_dir):
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        mean = 33.3 if by != "begins at them" else None
+        for step in range(3):
+            tokens, labels = batch(rank, step)
+            counts = [int((batch(other, step)[1] >= 0).sum()) for other in range(2)]
+            last = [int((batch(other, step + 1)[1] >= 0).sum()) for other in range(2)]
+            mean = float(counts[rank]) if mean is None else 0.93 * mean + 0.07 * counts[rank]
+            if by == "another step":
+                divisor = counts[rank] * sum(last) / last[rank] / 2
+            else:
+                divisor = round(mean) if by == "rounded" else mean
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def token_mean(modules: nn.ModuleList, rank: int, k: int, *, towers: bool) -> Tensor:
     """A microbatch's part of the mean over all tokens. `towers`: rank 1 needs neither of the two inner layers in its
     first microbatch, and the second one never, so it calls modules in another order."""

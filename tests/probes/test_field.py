@@ -70,3 +70,23 @@ def test_a_window_that_was_left_in_is_one_cause(tmp_path: Path) -> None:
 def test_clips_of_gradients_that_are_not_reduced_yet_are_early_and_not_unequal(tmp_path: Path) -> None:
     launch("field_workers:train_clipped", (str(tmp_path / "run"),), 2, timeout_s=60)
     assert {finding.code for finding in diagnose(read_run(tmp_path / "run")).findings} == {"GS605"}
+
+
+@pytest.mark.parametrize(
+    ("by", "verdict"),
+    [
+        ("running mean", "undetermined"),
+        ("begins at them", "undetermined"),
+        ("rounded", "findings"),
+        ("another step", "findings"),
+    ],
+)
+def test_a_number_of_each_ranks_own_accuses_nobody_where_it_counts_nothing(
+    tmp_path: Path, by: str, verdict: str
+) -> None:
+    launch("field_workers:train_divided", (by, str(tmp_path / "run")), 2, timeout_s=60)
+    for report in (diagnose(read_run(tmp_path / "run")), diagnose_run(tmp_path / "run")):
+        assert report.verdict == verdict
+        assert all(one.first_event is not None and one.first_event.kind == "loss" for one in report.findings)
+        if not report.findings:
+            assert "a running mean" in " ".join(report.reasons) and report.next_step

@@ -28,8 +28,6 @@ LOSS_RULE = "GS303"
 ALIKE = 1e-3
 """Relative; factors that somebody wrote lie further apart."""
 LEAST_STEPS = 3
-NEAR = 0.02
-"""Nearer to a whole number than this, something may have been counted."""
 EXACT, MOST_VAGUE = 1e-5, 1e-3
 """Relative: how near a ratio of token counts must be, and from where on chance would hit one."""
 
@@ -123,20 +121,19 @@ def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
-    """Accuse no losses whose weight is another in each step while tokens and passes stay the same, or where these
-    change and no whole number of anything gives it: no count that is wrong would do that, a coefficient that follows a
-    schedule does, or a running mean."""
+    """Accuse no losses whose weight is another in each step while tokens and passes stay the same: no count that is
+    wrong would do that, a coefficient that follows a schedule does."""
     conducts = [verdict.conduct for verdict in verdicts if verdict.conduct is not None]
     sizes = {
         (one.contributions.num_tokens, one.context.num_accumulation, one.context.num_microbatches) for one in verdicts
     }
-    if len(conducts) < max(LEAST_STEPS, len(verdicts)) or any(None in size for size in sizes):
+    weights = sorted(one.losses for one in conducts)
+    if len(conducts) < max(LEAST_STEPS, len(verdicts)) or len(sizes) != 1 or None in next(iter(sizes)):
         return
     if not all(_alike(one.rest, conducts[0].rest) for one in conducts):
         return
-    if not _all_unlike([one.losses for one in conducts]) or (len(sizes) > 1 and not _count_nothing(verdicts)):
+    if any(_alike(one, other) for one, other in pairwise(weights)):
         return
-    with_size = "with as many tokens and passes" if len(sizes) == 1 else "which no count of its tokens makes"
     for verdict, conduct in zip(verdicts, conducts, strict=True):
         errors = [finding for finding in verdict.findings if finding.severity != "info"]
         if len(errors) != 1 or errors[0].code != LOSS_RULE or errors[0].first_event is None:
@@ -145,31 +142,10 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
         verdict.effects.clear()
         verdict.reasons.append(
             f"the losses are x {conduct.losses * conduct.rest:.6g} of a mean over all tokens, and in every other step "
-            f"x another number, {with_size}: a coefficient that follows a schedule, or a function of "
+            "x another number, with as many tokens and passes: a coefficient that follows a schedule, or a function of "
             "the data, which may be meant. gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its "
             "coefficient tells"
         )
-
-
-def _count_nothing(verdicts: Sequence[StepVerdict]) -> bool:
-    """Whether what the losses of each step divide by is surely no whole number, has no name and is never the same."""
-    divisors = []
-    for verdict in verdicts:
-        tokens, conduct = verdict.contributions.num_tokens, verdict.conduct
-        if not tokens or conduct is None or not verdict.findings:
-            return False
-        divisor = tokens / conduct.losses
-        for finding in verdict.findings:
-            vague = 2 * divisor * max(finding.factor.tolerance or 0.0, EXACT)
-            whole = abs(divisor - round(divisor)) <= max(NEAR, vague)
-            if finding.code == LOSS_RULE and (finding.factor.expression is not None or whole):
-                return False
-        divisors.append(divisor)
-    return _all_unlike(divisors)
-
-
-def _all_unlike(values: Sequence[float]) -> bool:
-    return not any(_alike(one, other) for one, other in pairwise(sorted(values)))
 
 
 def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:

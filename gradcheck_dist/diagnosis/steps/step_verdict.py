@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.norms.consequence import consequence
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.steps.other_steps import Conduct
+from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -94,6 +95,7 @@ class StepVerdict:
     divided: dict[Place, frozenset[str]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     conduct: Conduct | None = None
+    own_divisors: OwnDivisors | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
 
     def found(self, finding: Finding, effect: Effect | None) -> None:
