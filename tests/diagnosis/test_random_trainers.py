@@ -58,6 +58,8 @@ NAMED_WRONGLY = [
     ("wrong-constant", 300035),
     ("wrong-constant", 300183),
     ("tokens-of-the-next-rank", 300196),
+    ("double-averaging", 1200016),
+    ("rescaling-and-averaging", 1200018),
 ]
 
 

@@ -306,6 +306,7 @@ def _collect(every: list[Judged]) -> list[Blame]:
     """A matrix for each culprit. The right cells of the same parameters and ranks belong to the shape: 4 2 1 is not
     4 2. A cell that one culprit alone made wrong shows its measured ratio, one of several its share."""
     culprits: dict[tuple[object, ...], Culprit] = {}
+    told: dict[tuple[object, ...], list[tuple[Judged, Culprit]]] = {}
     holders: dict[tuple[object, ...], dict[int, None]] = {}
     of_holder: dict[int, list[Judged]] = {}
     for one in every:
@@ -314,11 +315,12 @@ def _collect(every: list[Judged]) -> list[Blame]:
             identity = culprit.identity
             if identity not in culprits or order(culprit) < order(culprits[identity]):
                 culprits[identity] = culprit
+            told.setdefault(identity, []).append((one, culprit))
             holders.setdefault(identity, {}).setdefault(id(one.held))
     result = []
     for identity in sorted(culprits, key=lambda identity: _place(culprits[identity])):
         cells, repeats = [], []
-        culprit = culprits[identity]
+        culprit = _as_measured_best(culprits[identity], told[identity])
         for one in (one for holder in holders[identity] for one in of_holder[holder]):
             shares = [share for blamed, share in one.shares if blamed.identity == identity]
             if one.shares and not shares and one.gone:
@@ -330,6 +332,16 @@ def _collect(every: list[Judged]) -> list[Blame]:
             repeats.append(_repeats(one, culprit))
         result.append(Blame(culprit, cells, repeats))
     return result
+
+
+def _as_measured_best(culprit: Culprit, told: list[tuple[Judged, Culprit]]) -> Culprit:
+    """A culprit with the factor of the best known weight, where that of its own weight differs from it by noise."""
+    own = next(one for one, other in told if other is culprit)
+    best, shown = min(told, key=lambda pair: pair[0].tolerance)
+    if culprit.factor is None or not shown.factor or shown.nominal != culprit.nominal:
+        return culprit
+    by_noise = abs(culprit.factor / shown.factor - 1) <= own.tolerance + best.tolerance
+    return replace(culprit, factor=shown.factor) if by_noise else culprit
 
 
 def _with_share(cell: Cell, share: float) -> Cell:
