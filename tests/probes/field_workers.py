@@ -92,8 +92,8 @@ def train_clipped(run_dir: str) -> None:
 
 def train_divided(by: str, run_dir: str) -> None:
     """Sums below DDP over a number of each rank's own: a "running mean" of its tokens (RetinaNet's normaliser) that
-    begins at any number, or "begins at them", the same "rounded", or its tokens with those of "another step" in the
-    weight of its mean."""
+    begins at any number, or "begins at them", the same "rounded", or its tokens with those of "another step", or one
+    more a rank ("before the shift"), in the weight of its mean."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -109,6 +109,8 @@ def train_divided(by: str, run_dir: str) -> None:
             mean = float(counts[rank]) if mean is None else 0.93 * mean + 0.07 * counts[rank]
             if by == "another step":
                 divisor = counts[rank] * sum(last) / last[rank] / 2
+            elif by == "before the shift":
+                divisor = counts[rank] * (sum(counts) + 2) / (counts[rank] + 1) / 2
             else:
                 divisor = round(mean) if by == "rounded" else mean
             (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / divisor).backward()

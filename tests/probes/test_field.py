@@ -79,6 +79,7 @@ def test_clips_of_gradients_that_are_not_reduced_yet_are_early_and_not_unequal(t
         ("begins at them", "undetermined"),
         ("rounded", "findings"),
         ("another step", "findings"),
+        ("before the shift", "findings"),
     ],
 )
 def test_a_number_of_each_ranks_own_accuses_nobody_where_it_counts_nothing(

@@ -84,6 +84,22 @@ def test_a_running_mean_of_counts_accuses_nobody_and_whole_numbers_do(
     assert not report.findings or {one.code for one in report.findings} == {"GS303"}
 
 
+def test_tokens_that_were_counted_before_the_shift_are_told_pass_by_pass(tmp_path: Path) -> None:
+    """As in LLaMA-Factory's mean x count / total: each pass counts one token more."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = [batch(0, k) for k in range(4)]
+    counts = [int((labels >= 0).sum()) for _, labels in data]
+    with attach(tmp_path, objective="global-token-mean"):
+        for part, count in zip(data, counts, strict=True):
+            (token_sum(model, part) / count * (count + 1) / (sum(counts) + 4)).backward()
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS303", "loss")
+    assert all(f"{count + 1} for {count}" in finding.explanation for count in counts[:3])
+    assert "behind the shift" in finding.fix
+
+
 def test_a_sum_that_nothing_divides_is_told_so(tmp_path: Path) -> None:
     (finding,) = trained(tmp_path, lambda tokens: 1).findings
     assert finding.factor.expression == "num_tokens" and "Divide the sum by the tokens" in finding.fix

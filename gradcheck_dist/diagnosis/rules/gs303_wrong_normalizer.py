@@ -4,7 +4,8 @@
 Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
 missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp). Also losses that are divided by the number
 of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does, and losses that are means
-over their own n_c tokens before something that divides by all tokens, as behind sums.
+over their own n_c tokens before something that divides by all tokens, as behind sums, and means that are weighed by
+counts of more tokens than enter them (labels that were counted before their shift).
 
 ## Why it matters
 A constant factor is what Adam and clipping hide best. It moves the clip threshold, weight decay's and epsilon's share,
@@ -30,6 +31,8 @@ from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
+from gradcheck_dist.diagnosis.words import in_short
 
 CODE = "GS303"
 NAME = "wrong-normalizer"
@@ -89,6 +92,8 @@ def judge(case: Case) -> Answer | None:
             "divides by the tokens of the whole step as well, as is right for sums.",
             fix="Let the loss be the sum over its tokens: what follows divides by all of them. Or divide nowhere else.",
         )
+    if case.pattern.kind == "other" and (more := _counted_too(case)) is not None:
+        return more
     if case.pattern.kind != "uniform":
         return None
     factor = case.pattern.factor
@@ -130,6 +135,28 @@ def judge(case: Case) -> Answer | None:
         f"{case.context.objective} asks for, and no later event makes up for it{as_if}.{IS_SUM if summed else ''}",
         fix=f"{fix}{SUM_MEANT if summed else ''}",
         suggested_experiment=between_names(case.context, equal),
+    )
+
+
+def _counted_too(case: Case) -> Answer | None:
+    """Means that are weighed by counts of more tokens than enter them, which fit every weight."""
+    contributions = case.context.contributions
+    if case.context.objective != GLOBAL or (extra := extra_counts(contributions)) is None:
+        return None
+    tokens = {key: one.num_tokens or 0 for key, one in contributions.by_key.items()}
+    total, counted = sum(tokens.values()), sum(tokens.values()) + sum(extra.values())
+    cells = [cell for _, cell in case.cells]
+    ratios = {key: (tokens[key] + more) / tokens[key] * total / counted for key, more in extra.items()}
+    if {cell.key for cell in cells} != extra.keys():
+        return None
+    if any(abs(cell.ratio - ratios[cell.key]) > 2 * cell.margin for cell in cells):
+        return None
+    told = in_short([f"{tokens[key] + extra[key]} for {tokens[key]}" for key in sorted(tokens)])
+    return Answer(
+        explanation=f"The weights are those of means that are multiplied by counts of more tokens than enter them: "
+        f"{told}, together {counted} for {total}. Passes with few tokens weigh more than their share.",
+        fix="Count the tokens that enter the loss, of each pass and of all: behind the shift of the labels, without "
+        "the first label of each sequence, and without padding.",
     )
 
 

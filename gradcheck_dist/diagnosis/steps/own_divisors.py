@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.contributions import Contributions
 
@@ -34,11 +35,13 @@ SURE = 0.02
 
 @dataclass(frozen=True)
 class OwnDivisors:
-    """What each data rank's losses of a step divide by, and its tokens. `rounding` is relative, that of a divisor."""
+    """What each data rank's losses of a step divide by, and its tokens. `rounding` is relative, that of a divisor.
+    `counted`: counts of more tokens than enter the losses explain them."""
 
     by_rank: Mapping[int, float]
     tokens: Mapping[int, int]
     rounding: float
+    counted: bool
 
 
 def own_divisors(contributions: Contributions) -> OwnDivisors | None:
@@ -53,7 +56,8 @@ def own_divisors(contributions: Contributions) -> OwnDivisors | None:
         tokens[key[0]] += one.num_tokens
     if not weights or any(max(values) > min(values) * (1 + rounding) for values in weights.values()):
         return None
-    return OwnDivisors({rank: 1 / values[0] for rank, values in weights.items()}, dict(tokens), rounding)
+    by_rank = {rank: 1 / values[0] for rank, values in weights.items()}
+    return OwnDivisors(by_rank, dict(tokens), rounding, extra_counts(contributions) is not None)
 
 
 def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
@@ -114,11 +118,12 @@ def _change(divided: Sequence[tuple[StepVerdict, OwnDivisors]]) -> bool:
 
 
 def _counts(numbers: OwnDivisors, rank: int, context: StepContext, counts: Iterable[int]) -> bool:
-    """Whether a divisor may be a count over degrees, or a rank's tokens times a count over another count."""
+    """Whether a divisor may be a count over degrees, or a rank's tokens times a count over another, or over one of too
+    many."""
     degrees = {value for name, value in context.quantities.items() if name != "num_tokens" and value > 1}
     multiples = {1.0, *degrees, *(one * other for one, other in combinations(sorted(degrees), 2))}
     divisor, rounding = numbers.by_rank[rank], numbers.rounding
-    if any(_whole(divisor * one, max(NEAR, divisor * one * rounding)) for one in multiples):
+    if numbers.counted or any(_whole(divisor * one, max(NEAR, divisor * one * rounding)) for one in multiples):
         return True
     ratios = [divisor * one * count / numbers.tokens[rank] for one in multiples for count in counts if count]
     if 2 * sum(ratio * rounding for ratio in ratios) > SURE:
