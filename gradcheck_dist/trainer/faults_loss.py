@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from gradcheck_dist.trainer.fault import Fault
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gradcheck_dist.trainer.auxiliary import AuxiliaryStep
     from gradcheck_dist.trainer.config import TrainConfig
+    from gradcheck_dist.trainer.loop import Trainer
     from gradcheck_dist.trainer.loss import StepTokens
 
 _NORMALIZER = "gradcheck_dist.trainer.loss:normalizer"
@@ -98,15 +99,17 @@ def own_positions(step: AuxiliaryStep) -> float:
     return step.loss_scale * step.later_divisor * step.contributions / (step.global_positions * step.copies)
 
 
-def running_total(model: nn.Module, loss: Tensor) -> None:
-    """Stands in for loop.backward."""
-    if all(parameter.grad is None for parameter in model.parameters()):
-        _total.clear()  # a new step
-    _total.append(loss)
-    sum(_total[1:], _total[0]).backward(retain_graph=True)
-
-
 _total: list[Tensor] = []
+
+
+def running_total(trainer: Trainer, tokens: Tensor, labels: Tensor) -> None:
+    """Stands in for loop.differentiate."""
+    from gradcheck_dist.trainer import parallelize
+
+    if all(parameter.grad is None for parameter in trainer.model.parameters()):
+        _total.clear()  # a new step
+    _total.append(trainer.loss(parallelize.forward(trainer.model, tokens), labels))
+    sum(_total[1:], _total[0]).backward(retain_graph=True)
 
 
 FAULTS = (
@@ -114,7 +117,7 @@ FAULTS = (
         "running-total",
         "The loss is added to a total that goes backward after every accumulation step, with retain_graph since it "
         "fails without. Accumulation step k of K weighs K-k.",
-        "gradcheck_dist.trainer.loop:backward",
+        "gradcheck_dist.trainer.loop:differentiate",
         running_total,
     ),
     Fault(

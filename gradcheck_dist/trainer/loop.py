@@ -131,8 +131,7 @@ class Trainer:
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
         if self.schedule is None:
             with self.loss_context():
-                loss = self.loss(parallelize.forward(self.model, tokens), labels)
-                backward(self.model, loss)
+                differentiate(self, tokens, labels)
         else:
             inputs = (tokens,) if self.is_first_stage else ()
             target = labels if self.is_last_stage else None
@@ -174,8 +173,9 @@ class Trainer:
             dist.destroy_process_group()
 
 
-def backward(model: nn.Module, loss: torch.Tensor) -> None:
-    """Add the gradients of one accumulation step's loss to those of the model's parameters."""
+def differentiate(trainer: Trainer, tokens: torch.Tensor, labels: torch.Tensor) -> None:
+    """Add the gradients of one accumulation step, of a model that is no pipeline, to those that are there."""
+    loss = trainer.loss(parallelize.forward(trainer.model, tokens), labels)
     loss.backward()
 
 
