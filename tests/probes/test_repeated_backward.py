@@ -77,7 +77,16 @@ def handed_over_twice(model: nn.Sequential, losses: list[Tensor]) -> None:
             param.grad = grad if param.grad is None else param.grad + grad
 
 
-def train(folder: Path, passes: Passes, *, divisor: int | None = None, mean: bool = False, sampled: int = 2) -> Report:
+def train(
+    folder: Path,
+    passes: Passes,
+    *,
+    divisor: int | None = None,
+    mean: bool = False,
+    sampled: int = 2,
+    without_gradient: bool = False,
+) -> Report:
+    """`without_gradient`: the first layer's output is multiplied by zero, so its gradients are zeros in every pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -85,7 +94,8 @@ def train(folder: Path, passes: Passes, *, divisor: int | None = None, mean: boo
         for _ in range(STEPS):
             losses = []
             for size in SIZES:
-                output = model(torch.randn(size, 8))
+                first = model[0](torch.randn(size, 8))
+                output = model[2](torch.randn(size, 16) + 0 * first) if without_gradient else model[1:](first)
                 labels = torch.randint(0, 5, (size,))
                 of_sum = F.cross_entropy(output, labels, reduction="sum") / (divisor or sum(SIZES))
                 losses.append(F.cross_entropy(output, labels) / len(SIZES) if mean else of_sum)
@@ -101,6 +111,11 @@ def train(folder: Path, passes: Passes, *, divisor: int | None = None, mean: boo
 def test_a_loss_whose_tokens_enter_once_is_right(tmp_path: Path, passes: Passes) -> None:
     report = train(tmp_path, passes, sampled=STEPS)
     assert (report.verdict, report.reasons) == ("clean", [])
+
+
+@pytest.mark.parametrize("passes", [emptied_by_hand, handed_over_twice])
+def test_gradients_that_are_zero_show_no_repetition(tmp_path: Path, passes: Passes) -> None:
+    assert train(tmp_path, passes, sampled=STEPS, without_gradient=True).findings == []
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
 def replaced(data: StepData, contributions: Contributions, measured: Sequence[Held]) -> set[ContributionKey]:
     """Passes of which nothing is in any gradient and each of whose losses was differentiated again in a pass of which
     something is: their gradients were looked at and emptied, maybe by a line that nobody records."""
-    weighs, seen = weighing(measured)
+    telling = [held for held in measured if held.observed is not None and np.isfinite(held.observed).any()]
+    weighs, seen = weighing(telling)  # a gradient of zeros tells nothing of any pass
     kept: dict[ContributionKey, list[bool]] = defaultdict(list)
     for passes in _passes_of_losses(data, contributions):
         for key in passes:
@@ -119,6 +120,8 @@ def _keeps(held: Held, first: ContributionKey, other: ContributionKey) -> bool:
     leaves = np.nan_to_num(held.replay.basis.values[both])
     brought = [leaves[: len(columns[0])].sum(axis=0), leaves[len(columns[0]) :].sum(axis=0)]
     sizes = [float(np.linalg.norm(one)) for one in brought]
+    if not all(sizes):
+        return False  # zeros tell nothing
     if abs(float(brought[0] @ brought[1])) < (1 - ALIKE) * sizes[0] * sizes[1]:
         largest = float(np.nanmax(np.abs(held.observed)))
         return all(np.abs(held.observed[of]).max() > GONE * largest for of in columns)
