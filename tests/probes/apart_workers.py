@@ -10,13 +10,14 @@ from probe_workers import Net, batch, token_sum
 STEPS, RECORDED = 6, 3
 
 
-def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool = False) -> int:
+def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool = False, empties: bool = True) -> int:
     """Train some steps; returns a checksum of the parameters.
 
     Args:
         how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip) or "never".
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
+        empties: gradients are emptied behind each step.
     """
     from gradcheck_dist.probes import attach
 
@@ -32,7 +33,8 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
             for k in range(2):
                 (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()
             optimizer.step()
-            optimizer.zero_grad()
+            if empties:
+                optimizer.zero_grad()
             if how != "never" and (step + 1) % every == 0:
                 average(how, list(model.parameters()), start, rank, world)
     dist.barrier()

@@ -20,10 +20,12 @@ def fork_server() -> None:
     warm_up()
 
 
-def train(folder: Path, how: str, every: int, factor: float = 1.0, *, of_all: bool = False) -> Path:
+def train(
+    folder: Path, how: str, every: int, factor: float = 1.0, *, of_all: bool = False, empties: bool = True
+) -> Path:
     run = folder / "run"
-    recorded = launch("apart_workers:train", (how, every, factor, str(run), of_all), 2, timeout_s=60)
-    assert recorded == launch("apart_workers:train", (how, every, factor, None, of_all), 2, timeout_s=60)
+    recorded = launch("apart_workers:train", (how, every, factor, str(run), of_all, empties), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train", (how, every, factor, None, of_all, empties), 2, timeout_s=60)
     return run
 
 
@@ -51,6 +53,11 @@ def test_losses_may_be_shares_of_a_mean_over_all_ranks_that_average_parameters(
     report = diagnose(read_run(train(tmp_path, "parameters", 1, factor, of_all=True)))
     assert [finding.code for finding in report.findings] == found
     assert any("a mean over all ranks' tokens" in reason for reason in report.reasons) == (not found)
+
+
+def test_what_rests_on_no_weight_is_found_beside_such_shares(tmp_path: Path) -> None:
+    report = diagnose(read_run(train(tmp_path, "parameters", 1, of_all=True, empties=False)))
+    assert [finding.code for finding in report.findings] == ["GS402"]
 
 
 def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:

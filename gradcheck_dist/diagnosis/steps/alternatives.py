@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.ledger.apart import averaged
 from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
@@ -73,9 +73,11 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
         "averaged is not judged"
     )
     for verdict in chosen:
-        if verdict.findings and _are_shares(verdict):
-            verdict.findings.clear()
-            verdict.effects.clear()
+        of_weights = [one for one in verdict.findings if not any(one is other for other in verdict.beside_weights)]
+        if of_weights and _are_shares(verdict):
+            verdict.findings = [one for one in verdict.findings if one not in of_weights]
+            verdict.effects = {cause(one): verdict.effects[cause(one)] for one in verdict.findings
+                               if cause(one) in verdict.effects}  # fmt: skip
             verdict.reasons.append(
                 "every token weighs as much as in a mean over all ranks' tokens once parameters are averaged: each "
                 "rank's losses are divided by the tokens of all, and multiplied by the number of ranks"
