@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ class Client:
     def python(self) -> str:
         return sys.executable if self.beside is None else str(Path(sys.prefix) / self.beside / "bin" / "python")
 
-    @property
-    def command(self) -> list[str]:
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.nproc)] if self.nproc else []
+    def command(self, logs: str) -> list[str]:
+        """Below torchrun each rank's stdout is a file of its own in `logs`: in one pipe their lines may run together."""
+        options = ["--nproc-per-node", str(self.nproc), "--log-dir", logs, "--redirects", "1"]
+        launcher = ["-m", "torch.distributed.run", *options] if self.nproc else []
         return [self.python, *launcher, str(EXAMPLES / self.script), *self.args]
 
     @property
@@ -96,7 +98,10 @@ def train(client: Client, folder: Path | None, fault: bool = False) -> Trained:
     if folder is not None:
         own = [client.python, "-m", "gradcheck_dist", "run", "--out", str(folder), "--report", str(report), "--"]
     environment = client.environment | ({"FAULT": client.fault} if fault and client.fault else {})
-    code, stdout, stderr = _run([*own, *client.command], environment)
+    with tempfile.TemporaryDirectory() as logs:
+        code, stdout, stderr = _run([*own, *client.command(logs)], environment)
+        if client.nproc:
+            stdout = "".join(path.read_text() for path in sorted(Path(logs).rglob("0/stdout.log")))
     printed = re.findall(r"^parameters .*$", stdout, re.MULTILINE)
     assert printed, f"exit code {code}\n{stderr[-3000:]}"
     assert code == 0 or _EXIT_ABORT in stderr, stderr[-3000:]

@@ -180,6 +180,21 @@ def test_a_client_in_forked_ranks_trains_as_before_and_is_judged_rightly(client:
     judged_rightly(client, alone, healthy, train_forked(client, tmp_path / "faulty", fault=True))
 
 
+@pytest.mark.slow
+def test_what_ranks_print_at_once_does_not_run_into_the_line_that_is_compared(tmp_path: Path) -> None:
+    script = tmp_path / "half_lines.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "time.sleep(0 if rank else 1)\n"
+        "sys.stdout.write('parameters 0x1p+0\\n' if rank == 0 else 'half a line ')\n"
+        "sys.stdout.flush()\n"
+        "time.sleep(0 if rank == 0 else 2)\n"
+    )
+    trained = train(Client(str(script), None, "", None, "", nproc=2), None)
+    assert trained.parameters == "parameters 0x1p+0"
+
+
 @pytest.mark.clients
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("client", RELEASED, ids=str)
