@@ -64,7 +64,7 @@ class Client:
         return sys.executable if self.beside is None else str(Path(sys.prefix) / self.beside / "bin" / "python")
 
     def command(self, logs: str) -> list[str]:
-        """Below torchrun each rank's stdout is a file of its own in `logs`: in one pipe their lines may run together."""
+        """Below torchrun each rank writes a file of its own in `logs`: in one pipe their lines may run together."""
         options = ["--nproc-per-node", str(self.nproc), "--log-dir", logs, "--redirects", "1"]
         launcher = ["-m", "torch.distributed.run", *options] if self.nproc else []
         return [self.python, *launcher, str(EXAMPLES / self.script), *self.args]
