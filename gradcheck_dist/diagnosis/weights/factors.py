@@ -61,6 +61,11 @@ def expression_of(powers: tuple[tuple[str, int], ...]) -> str:
     return f"{top}/{under[0]}" if len(under) == 1 else f"{top}/({' * '.join(under)})"
 
 
+def has_name(expression: str | None) -> bool:
+    """Whether degrees, counts and whole numbers alone make up a factor's expression."""
+    return expression is not None and "." not in expression
+
+
 def _power(name: str, exponent: int) -> str:
     return name if exponent == 1 else f"{name}^{exponent}"
 

@@ -1,0 +1,97 @@
+"""Losses that divide by statistics of the trainer's own, which change from pass to pass, accuse nobody; counts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_process import judged, record
+from torch import nn
+
+PASSES = 3
+
+
+class RunningMean:
+    """0.9 of what it was and a tenth of a pass's tokens."""
+
+    def __init__(self) -> None:
+        self.value = 13.7
+
+    def __call__(self, tokens: int) -> float:
+        self.value = 0.9 * self.value + 0.1 * tokens
+        return self.value
+
+
+class MeanSoFar:
+    """The mean of the tokens of all passes of the run."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, tokens: int) -> float:
+        self.counts.append(tokens)
+        return sum(self.counts) / len(self.counts)
+
+
+class Total:
+    """Tokens of all passes of the run up to this one: a count that goes on while it is used."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __call__(self, tokens: int) -> float:
+        self.value += tokens
+        return self.value
+
+
+def root(tokens: int) -> float:
+    return float(tokens**0.5)
+
+
+def padded(tokens: int) -> float:
+    return tokens + 5
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "multiple", "verdict"),
+    [
+        (RunningMean, torch.float32, 1, "undetermined"),
+        (RunningMean, torch.float32, 4, "undetermined"),
+        (RunningMean, torch.bfloat16, 1, "undetermined"),
+        (MeanSoFar, torch.float32, 1, "undetermined"),
+        (lambda: root, torch.float32, 1, "undetermined"),
+        (Total, torch.float32, 1, "findings"),
+        (Total, torch.float32, 4, "findings"),
+        (lambda: padded, torch.float32, 1, "findings"),
+        (lambda: lambda _: 40.0, torch.bfloat16, 1, "findings"),
+    ],
+    ids=["running", "of fours", "bfloat16", "so far", "root", "total", "total of fours", "padded", "constant"],
+)
+def test_what_a_pass_divides_by_is_a_fault_where_it_counts(
+    tmp_path: Path, make: Callable[[], Callable[[int], float]], dtype: torch.dtype, multiple: int, verdict: str
+) -> None:
+    divisor, seeds = make(), count()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.to(dtype)
+        for _ in range(PASSES):
+            generator = torch.Generator().manual_seed(next(seeds))
+            tokens = torch.randint(0, 20, (2, 24), generator=generator)
+            labels = torch.randint(0, 20, (48,), generator=generator)
+            num = multiple * int(torch.randint(16 // multiple, 48 // multiple, (1,), generator=generator))
+            labels[num:] = -100
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels, reduction="sum")
+            (loss / (divisor(num) * PASSES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=3)
+    report = judged(tmp_path / "run")
+    assert report.verdict == verdict, report
+    if verdict == "undetermined":
+        assert "by backward pass" in report.reasons[0] and "a running mean" in report.reasons[0]
+        assert ("rounded so far" in report.reasons[0]) == (dtype is torch.bfloat16)
