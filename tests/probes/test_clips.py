@@ -117,9 +117,9 @@ def test_where_nothing_is_clipped_norms_are_those_of_the_step(tmp_path: Path) ->
     assert [norms.seq for norms in trace.norms] == [e.seq for e in trace.events if isinstance(e, OptimizerStep)]
 
 
-def different_steps(run_dir: Path, finish: Finish, num: int) -> Report:
+def different_steps(run_dir: Path, finish: Finish, num: int, dtype: torch.dtype = torch.float32) -> Report:
     """Steps of other batches each, so that norms differ."""
-    model = Net()
+    model = Net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with attach(run_dir, objective="global-token-mean"):
         for step in range(num):
@@ -163,6 +163,26 @@ def test_several_steps_tell_a_constant_by_the_factor_that_stays(tmp_path: Path) 
     assert finding.factor.observed == pytest.approx(0.0371, rel=1e-4)
     assert "a constant, and no clip" in finding.explanation
     assert "as if the learning rate were 0.0371, not 1" in finding.consequence
+
+
+class DivideAgain:
+    """By the tokens of a step of `different_steps`: 20 in the first one, 8 more in each that follows."""
+
+    tokens = 12
+
+    def __call__(self, model: nn.Module) -> None:
+        self.tokens += 8
+        for param in model.parameters():
+            param.grad = param.grad / self.tokens  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("steps", "code"), [(1, "GS501"), (3, "GS000")])
+def test_a_name_that_fits_within_what_bfloat16_leaves_open_convicts_in_several_steps_only(
+    tmp_path: Path, steps: int, code: str
+) -> None:
+    (finding,) = different_steps(tmp_path, DivideAgain(), steps, torch.bfloat16).findings
+    assert (finding.code, finding.factor.expression, len(finding.steps)) == (code, "1/num_tokens", steps)
+    assert ("another number in each" in finding.explanation) == (steps > 1)
 
 
 def test_gradients_of_unit_length_are_meant(tmp_path: Path) -> None:

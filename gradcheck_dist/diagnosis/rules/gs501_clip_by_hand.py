@@ -5,8 +5,8 @@ Finds one factor below 1 that no recorded event accounts for, the same on every 
 came between the last reduction (or backward) and the optimizer. Clipping by norm leaves just this. Where the norm that
 it left is one that people write (1.0, 0.5), it is a clip, and nothing is found. Else a clip and a mistake cannot be
 told apart by one step: this is a warning, not an accusation. In several steps a clip leaves one norm and a constant is
-one factor: the first is then clean and the second an error (GS000). So is a number of few digits that a line of the
-trainer's multiplies by in place. Powers of two are loss scales (GS606).
+one factor, or one formula of counts: the first is then clean and the second an error (GS000). So is a number of few
+digits that a line of the trainer's multiplies by in place. Powers of two are loss scales (GS606).
 
 ## Why it matters
 A clip scales all weights of a step alike and is meant. A forgotten constant looks the same in one step and is not: it
@@ -32,11 +32,13 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.rules.gs000_unexplained_scale import shown
 from gradcheck_dist.diagnosis.rules.gs606_unscale_without_scale import loss_scale_power
-from gradcheck_dist.diagnosis.weights.factors import SURE, Name, chance
+from gradcheck_dist.diagnosis.weights.factors import Name, chance
 
 CODE = "GS501"
 NAME = "clip-by-hand"
 SIMPLE = 3.5
+SURE = 0.005
+"""Clips are far more frequent than forgotten constants: chance must make a name more seldom than elsewhere."""
 SURE_OF_RANKS = 0.1
 
 

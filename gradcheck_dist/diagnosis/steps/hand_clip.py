@@ -58,8 +58,9 @@ def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
     """Scalings of several steps that are one and the same clip, or one and the same constant, taken for what they are.
 
-    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round. What is
-    neither, has no name, and is not there at all in steps that came out right, is taken for a clip.
+    A clip's factor follows the norm and what it leaves does not change; a constant is the other way round, and a
+    division by tokens follows these. What is neither, and is not there at all in steps that came out right, is taken
+    for a clip.
     """
     known = [verdict.scaling for verdict in verdicts if verdict.scaling is not None]
     if len(known) > 1:
@@ -70,6 +71,10 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
         if max(factors) <= min(factors) * (1 + 2 * tolerance) and max(norms) > min(norms) * (1 + 5 * tolerance):
             for verdict in verdicts:
                 _as_constant(verdict, len(known))
+            return list(verdicts)
+        if (name := _one_formula(verdicts)) is not None:
+            for verdict in verdicts:
+                _as_constant(verdict, len(known), name=name)
             return list(verdicts)
         own = _own_constant(verdicts)
         if own is not None and max(norms) > min(norms) * (1 + 5 * tolerance):
@@ -101,8 +106,24 @@ def _own_constant(verdicts: Sequence[StepVerdict]) -> float | None:
     return known[0] if max(known) <= min(known) * (1 + 2 * tolerance) else None
 
 
-def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None) -> None:
-    """`own`: what the lines multiply by where the weights are off before them as well."""
+def _one_formula(verdicts: Sequence[StepVerdict]) -> str | None:
+    """The expression that is what unrecorded lines multiply by in each of several steps, another number in each."""
+    found = [one.factor for verdict in verdicts for one in verdict.findings if one.code == CODE]
+    if len(found) < 2 or len(found) < len(verdicts):
+        return None
+    tolerance = max(factor.tolerance or 0.0 for factor in found)
+    values = [{one.expression: one.value for one in factor.candidates} for factor in found]
+    common = {name for name in values[0] if TOKENS in name and all(name in other for other in values)}
+    for name in sorted(common, key=list(values[0]).index):
+        numbers = [of_step[name] for of_step in values]
+        if max(numbers) > min(numbers) * (1 + 2 * tolerance):
+            return name
+    return None
+
+
+def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None, name: str | None = None) -> None:
+    """`own`: what the lines multiply by where the weights are off before them as well; `name`: what they multiply by,
+    where that is another number in each step."""
     for finding in (finding for finding in verdict.findings if finding.code == CODE):
         effect = verdict.effects.pop(cause(finding), None)
         finding.code, finding.name, finding.severity = unexplained.CODE, unexplained.NAME, "error"
@@ -110,6 +131,11 @@ def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None)
             f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is one and the same "
             "factor, whatever the norm that it leaves: a constant, and no clip."
         )
+        if name is not None:
+            finding.explanation = (
+                f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is {name}, "
+                "another number in each: a formula, and no clip."
+            )
         at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
         finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
         if own is not None and finding.factor.observed:
