@@ -168,7 +168,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.reasons += unseen(verdict.held, target.expected, own)
     verdict.units = unit_of(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
-    verdict.own_divisors = own_divisors(target.contributions)
+    verdict.own_divisors = own_divisors(target.contributions, data)
     return _Weighed(measured, target, on_the_way)
 
 

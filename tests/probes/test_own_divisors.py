@@ -95,3 +95,22 @@ def test_what_a_pass_divides_by_is_a_fault_where_it_counts(
     if verdict == "undetermined":
         assert "by backward pass" in report.reasons[0] and "a running mean" in report.reasons[0]
         assert ("rounded so far" in report.reasons[0]) == (dtype is torch.bfloat16)
+
+
+def test_what_is_counted_is_told_behind_a_loss_scale(tmp_path: Path) -> None:
+    seeds, scaler = count(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        tokens, labels = torch.randint(0, 20, (2, 24)), torch.randint(0, 20, (48,))
+        num = 30 + 3 * next(seeds)
+        labels[num:] = -100
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels, reduction="sum")
+        scaler.scale(loss / (num + 5)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=3)
+    (finding,) = judged(tmp_path / "run").findings
+    assert (finding.code, finding.steps) == ("GS303", [0, 1, 2])
+    assert "as if the step had 35 tokens, where 30 enter" in finding.explanation

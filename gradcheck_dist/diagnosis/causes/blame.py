@@ -7,15 +7,14 @@ once instead of again and again, leave every weight right. Where no hand helps, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log, prod
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account, event_at
+from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, kind_of, last_backward, order
 from gradcheck_dist.diagnosis.causes.hands import (
-    FAINT,
     NOISY,
     Judged,
     Surroundings,
@@ -24,9 +23,10 @@ from gradcheck_dist.diagnosis.causes.hands import (
     settle,
     still_wrong,
 )
+from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
-from gradcheck_dist.events import Clip, Event, GradientNorm, OptimizerStep
+from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
@@ -66,7 +66,8 @@ def blame(
     ]
     unseen = {one.held.rank: one for one in brought}
     _liken(wrong)
-    wrong = _never_arrived(data, contributions, wrong, brought)
+    wrong, halves = never_arrived(data, contributions, every, wrong, brought, quantities)
+    _liken([half.one for half in halves if not half.one.cell.right])
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
     _give_unseen(changed)
     shown = set(map(id, changed))
@@ -91,6 +92,7 @@ def blame(
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
     _join_undone(every)
+    put_together(halves)
     return _collect(every)
 
 
@@ -136,65 +138,6 @@ def _join_noisy(every: list[Judged]) -> None:
 def _documented_alike(one: Judged, other: Judged) -> bool:
     mine, theirs = one.account.documented, other.account.documented
     return abs(mine - theirs) <= max(one.allowed, other.allowed) * abs(theirs)
-
-
-def _never_arrived(
-    data: StepData, contributions: Contributions, wrong: list[Judged], brought: Sequence[Judged]
-) -> list[Judged]:
-    """Contributions of other ranks that no reduction brought here, and the holder's own beside them. Where a reduction
-    that nobody recorded `brought` others, here or to another rank, it is this one that left them out."""
-    missing: set[tuple[int, tuple[int, int]]] = set()
-    for one in wrong:
-        if not one.account.arrived and one.gone:
-            missing.add((id(one.held), one.cell.key[1:]))
-    unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
-    rest = []
-    for one in wrong:
-        own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
-        if (id(one.held), one.cell.key[1:]) in missing and (own or not one.account.arrived):
-            event = last_backward(data, one.held, one.held.rank)
-            culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
-            if one.held.rank in unseen:
-                ends = unseen[one.held.rank].account.gaps[:1]
-                before = ends[0].end if ends else None
-                culprit = replace(culprit, factor=None, absent=False, unrecorded=True, unheard=True, before=before)
-            elif one.held.param in elsewhere and event is not None:
-                # It brought others to other ranks, and nothing to this one.
-                culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
-            one.shares.append((culprit, one.cell.ratio))
-        else:
-            rest.append(one)
-    return _instead(data, rest)
-
-
-def _instead(data: StepData, wrong: list[Judged]) -> list[Judged]:
-    """Contributions of other ranks that something unrecorded put in the place of the holder's own: what these weigh is
-    its doing too, since an average that takes one rank's gradient is none. Returns the others."""
-    lost = {
-        (id(one.held), id(gap.end))
-        for one in wrong
-        if one.gone and one.account.arrived
-        for gap in one.account.gaps
-        if abs(gap.factor) < FAINT
-    }
-    rest = []
-    for one in wrong:
-        ends = one.account.gaps[0].end if one.account.by_hand and one.account.gaps else None
-        if ends is None or one.gone or (id(one.held), id(ends)) not in lost:
-            rest.append(one)
-            continue
-        event = last_backward(data, one.held, one.held.rank)
-        ratio = one.cell.ratio
-        one.shares.append(
-            (Culprit("backward", one.held.rank, event, factor=ratio, unrecorded=True, before=ends), ratio)
-        )
-    return rest
-
-
-def _measured_behind(data: StepData, one: Judged, event: Event) -> Event | None:
-    """The first event behind this one at which the gradient was measured on the rank that holds it."""
-    seqs = (entry.seq for entry in one.held.replay.history(one.held.rank) if entry.sampled and entry.seq > event.seq)
-    return next((found for seq in seqs if (found := event_at(data, one.held.rank, seq)) is not None), None)
 
 
 def _loud_gaps(one: Judged) -> list[Gap]:

@@ -18,7 +18,9 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.weights.factors import has_name
 from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import StepData
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -62,14 +64,18 @@ class OwnDivisors:
         return [one for of_rank in self.by_rank.values() for one in of_rank]
 
 
-def own_divisors(contributions: Contributions) -> OwnDivisors | None:
-    """None where one of the contributions is not counted."""
+def own_divisors(contributions: Contributions, data: StepData) -> OwnDivisors | None:
+    """None where one of the contributions is not counted, or they carry loss scales that are not one number."""
     rounding = 2 * loss_rounding(contributions)
+    scales = {event.scale for of_rank in data.events.values() for event in of_rank if isinstance(event, AmpUnscale)}
+    if len(scales) > 1:
+        return None
+    scale = scales.pop() if scales else 1.0
     of_rank: dict[int, list[Divisor]] = defaultdict(list)
     for key, one in contributions.by_key.items():
         if not one.weight or one.weight < 0 or not one.num_tokens:
             return None
-        of_rank[key[0]].append(Divisor(1 / one.weight, one.num_tokens))
+        of_rank[key[0]].append(Divisor(scale / one.weight, one.num_tokens))
     if not of_rank:
         return None
     by_rank = {rank: _one_of_all(found, rounding) for rank, found in of_rank.items()}

@@ -1,0 +1,189 @@
+"""Contributions of other ranks that never came to a gradient, and what the missing reduction leaves of those that did.
+
+A reduction that averages would have taken a part of what is there: R-fold weights beside other ranks' that are gone are
+one fault. What is off besides is another one, so the missing hand's own number is taken out before the rest is judged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+
+from gradcheck_dist.diagnosis.causes.account import Account, event_at
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, last_backward
+from gradcheck_dist.diagnosis.causes.hands import FAINT, Judged
+from gradcheck_dist.diagnosis.weights.cells import Cell
+from gradcheck_dist.diagnosis.weights.factors import name_number
+from gradcheck_dist.events import Backward, Event, Reduce
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.tracks import StepData
+
+NAMELESS = 10.0
+"""What a number costs that is no product of degrees and counts; names cost less."""
+Slot = tuple[int, tuple[int, int]]
+"""A gradient on a rank, and (accumulation step, microbatch)."""
+
+
+@dataclass
+class Half:
+    """A weight that is judged without what a missing reduction leaves in it: `left`, by `culprit`. `cell` and `account`
+    are those of the whole."""
+
+    one: Judged
+    culprit: Culprit
+    left: float
+    cell: Cell
+    account: Account
+
+
+def never_arrived(
+    data: StepData,
+    contributions: Contributions,
+    every: Sequence[Judged],
+    wrong: list[Judged],
+    brought: Sequence[Judged],
+    quantities: Mapping[str, float],
+) -> tuple[list[Judged], list[Half]]:
+    """Give contributions of other ranks that no reduction brought here to what is missing. Returns what is left to be
+    explained, and the weights that are judged without what the missing reduction would have taken away.
+
+    Where a reduction that nobody recorded `brought` others, here or to another rank, it is this one that left them out.
+    """
+    missing: set[Slot] = set()
+    for one in wrong:
+        if not one.account.arrived and one.gone:
+            missing.add(_slot(one))
+    unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
+    rest, culprits = [], dict[int, Culprit]()
+    for one in wrong:
+        own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
+        if _slot(one) not in missing or (one.account.arrived and not own):
+            rest.append(one)
+            continue
+        event = last_backward(data, one.held, one.held.rank)
+        culprit = Culprit("backward", one.held.rank, event, factor=one.cell.ratio, absent=True)
+        if one.held.rank in unseen:
+            ends = unseen[one.held.rank].account.gaps[:1]
+            before = ends[0].end if ends else None
+            culprit = replace(culprit, factor=None, absent=False, unrecorded=True, unheard=True, before=before)
+        elif one.held.param in elsewhere and event is not None:
+            # It brought others to other ranks, and nothing to this one.
+            culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
+        one.shares.append((culprit, one.cell.ratio))
+        culprits[id(one.held)] = culprit
+    halves = [] if unseen or elsewhere else _halves(contributions, every, missing, culprits, quantities)
+    parted = {id(half.one) for half in halves}
+    rest = [one for one in rest if id(one) not in parted]
+    for one in rest:
+        if one.like is not None and id(one.like) in parted:
+            one.like = None
+    rest += [half.one for half in halves if not half.one.cell.right]
+    return _instead(data, rest), halves
+
+
+def put_together(halves: Sequence[Half]) -> None:
+    """Make the weights whole again, what the missing reduction left in them being its share."""
+    for half in halves:
+        half.one.cell, half.one.account = half.cell, half.account
+        if half.left != 1:
+            half.one.shares.insert(0, (half.culprit, half.left))
+
+
+def _slot(one: Judged) -> Slot:
+    return id(one.held), one.cell.key[1:]
+
+
+def _halves(
+    contributions: Contributions,
+    every: Sequence[Judged],
+    missing: set[Slot],
+    culprits: Mapping[int, Culprit],
+    quantities: Mapping[str, float],
+) -> list[Half]:
+    """The weights that did come to gradients where others are missing, each without what the reduction would take."""
+    coordinates: dict[Slot, set[int]] = defaultdict(set)
+    there: dict[Slot, list[Judged]] = defaultdict(list)
+    for one in every:
+        if _slot(one) in missing:
+            coordinates[_slot(one)].add(one.cell.key[0])
+            if one.account.arrived and not one.gone and one.cell.ratio > 0:
+                there[_slot(one)].append(one)
+    by_size: dict[float, list[Judged]] = defaultdict(list)
+    for slot, found in there.items():
+        size = len(coordinates[slot]) / len({one.cell.key[0] for one in found})
+        if size > 1:
+            by_size[size] += found
+    halves = []
+    for size, found in by_size.items():
+        left = min((size, 1.0), key=lambda left: _cost(found, left, size, quantities))
+        for one in found:
+            one.shares.clear()
+            halves.append(Half(one, culprits[id(one.held)], left, one.cell, one.account))
+            one.cell = _without(one.cell, left)
+            one.account = replace(one.account, root=one.account.root / left)
+    return halves
+
+
+def _without(cell: Cell, left: float) -> Cell:
+    """A cell without a factor that is known exactly: as well known, relatively."""
+    ratio = cell.ratio / left
+    stderr = cell.stderr * max(abs(cell.ratio), 1.0) / max(abs(ratio), 1.0) / left
+    return replace(cell, ratio=ratio, root_ratio=cell.root_ratio / left, stderr=stderr)
+
+
+def _cost(
+    found: Sequence[Judged], left: float, size: float, quantities: Mapping[str, float]
+) -> tuple[int, float, bool, float]:
+    """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of that which
+    averages over `size` parts and that which sums, the one beside which most is right, or the rest is simplest."""
+    halves = [_without(one.cell, left) for one in found]
+    best = min(range(len(found)), key=lambda index: found[index].tolerance)
+    ratio = halves[best].ratio
+    names = name_number(ratio, quantities, max(found[best].tolerance, 1e-6), max_factors=2)
+    averages = all(_averages(one) for one in found)
+    return (
+        sum(not half.right for half in halves),
+        names[0].cost if names else NAMELESS,
+        averages == (left == 1.0),
+        abs(log(ratio)),
+    )
+
+
+def _averages(one: Judged) -> bool:
+    """Whether what reduced this weight, or the wrapper that did not, averages."""
+    reductions = [step for step in one.account.steps if isinstance(step.event, Reduce)]
+    if reductions:
+        return reductions[-1].factor < 1
+    return isinstance(one.account.leaf, Backward) and one.account.leaf.sync is False
+
+
+def _instead(data: StepData, wrong: list[Judged]) -> list[Judged]:
+    """Contributions of other ranks that something unrecorded put in the place of the holder's own: what these weigh is
+    its doing too, since an average that takes one rank's gradient is none. Returns the others."""
+    lost = {
+        (id(one.held), id(gap.end))
+        for one in wrong
+        if one.gone and one.account.arrived
+        for gap in one.account.gaps
+        if abs(gap.factor) < FAINT
+    }
+    rest = []
+    for one in wrong:
+        ends = one.account.gaps[0].end if one.account.by_hand and one.account.gaps else None
+        if ends is None or one.gone or (id(one.held), id(ends)) not in lost:
+            rest.append(one)
+            continue
+        event = last_backward(data, one.held, one.held.rank)
+        ratio = one.cell.ratio
+        one.shares.append(
+            (Culprit("backward", one.held.rank, event, factor=ratio, unrecorded=True, before=ends), ratio)
+        )
+    return rest
+
+
+def _measured_behind(data: StepData, one: Judged, event: Event) -> Event | None:
+    """The first event behind this one at which the gradient was measured on the rank that holds it."""
+    seqs = (entry.seq for entry in one.held.replay.history(one.held.rank) if entry.sampled and entry.seq > event.seq)
+    return next((found for seq in seqs if (found := event_at(data, one.held.rank, seq)) is not None), None)
