@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcheck_dist.diagnosis.finding import FirstEvent, Report
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Report
 from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
 from gradcheck_dist.reports.text import number, plural, printable, some, spans
+
+ALL_PARAMETERS = "all parameters"
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,17 @@ def whereabouts(report: Report) -> str:
             place += f", called from {_site(event.called_from)}"
     total = report.coverage.parameters_total
     if 0 < finding.num_parameters < total:
-        place += f"; {finding.num_parameters} of {plural(total, 'parameter')} ({some(finding.units)})"
+        place += f"; {finding.num_parameters} of {plural(total, 'parameter')} ({units_of(finding, total)})"
     return place
+
+
+def units_of(finding: Finding, total: int) -> str:
+    """Which of `total` parameters a finding concerns. Of several optimizers that step in turns, all that one reads are
+    all parameters of its steps, and not of the run."""
+    if finding.units == [ALL_PARAMETERS] and finding.num_parameters < total:
+        steps = finding.steps or [finding.step]
+        return f"all that {'step' if len(steps) == 1 else 'steps'} {spans(steps)} read"
+    return some(finding.units)
 
 
 def culprit(event: FirstEvent) -> Culprit:

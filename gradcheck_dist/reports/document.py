@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, Report, ScenarioReport, VariantReport
 from gradcheck_dist.diagnosis.rules import find_rule
 from gradcheck_dist.reports.coverage import coverage_lines
-from gradcheck_dist.reports.culprit import Culprit, culprit, whereabouts
+from gradcheck_dist.reports.culprit import Culprit, culprit, units_of, whereabouts
 from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
@@ -68,7 +68,7 @@ class Document:
 def build(report: Report) -> Document:
     """The words and tables of a report."""
     tables, left_out = weight_tables(report)
-    findings = tuple(_finding(finding) for finding in report.findings)
+    findings = tuple(_finding(finding, report.coverage.parameters_total) for finding in report.findings)
     return Document(
         title=_title(report),
         verdict=report.verdict,
@@ -161,7 +161,7 @@ def _next(report: Report) -> str:
     return "Read the problems under coverage, then record the run again."
 
 
-def _finding(finding: Finding) -> FindingText:
+def _finding(finding: Finding, total: int) -> FindingText:
     facts = [prose(line) for line in finding.consequence.split("\n")[:MAX_CONSEQUENCES] if line]
     others = _rivals(finding)
     if others:
@@ -171,7 +171,7 @@ def _finding(finding: Finding) -> FindingText:
     steps = finding.steps or [finding.step]
     # An auxiliary loss term concerns whatever lies before it, which no trace tells.
     concerned = (
-        f"{plural(finding.num_parameters, 'parameter')} ({some(finding.units)})" if finding.units else "the term"
+        f"{plural(finding.num_parameters, 'parameter')} ({units_of(finding, total)})" if finding.units else "the term"
     )
     if finding.units and not finding.num_parameters:  # by what was recorded of a step, not parameter by parameter
         concerned = some(finding.units)

@@ -90,6 +90,15 @@ def test_of_a_line_in_a_package_the_first_lines_have_the_programs_own_too() -> N
     assert found.where.startswith("gradcheck_dist/errors.py:9") and "called from /somewhere/train.py:7" in found.where
 
 
+def test_all_parameters_of_an_optimizer_that_steps_in_turns_are_not_those_of_the_run() -> None:
+    one = finding(first_event=first_event(), num_parameters=2, units=["all parameters"], steps=[0, 2])
+    document = report([one], coverage=Coverage(parameters_total=9, parameters_observed=9))
+    assert "; 2 of 9 parameters (all that steps 0, 2 read)" in build(document).where
+    document.coverage.parameters_total = 2
+    assert "parameters (" not in build(document).where
+    assert build(document).findings[0].where.startswith("2 parameters (all parameters)")
+
+
 def test_a_change_that_nobody_recorded_is_looked_for_between_two_lines_which_are_shown_where_near() -> None:
     before = {"kind": "clip", "file": "gradcheck_dist/errors.py", "line": 14}
     unrecorded = first_event(unrecorded=True, before=before)
