@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
+from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
 from gradcheck_dist.diagnosis.steps.other_steps import (
     leave_empty_open,
     leave_schedules_open,
@@ -74,6 +75,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
+    leave_unmade_open(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
     tell_by_other_steps(verdicts)

@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     out_of_sight,
     passes_unmatched,
     tokens_known,
+    unmade,
     unseen,
     why_not,
 )
@@ -134,6 +135,7 @@ def _read(
     verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions))
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
+    verdict.unmade = [] if verdict.lost else unmade(data)
     verdict.reasons += not_summed(data)
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)

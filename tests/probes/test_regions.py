@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.parameters.regions import Finder, Region, in_memory
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
 
@@ -113,6 +114,22 @@ def test_a_parameter_that_belongs_to_no_module_is_watched_from_the_second_step_o
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.coverage.parameters_observed) == ("clean", 6)
+
+
+def test_parameters_of_no_module_are_judged_from_their_second_step_on(tmp_path: Path) -> None:
+    layer, weight = nn.Linear(6, 4), torch.randn(4, 5, requires_grad=True)
+    optimizer = torch.optim.SGD([*layer.parameters(), weight], lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for _ in range(3):
+            labels = torch.randint(5, (7,))
+            logits = layer(torch.randn(7, 6)).tanh() @ weight
+            (F.cross_entropy(logits, labels, reduction="sum") / len(labels)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose_run(tmp_path)
+    assert (report.verdict, report.coverage.parameters_observed) == ("clean", 3), report.reasons
+    first = diagnose_run(tmp_path, steps=[0])
+    assert (first.verdict, first.findings) == ("undetermined", [])
 
 
 def test_a_parameter_that_no_forward_has_shown_is_no_copy_of_one_that_looks_alike(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -11,6 +12,7 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
@@ -25,7 +27,7 @@ from gradcheck_dist.events import (
     ProbeStatus,
 )
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank, slots_of_rank
-from gradcheck_dist.ledger.tracks import StepData, steps_of
+from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
 
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
@@ -100,16 +102,6 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
             "give each loss its own term with mark_loss"
         )
-    unmade = _unmade(data)
-    if any(name.startswith(UNNAMED) for name in unmade) and data.step in steps_of(run)[:-1][:1]:
-        # What belongs to no module is known from its first optimizer step on: later steps tell.
-        unmade = [name for name in unmade if not name.startswith(UNNAMED)]
-    if unmade:
-        shown = in_short(unmade)
-        reasons.append(
-            f"the optimizer reads a gradient of {shown} that no recorded backward pass of the step made: it was "
-            "computed by hand, is left from an earlier step, or came on a way that no probe follows"
-        )
     return reasons
 
 
@@ -153,7 +145,19 @@ def passes_unmatched(data: StepData) -> list[int]:
     )
 
 
-def _unmade(data: StepData) -> list[str]:
+def leave_unmade_open(verdicts: Sequence[StepVerdict]) -> None:
+    """A reason for each step in which an optimizer read what no pass made. What belongs to no module is known from its
+    first optimizer step on: of that, later steps tell."""
+    for verdict in verdicts:
+        first = verdict is verdicts[0] is not verdicts[-1]
+        if names := [name for name in verdict.unmade if not (first and name.startswith(UNNAMED))]:
+            verdict.reasons.append(
+                f"the optimizer reads a gradient of {in_short(names)} that no recorded backward pass of the step made: "
+                "it was computed by hand, is left from an earlier step, or came on a way that no probe follows"
+            )
+
+
+def unmade(data: StepData) -> list[str]:
     """Parameters of an optimizer with a gradient, though no pass on any rank delivered one."""
     found: list[str] = []
     for key, of_rank in data.tracks.items():

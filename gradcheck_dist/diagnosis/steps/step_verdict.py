@@ -71,7 +71,8 @@ class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
-    unrecorded lines divide by where nothing is wrong."""
+    unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
+    no recorded pass made."""
 
     context: StepContext
     data: StepData
@@ -94,6 +95,7 @@ class StepVerdict:
     assumed: Assumed | None = None
     divided: dict[Place, frozenset[str]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    unmade: list[str] = field(default_factory=list)
     conduct: Conduct | None = None
     own_divisors: OwnDivisors | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
