@@ -176,6 +176,26 @@ class Exchange(Event, tag="exchange"):
     put_back: bool = False
 
 
+class LossBackward(Event, tag="loss_backward"):
+    """A function of somebody's own gave a cross-entropy for each label, or one sum of them, and its backward was held
+    against the derivative of that on a few of them (probes/losses/loss_backward.py). It follows the LossGradient of the
+    same application.
+
+    `function` is the torch.autograd.Function, `defined_at` its backward, `dtype` what rounds most. `values` are float32
+    bytes of shape (labels, 4): the gradient that arrived at the label's loss, or at the sum; the multiple of the
+    derivative that backward gave; the share of what it gave that is no multiple of it; and how far the loss is from a
+    cross-entropy, relative to 1 + loss (-1: the label lies in another rank's shard of the vocabulary, and the
+    derivative is known but for its size; NaN: it is left out).
+    """
+
+    function: str
+    accumulation_step: Index
+    microbatch: Index
+    values: bytes
+    dtype: str = "float32"
+    defined_at: Site | None = None
+
+
 class Reduce(Event, tag="reduce"):
     """Gradients were combined over ranks.
 
@@ -433,6 +453,7 @@ AnyEvent = (
     | Backward
     | StageGradient
     | Exchange
+    | LossBackward
     | LossTerm
     | Reduce
     | ScaleGrads

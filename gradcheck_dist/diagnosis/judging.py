@@ -7,7 +7,7 @@ is left open, and the rules name the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradcheck_dist.diagnosis.audit import audit, audited
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
@@ -53,6 +53,7 @@ from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
+from gradcheck_dist.ledger.loss_backwards import as_given, own_backwards, words_of
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
@@ -76,11 +77,19 @@ class _Weighed:
 
 @left_open
 def judge_step(
-    run: Run, step: int, objective: str, objective_from: str, *, drop_lost: bool = False, alone: bool = False
+    run: Run,
+    step: int,
+    objective: str,
+    objective_from: str,
+    *,
+    drop_lost: bool = False,
+    alone: bool = False,
+    given: bool = False,
 ) -> StepVerdict:
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
-    ranks that reduce no gradients between them train models of their own."""
-    verdict, own = _read(run, step, objective, objective_from, alone=alone)
+    ranks that reduce no gradients between them train models of their own. `given`: weights at losses are those that
+    these losses' own backwards gave, and not those that arrived there."""
+    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given)
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
@@ -103,6 +112,14 @@ def judge_step(
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
     facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up), by_norm)
+    if backwards := list(own_backwards(data.events)):
+        with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
+        if with_them.comes_out_right and all(one.is_multiple for one in backwards):
+            with_them.remarks.append(words_of(backwards))
+            return with_them
+        effects = list(with_them.effects.values()) if not found else []
+        alone_do = effects[0] if len(effects) == 1 else None
+        facts = replace(facts, own_backwards=tuple(backwards), effect_of_backwards=alone_do)
     remarks = audit(facts, verdict.units)
     verdict.findings = [one for one in verdict.findings if not any(other.explains(one) for other in remarks)]
     for one in remarks:
@@ -119,12 +136,13 @@ def judge_step(
 
 
 def _read(
-    run: Run, step: int, objective: str, objective_from: str, *, alone: bool
+    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
     data = without_looks(recorded)
+    data = as_given(data) if given else data
     contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS801": "verify",
     "GS802": "probes/test_exchanges.py",
+    "GS803": "probes/test_loss_backward.py",
 }
 """Rules that need more than a simulated step, and where they are tested."""
 

@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.loss_backwards import OwnBackward
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.ledger.transit import Transits
 
@@ -34,6 +35,10 @@ class StepFacts:
     """Whether weights were off at the loss that an exchange of activations may make up for."""
     by_norm: HandNorm | None = None
     """The clip by hand that took a wrong norm, of which the weights are freed."""
+    own_backwards: tuple[OwnBackward, ...] = ()
+    """Backwards of loss functions that are not the derivative, and with which the weights are wrong."""
+    effect_of_backwards: Effect | None = None
+    """What they alone do to the gradient."""
 
     @property
     def weights_right(self) -> bool:

@@ -100,6 +100,12 @@ class StepVerdict:
     own_divisors: OwnDivisors | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
 
+    @property
+    def comes_out_right(self) -> bool:
+        """Whether weights could be told and none of them is a finding."""
+        beside = {id(finding) for finding in self.beside_weights}
+        return any(held.cells for held in self.held) and all(id(one) in beside for one in self.findings)
+
     def found(self, finding: Finding, effect: Effect | None) -> None:
         """Keep a finding, with what it does to this step's gradient where that is known."""
         self.findings.append(finding)

@@ -4,6 +4,7 @@ Megatron's vocabulary-parallel cross-entropy, fused linear cross-entropies and T
 node in the autograd graph, of which nothing tells what it counts. What went in does: whole-number labels, as many as
 come out. The node is marked in forward, and counts where `unseen.py` finds it between the root and the model. The
 gradient that arrives at one of its results is the weight of that token's loss, or minus that for a log-probability.
+One result for all labels counts them where its value is the sum of their cross-entropies, or that over a number.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from gradcheck_dist.events import Site
-from gradcheck_dist.probes.activations.exchanges import watch
+from gradcheck_dist.probes.activations.exchanges import Call, watch
 from gradcheck_dist.probes.losses.attached_terms import scalars_of, watch_attached
+from gradcheck_dist.probes.losses.closed_form import Looked, Sum, divisors, given_to, look, sum_of, valid_in
+from gradcheck_dist.probes.losses.loss_backward import Functions
+from gradcheck_dist.probes.losses.loss_backward import watch as watch_backward
 from gradcheck_dist.probes.recording.marks import LABELLED
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -28,8 +33,9 @@ WHOLE = (torch.int64, torch.int32)
 
 
 class Labelled(NamedTuple):
-    """`output`: which output holds a number for each label; `left_out` is true at labels without a loss; `sign` is 1
-    where the numbers are losses, -1 where they are log-probabilities, as a tensor on their device."""
+    """`output`: which output holds a number for each label, or the sum of these times `share`; `left_out` is true at
+    labels without a loss; `sign` is 1 where the numbers are losses, -1 where they are log-probabilities, as a tensor on
+    their device."""
 
     op: str
     output: int
@@ -37,16 +43,23 @@ class Labelled(NamedTuple):
     left_out: Tensor
     sign: Tensor
     site: Site | None
+    share: float = 1.0
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
     original = inspect.getattr_static(Function, "apply").__func__
+    functions = Functions(recorder)
 
     @functools.wraps(original)
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if not recorder.recording or recorder.suspended or torch.compiler.is_compiling():
+        if recorder.suspended or torch.compiler.is_compiling():
+            return original(cls, *args, **kwargs)
+        whole = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in WHOLE and arg.dim()]
+        looked = look_at(recorder, args, whole) if whole else None
+        if not recorder.recording:
             return original(cls, *args, **kwargs)
         watched = recorder.exchanges
+        calls: list[Call] = []
         if watched is None:
             results = original(cls, *args, **kwargs)
         else:
@@ -56,7 +69,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             finally:
                 watched.leave()
             watch(recorder, watched, cls, args, results, calls)
-        applied(recorder, cls, args, results)
+        applied(recorder, cls, args, results, whole, functions, looked, calls)
         return results
 
     bound = classmethod(apply)
@@ -71,30 +84,93 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 
 @guarded("label_functions")
-def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], results: Any) -> None:
-    """Mark the node of a function that gave one number for each label, and watch for losses that it attaches. Runs
-    behind every function: kept short."""
+def look_at(recorder: Recorder, args: tuple[Any, ...], whole: list[Tensor]) -> Looked | None:
+    """Some labels and logits that a function is about to be applied to; None where there are none."""
+    given = given_to(args, whole) if torch.is_grad_enabled() else None
+    if given is None:
+        return None
+    recorder.ensure_step()
+    if recorder.recording:
+        for leaf in (given.weight, given.bias):  # of an output layer that is not called itself
+            if leaf is not None and leaf.is_leaf and leaf.requires_grad and recorder.registry.find(leaf) is None:
+                recorder.discovery.hook(recorder.registry.add_unnamed(leaf), leaf)
+    with torch.no_grad():
+        return look(given) if recorder.sampling else None
+
+
+@guarded("label_functions")
+def applied(
+    recorder: Recorder,
+    cls: type[Function],
+    args: tuple[Any, ...],
+    results: Any,
+    whole: list[Tensor],
+    functions: Functions,
+    looked: Looked | None,
+    calls: list[Call],
+) -> None:
+    """Mark the node of a function that gave one number for each label, or their sum, and watch for losses that it
+    attaches. Runs behind every function: kept short."""
     if scalars := scalars_of(args, results):
         watch_attached(cls.__name__, recorder, scalars)
-    whole = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in WHOLE and arg.dim()]
     if not whole:
         return
     for index, output in enumerate(results if isinstance(results, tuple) else (results,)):
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.grad_fn is not None):
             continue
+        share: float | None = None
         labels = next((arg for arg in whole if arg.shape == output.shape), None)
-        if labels is None or not _have_classes(args, labels):
+        if labels is not None and _have_classes(args, labels):
+            left_out = labels < 0
+            if given := [arg for arg in args if type(arg) is int]:  # one may be the label to ignore: it has no loss
+                ignored = torch.isin(labels, torch.tensor(given, device=labels.device))
+                left_out = left_out | (ignored & (output.detach() == 0))
+        elif output.numel() == 1 and not calls:
+            summed = _sum(recorder, functions, cls, args, whole, looked, output.detach())
+            if summed is None:
+                continue
+            labels, (share, valid, *_) = summed
+            left_out = ~valid.view(labels.shape)
+        else:
             continue
-        losses = output.detach()
-        given = [arg for arg in args if type(arg) is int]
-        left_out = labels < 0
-        if given:  # one of these may be the label to ignore, which has no loss then
-            left_out = left_out | (torch.isin(labels, torch.tensor(given, device=labels.device)) & (losses == 0))
-        sign = torch.where((losses > 0).any(), 1.0, -1.0)
-        site = caller_site()
+        sign = torch.where((output.detach() > 0).any(), 1.0, -1.0)
         node: Any = output.grad_fn
-        node.metadata[LABELLED] = Labelled(cls.__name__, index, labels, left_out, sign, site)
+        node.metadata[LABELLED] = Labelled(
+            cls.__name__, index, labels, left_out, sign, caller_site(), 1.0 if share is None else share
+        )
+        groups = {call.ranks for call in calls}
+        if looked is not None and looked.given.labels is labels and len(groups) <= 1 and functions.admit(cls):
+            shard = groups.pop().index(dist.get_rank()) if groups else None
+            watch_backward(recorder, cls, looked, output, share=share, shard=shard)
         return
+
+
+def _sum(
+    recorder: Recorder,
+    functions: Functions,
+    cls: type[Function],
+    args: tuple[Any, ...],
+    whole: list[Tensor],
+    looked: Looked | None,
+    output: Tensor,
+) -> tuple[Tensor, Sum] | None:
+    """The labels of a function's one result, and what sum of their losses it is. In a step without samples it is what
+    it was before."""
+    with torch.no_grad():
+        if recorder.sampling:
+            found = sum_of(looked, output, args) if looked is not None else None
+            if looked is None or found is None:
+                functions.sums.pop(cls, None)
+                return None
+            functions.sums[cls] = found
+            return looked.given.labels, found
+        known = functions.sums.get(cls)
+        given = given_to(args, whole) if known is not None and known.over != "number" else None
+        if known is None or given is None:
+            return None
+        valid = valid_in(given, args, ignores=known.ignores)
+        divisor = dict(divisors((), valid))[known.over]
+        return given.labels, known._replace(share=1 / max(divisor, 1.0), valid=valid)
 
 
 def _have_classes(args: tuple[Any, ...], labels: Tensor) -> bool:

@@ -119,7 +119,7 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
     loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site)
 
     def arrived(grad: Tensor) -> None:
-        weights = torch.where(given.left_out, 0, -given.sign * grad.detach())
+        weights = torch.where(given.left_out, 0, -given.sign * given.share * grad.detach())
         log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
 
     _hook(node, arrived, given.output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -27,6 +28,9 @@ _INSTALLED_DIRS = tuple(
     path + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+_DEFINES = ("def ", "async def ")
+MAX_DECORATORS = 10
+"""Lines below which no definition is looked for."""
 _TYPED = ("<ipython-input", "<stdin>")
 _SKIP_FILES = {contextlib.__file__, functools.__file__, threading.__file__, typing_extensions.__file__}
 """The last wraps what torch calls deprecated (reduce_scatter_tensor)."""
@@ -69,9 +73,14 @@ def site_in(stack_trace: str) -> Site | None:
 
 
 def defined_at(function: Any) -> Site | None:
-    """Where a function is written; None where that is not in Python."""
+    """Where a function is written, below its decorators; None where that is not in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return Site(code.co_filename, code.co_firstlineno, code.co_qualname) if code is not None else None
+    if code is None:
+        return None
+    first: int = code.co_firstlineno
+    below = range(first, first + MAX_DECORATORS)
+    line = next((at for at in below if linecache.getline(code.co_filename, at).lstrip().startswith(_DEFINES)), first)
+    return Site(code.co_filename, line, code.co_qualname)
 
 
 def _users_line(frame: FrameType | None) -> str | None:

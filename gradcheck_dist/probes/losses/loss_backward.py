@@ -1,0 +1,116 @@
+"""What the backward of a function with labels gives, beside the derivative of the cross-entropy that it computed.
+
+A kernel of somebody's own that computes a cross-entropy (over shards of the vocabulary, from hidden states and the
+output layer's weight at once, in chunks) brings a backward of its own, which nobody compares with its forward. Where
+its losses are those in closed form, its derivative is softmax(z) - onehot(label). Where the vocabulary lies in shards,
+the loss itself tells the logsumexp over all of them to the rank that holds the label.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import LossBackward
+from gradcheck_dist.probes.losses.closed_form import Looked, Sum, is_plain, row
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site, defined_at
+
+MAX_ALIKE = 64
+"""Applications of one function that are looked at in a step."""
+
+
+class Functions:
+    """Functions that were applied: how often in a step, and what the one result of each is the sum of, over what."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.sums: dict[type, Sum] = {}
+        self._recorder = recorder
+        self._step = -1
+        self._seen: Counter[type] = Counter()
+
+    def admit(self, cls: type) -> bool:
+        """Whether this application's backward is looked at."""
+        if self._step != self._recorder.upcoming_step:
+            self._step = self._recorder.upcoming_step
+            self._seen.clear()
+        self._seen[cls] += 1
+        return self._recorder.sampling and self._recorder.impulses is None and self._seen[cls] <= MAX_ALIKE
+
+
+@guarded("loss_backward")
+def watch(
+    recorder: Recorder,
+    cls: type[Function],
+    looked: Looked,
+    output: Tensor,
+    *,
+    share: float | None = None,
+    shard: int | None = None,
+) -> None:
+    """A function gave `output`, one number for each label, or their sum times `share`: hold its backward against the
+    derivative when it comes. `shard` is the number of this rank's shard of the vocabulary, None where it has all."""
+    classes = looked.logits.shape[1]
+    with torch.no_grad():
+        labels = looked.labels - (shard or 0) * classes
+        label = labels.clamp(0, classes - 1)[:, None]
+        wanted, own = looked.logits.gather(1, label).squeeze(1), looked.logits.logsumexp(1)
+        found = output.detach().reshape(-1).double()
+        sign = torch.where((found > 0).any(), 1.0, -1.0)
+        loss = sign * found[looked.index] if share is None else own - wanted
+        held = (labels >= 0) & (labels < classes) & (loss != 0)
+        normaliser = own if shard is None else loss + wanted
+        gap = (normaliser - wanted - loss).abs() if shard is None else (own - normaliser).clamp_min(0)
+        # Of a label in another shard the derivative is known but for its size.
+        elsewhere = (looked.labels >= 0) & (loss != 0) & (shard is not None)
+        derivative = (looked.logits - torch.where(held, normaliser, own)[:, None]).exp()
+        derivative.scatter_add_(1, label, -held.to(derivative.dtype)[:, None])
+        derivative = looked.given.gradient(derivative) * (1.0 if share is None else share)
+        gap = torch.where(held, gap / (1 + loss.abs()), torch.where(elsewhere, -1.0, torch.nan))
+    event = functools.partial(
+        LossBackward, function=cls.__name__, defined_at=defined_at(getattr(cls, "backward", None)), site=caller_site()
+    )
+    node: Any = output.grad_fn
+    dtype = output.dtype
+    number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
+
+    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        given, arrived = grad_inputs[place] if place < len(grad_inputs) else None, grad_outputs[number]
+        if given is not None and arrived is not None and given.shape == shape and is_plain(given):
+            weights = sign * arrived.detach().reshape(-1).double()
+            weights = weights[index] if share is None else weights.expand(len(index))
+            came(recorder, event, dtype, weights, row(given, index), derivative, gap)
+
+    handle = node.register_hook(unserializable_hook(passed))
+
+
+@guarded("loss_backward")
+def came(
+    recorder: Recorder, event: Any, dtype: torch.dtype, arrived: Tensor, got: Tensor, derivative: Tensor, gap: Tensor
+) -> None:
+    """Backward ran through the function."""
+    current = recorder.current
+    if current is None or not recorder.sampling:
+        return
+    coarsest = max(dtype, got.dtype, key=lambda one: torch.finfo(one).eps)
+    got = got.double()
+    weight = (got * derivative).sum(1) / (derivative * derivative).sum(1)
+    size = got.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
+    rest = ((got - weight[:, None] * derivative).square().sum(1) / size).sqrt()
+    event = functools.partial(
+        event,
+        seq=recorder.next_seq(),
+        step=recorder.step,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        dtype=str(coarsest).removeprefix("torch."),
+    )
+    recorder.emit_values(event, torch.stack([arrived, weight, rest, gap], 1).float())

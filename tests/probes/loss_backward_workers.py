@@ -1,0 +1,92 @@
+"""Cross-entropies of somebody's own, whose backward is right or wrong, for test_loss_backward.py."""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from probe_workers import with_and_without
+from torch import Tensor, nn
+from torch.autograd import Function
+
+WIDTH, CLASSES, STEPS, PASSES = 8, 12, 3, 2
+VARIANTS = (
+    "vocabulary parallel",
+    "vocabulary parallel, summed in backward",
+    "vocabulary parallel, passed by",
+    "vocabulary parallel, no mask",
+    "vocabulary parallel, scaled in backward for a divided loss",
+)
+
+
+def derivative(logits: Tensor, normaliser: Tensor, labels: Tensor, held: Tensor) -> Tensor:
+    """softmax - onehot, of labels that are held."""
+    gradient = (logits - normaliser[..., None]).exp()
+    at = labels.clamp(0, logits.shape[-1] - 1)[..., None]
+    return gradient.scatter_add(-1, at, -held.to(gradient.dtype)[..., None])
+
+
+class Copy(Function):
+    """Megatron-LM's f: hands on, and sums in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class VocabParallel(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, variant: str) -> Tensor:
+        labels = labels - dist.get_rank() * logits.shape[-1]
+        held = (labels >= 0) & (labels < logits.shape[-1])
+        picked = logits.gather(-1, labels.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1) * held
+        total = logits.exp().sum(-1)
+        dist.all_reduce(total)
+        dist.all_reduce(picked)
+        ctx.save_for_backward(logits, total.log(), labels, held)
+        ctx.variant = variant
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        logits, normaliser, labels, held = ctx.saved_tensors
+        if "summed" in ctx.variant:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        elif "scaled" in ctx.variant:
+            grad = grad * dist.get_world_size()
+        elif "passed by" in ctx.variant:
+            grad = torch.ones_like(grad)
+        held = torch.ones_like(held) if "no mask" in ctx.variant else held
+        return derivative(logits, normaliser, labels, held) * grad[..., None], None, None
+
+
+def train(variant: str) -> int:
+    """Three steps of two passes on two tensor-parallel ranks; returns a checksum of the parameters."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    torch.manual_seed(1 + dist.get_rank())
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(WIDTH, CLASSES // dist.get_world_size(), bias=False)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        batches = [torch.randint(CLASSES, (2, 3, size), generator=data) for size in (5, 8)]
+        num_tokens = sum(words[1].numel() for words in batches)
+        for words, labels in batches:
+            logits = model["head"](Copy.apply(model["body"](words)))
+            loss = VocabParallel.apply(logits, labels, variant).sum() / num_tokens
+            (loss / dist.get_world_size() if "divided" in variant else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in model.parameters()))
+
+
+def train_all(folder: str) -> list[tuple[int, int]]:
+    """Every variant without probes and with them; checksums of both."""
+    return with_and_without(train, VARIANTS, folder)

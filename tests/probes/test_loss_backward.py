@@ -1,0 +1,257 @@
+"""Loss functions of somebody's own: what they count, and whether their backward is the derivative of their forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from beside import judged_beside
+from loss_backward_workers import VARIANTS, derivative
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.events import Loss, ProbeError
+from gradcheck_dist.probes import attach
+from gradcheck_dist.stream.diagnose import diagnose_run
+from gradcheck_dist.trace.run import read_run
+
+CLASSES, IGNORED, STEPS = 13, -100, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a loss function is written, and how a loop uses it.
+
+    `fused`: it computes the logits, from hidden states and a weight. `over`: what its one result is the sum divided by
+    ("nothing", "labels", "number"); "": it gives one number a label. `times`: what its backward multiplies by; None: it
+    passes by what arrives. `one`: backward takes one label's gradient for all. `shifted`: by how much its gradient
+    takes other labels. `loop`: what the loop multiplies the loss by beside 1 / tokens of the step; `masked`: it leaves
+    out every third label by a weight.
+    """
+
+    fused: bool = False
+    over: str = ""
+    times: float | None = 1.0
+    loop: float = 1.0
+    smoothing: float = 0.0
+    shifted: int = 0
+    dtype: torch.dtype = torch.float32
+    in_place: bool = False
+    bias: bool = False
+    masked: bool = False
+    one: bool = False
+
+
+class Losses(Function):
+    """A cross-entropy as `case` writes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignored: int,
+        items: int,
+        case: Case,
+    ) -> Tensor:
+        logits = rows if weight is None else rows @ weight.T
+        logits = (logits if bias is None else logits + bias).float()
+        valid = labels != ignored
+        losses = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none", label_smoothing=case.smoothing)
+        of_labels = (labels + case.shifted) % CLASSES
+        gradient = derivative(logits, logits.logsumexp(-1), of_labels, valid) * valid[:, None]
+        divisor = {"": 1, "nothing": 1, "labels": int(valid.sum()), "number": items}[case.over]
+        ctx.case, ctx.has_bias = case, bias is not None
+        ctx.save_for_backward(rows, weight, gradient / divisor)
+        if case.in_place:
+            rows.detach().copy_(gradient)
+        return losses.sum() / divisor if case.over else losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        rows, weight, gradient = ctx.saved_tensors
+        grad = torch.ones_like(grad) if ctx.case.times is None else grad * ctx.case.times
+        grad = grad[-1].expand(len(grad)) if ctx.case.one else grad
+        gradient = (gradient * grad.reshape(-1, 1)).to(rows.dtype)
+        of_bias = gradient.sum(0) if ctx.has_bias else None
+        if weight is None:
+            return gradient, None, of_bias, None, None, None, None
+        return gradient @ weight, gradient.T @ rows, of_bias, None, None, None, None
+
+
+def loss_of(case: Case, hidden: Tensor, head: nn.Linear, labels: Tensor, num_tokens: int) -> Tensor:
+    """The sum of a microbatch's losses over the tokens of the step, times what the loop adds to that."""
+    rows = hidden if case.fused else head(hidden)
+    weight, bias = (head.weight, head.bias) if case.fused else (None, None)
+    found: Tensor = Losses.apply(rows, weight, bias, labels, IGNORED, num_tokens, case)
+    count = int((labels != IGNORED).sum())
+    back = {"": 1 / num_tokens, "nothing": 1 / num_tokens, "labels": count / num_tokens, "number": 1.0}[case.over]
+    return (found * back * case.loop * kept(case, labels)).sum()
+
+
+def kept(case: Case, labels: Tensor) -> Tensor:
+    """Which labels have a loss that counts."""
+    by_loop = torch.arange(len(labels)) % 3 != 0 if case.masked else torch.tensor(True)
+    return by_loop & (labels != IGNORED) if not case.over else torch.tensor(1.0)
+
+
+def judged(folder: Path, case: Case, *, steps: range | None = range(STEPS), every_step: bool = False) -> Report:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Tanh()).to(case.dtype)
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(16, CLASSES, bias=case.bias).to(case.dtype)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step):
+        for _ in range(STEPS):
+            batches = [torch.randint(CLASSES, (2, size)) for size in (17, 5, 9)]
+            for _, labels in batches:
+                labels[:2] = IGNORED
+            num_tokens = sum(int(((labels != IGNORED) & (kept(case, labels) > 0)).sum()) for _, labels in batches)
+            for words, labels in batches:
+                loss_of(case, model["body"](words), model["head"], labels, num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not [event for event in read_run(folder / "run").ranks[0].events if isinstance(event, ProbeError)]
+    return diagnose_run(folder / "run")
+
+
+def only(report: Report) -> Finding:
+    (finding,) = report.findings
+    assert (finding.code, finding.steps) == ("GS803", [0, 1, 2])
+    event = finding.first_event
+    assert event is not None and event.file == __file__ and event.line is not None
+    assert "def backward" in "".join(Path(__file__).read_text().splitlines()[event.line - 2 : event.line + 1])
+    return finding
+
+
+RIGHT = {
+    "one a label": Case(),
+    "fused, one a label": Case(fused=True),
+    "fused with a bias": Case(fused=True, bias=True),
+    "sum": Case(over="nothing"),
+    "fused mean": Case(fused=True, over="labels"),
+    "over a number that it is given": Case(fused=True, over="number"),
+    "bfloat16": Case(fused=True, over="labels", dtype=torch.bfloat16),
+    "one a label, logits written over": Case(in_place=True),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_backward_is_clean_and_its_tokens_are_counted(tmp_path: Path, name: str) -> None:
+    report = judged(tmp_path, RIGHT[name])
+    assert report.verdict == "clean", report.reasons
+    assert "GS803" in report.rules.passed
+    losses = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
+    assert {event.op for event in losses if event.requires_grad} == {"Losses"}
+
+
+@pytest.mark.parametrize(
+    ("case", "factor"),
+    [
+        (Case(times=2.0), 2.0),
+        (Case(times=-1.0), -1.0),
+        (Case(fused=True, over="labels", times=0.25), 0.25),
+        (Case(fused=True, over="number", times=3.0, dtype=torch.bfloat16), 3.0),
+        (Case(in_place=True, times=2.0), 2.0),
+    ],
+)
+def test_a_factor_in_backward_is_found(tmp_path: Path, case: Case, factor: float) -> None:
+    finding = only(judged(tmp_path, case))
+    assert finding.factor.observed == pytest.approx(factor, rel=5e-3)
+    assert finding.severity == "error"
+
+
+@pytest.mark.parametrize("over", ["", "nothing", "labels"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_that_passes_by_what_arrives_is_found(tmp_path: Path, fused: bool, over: str) -> None:
+    finding = only(judged(tmp_path, Case(fused=fused, over=over, times=None)))
+    assert "passes it by" in finding.explanation
+    assert "Multiply" in finding.fix
+
+
+@pytest.mark.parametrize("times", [1.0, None])
+def test_a_backward_that_loses_what_arrives_for_single_labels_is_found(tmp_path: Path, times: float | None) -> None:
+    finding = only(judged(tmp_path, Case(masked=True, one=True, times=times)))
+    assert "masks" in finding.explanation
+
+
+def test_a_mask_behind_a_right_backward_is_clean(tmp_path: Path) -> None:
+    assert judged(tmp_path, Case(masked=True)).findings == []
+
+
+def test_what_the_loop_makes_up_for_is_no_finding(tmp_path: Path) -> None:
+    report = judged(tmp_path, Case(times=0.25, loop=4.0))
+    assert (report.verdict, report.findings) == ("clean", [])
+    assert any("does not give the derivative" in text for text in report.coverage.problems)
+
+
+def test_a_loop_that_is_wrong_as_well_is_told_beside_it(tmp_path: Path) -> None:
+    report = judged(tmp_path, Case(times=2.0, loop=3.0))
+    assert {finding.code for finding in report.findings} == {"GS303", "GS803"}
+
+
+def test_nothing_shows_while_one_arrives(tmp_path: Path) -> None:
+    assert judged(tmp_path, Case(over="number", times=None)).verdict == "clean"
+
+
+def test_a_gradient_of_another_function_is_a_warning(tmp_path: Path) -> None:
+    finding = only(judged(tmp_path, Case(shifted=1)))
+    assert finding.severity == "warning"
+    assert "no multiple" in finding.explanation
+
+
+@pytest.mark.parametrize("over", ["", "labels"])
+def test_what_is_no_plain_cross_entropy_is_not_judged(tmp_path: Path, over: str) -> None:
+    report = judged(tmp_path, Case(over=over, smoothing=0.1, times=2.0))
+    assert report.findings == []
+    assert "GS803" not in report.rules.passed
+    assert report.verdict == ("undetermined" if over else "clean")
+
+
+def test_a_sum_whose_logits_were_written_over_is_not_counted(tmp_path: Path) -> None:
+    report = judged(tmp_path, Case(over="nothing", in_place=True))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+@pytest.mark.parametrize("over", ["", "nothing", "labels"])
+def test_steps_without_samples_count_as_the_sampled_ones_did(tmp_path: Path, over: str) -> None:
+    report = judged(tmp_path, Case(fused=True, over=over), steps=range(1), every_step=True)
+    assert report.verdict == "clean", report.reasons
+
+
+@pytest.mark.parametrize("over", ["", "nothing"])
+def test_a_step_behind_others_that_were_not_recorded_is_counted(tmp_path: Path, over: str) -> None:
+    report = judged(tmp_path, Case(over=over), steps=range(2, 3))
+    assert report.verdict == "clean", report.reasons
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return judged_beside(tmp_path_factory, "loss_backward_workers:train_all", VARIANTS)
+
+
+def test_shards_of_a_vocabulary_are_held_against_the_derivative(reports: dict[str, Report]) -> None:
+    assert reports["vocabulary parallel"].verdict == "clean"
+    assert "GS803" in reports["vocabulary parallel"].rules.passed
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [("summed in backward", "times what arrives"), ("passed by", "passes it by"), ("no mask", "no multiple")],
+)
+def test_a_wrong_backward_of_shards_is_found(reports: dict[str, Report], variant: str, says: str) -> None:
+    (finding,) = reports[f"vocabulary parallel, {variant}"].findings
+    assert finding.code == "GS803"
+    assert finding.ranks == [0, 1]
+    assert says in finding.explanation
+
+
+def test_a_scale_that_belongs_to_a_divided_loss_is_clean(reports: dict[str, Report]) -> None:
+    report = reports["vocabulary parallel, scaled in backward for a divided loss"]
+    assert (report.verdict, report.findings) == ("clean", [])
