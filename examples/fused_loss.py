@@ -1,6 +1,7 @@
 """A fused, chunked linear cross entropy as one's own autograd function, as Liger's: logits never exist as a whole.
 
-No wrapper sees such a loss. FAULT=divided-in-the-loop halves what was accumulated so far after every batch.
+No wrapper sees such a loss; its value tells what it adds up. FAULT=divided-in-the-loop halves what was accumulated so
+far after every batch, FAULT=passed-by gives back what was computed on the way forward, without what arrives.
 
 gradcheck run -- python examples/fused_loss.py
 """
@@ -38,6 +39,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         grad_hidden, grad_weight = ctx.saved_tensors
+        if FAULT == "passed-by":
+            return grad_hidden, grad_weight, None
         return grad_hidden * grad_output, grad_weight * grad_output, None
 
 

@@ -112,7 +112,34 @@ def running_total(trainer: Trainer, tokens: Tensor, labels: Tensor) -> None:
     sum(_total[1:], _total[0]).backward(retain_graph=True)
 
 
+def fused(scores: Tensor, targets: Tensor) -> Tensor:
+    """Stands in for loss.sum_of_losses."""
+    from gradcheck_dist.trainer.fused_loss import FusedCrossEntropy
+
+    return FusedCrossEntropy.apply(scores, targets)
+
+
+def fused_gradient_passed_by(scores: Tensor, targets: Tensor) -> Tensor:
+    """Stands in for loss.sum_of_losses."""
+    from gradcheck_dist.trainer.fused_loss import GradientPassedBy
+
+    return GradientPassedBy.apply(scores, targets)
+
+
 FAULTS = (
+    Fault(
+        "fused-loss",
+        "The sum over tokens comes from a fused kernel of somebody's own, whose backward is right. Every weight is 1.",
+        "gradcheck_dist.trainer.loss:sum_of_losses",
+        fused,
+    ),
+    Fault(
+        "fused-loss-gradient-passed-by",
+        "The fused kernel computes its gradient in forward and gives that back as it is, without the gradient that "
+        "arrives. Every weight is N, over the ranks where an average divides by them.",
+        "gradcheck_dist.trainer.loss:sum_of_losses",
+        fused_gradient_passed_by,
+    ),
     Fault(
         "running-total",
         "The loss is added to a total that goes backward after every accumulation step, with retain_graph since it "

@@ -77,7 +77,7 @@ class TokenMeanLoss:
         targets = by_head(labels)
         scores = logits.unbind(2) if logits.dim() == 4 else (logits,)
         divisor = normalizer(targets[0], self._step)
-        loss = F.cross_entropy(*flat(scores[0], targets[0]), ignore_index=IGNORE_INDEX, reduction="sum") / divisor
+        loss = sum_of_losses(*flat(scores[0], targets[0])) / divisor
         self.token_sum += whole(loss.detach()) * divisor
         for head in range(len(targets) - 1):
             loss = loss + self._further_loss(scores[head + 1], targets[head + 1], head)
@@ -90,6 +90,11 @@ class TokenMeanLoss:
         tokens = int((labels != IGNORE_INDEX).sum())
         mark_loss(loss, tokens, term=f"mtp_{head + 1}", coefficient=self._further_weight)
         return loss * (self._further_weight / further_normalizer(self._step, head))
+
+
+def sum_of_losses(scores: Tensor, targets: Tensor) -> Tensor:
+    """Of scores [tokens, vocab] for targets [tokens]; what is ignored has none."""
+    return F.cross_entropy(scores, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def flat(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

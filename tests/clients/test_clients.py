@@ -18,9 +18,8 @@ PER_BATCH = ("per-batch-mean", "GS301", None, "loss = F.cross_entropy(")
 PLAIN = [
     Client("plain_loop.py", "no-division", "GS303", "num_tokens", LOSS),
     Client("log_probabilities.py", "per-batch-mean", "GS301", None, "token_losses = -log_probs.gather("),
-    Client(
-        "fused_loss.py", "divided-in-the-loop", "GS000", "0.5^(K-1-k)", "parameter.grad /= 2", judged="undetermined"
-    ),
+    Client("fused_loss.py", "divided-in-the-loop", "GS000", "0.5 * 0.5^(K-1-k)", "parameter.grad /= 2"),
+    Client("fused_loss.py", "passed-by", "GS803", "num_tokens", "def backward(ctx, grad_output):"),
     Client("manual_gradients.py", "overwritten", "GS401", None, "gradients = torch.autograd.grad("),
     Client("several_optimizers.py", "zeroed", "GS401", None, "fast.zero_grad()"),
     Client("grad_scaler.py", "no-unscale", "GS303", None, LOSS),

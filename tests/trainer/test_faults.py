@@ -74,6 +74,8 @@ WEIGHTS: dict[str, tuple[dict[str, Any], Weigh]] = {
     "sync-flag-between-forward-and-backward": (DDP, lambda c, key, rank: own(key, rank) if key[1] else 1),
     "zero-grad-inside-accumulation": (DDP, lambda c, key, rank: float(key[1] == K - 1)),
     "running-total": (DDP, lambda c, key, rank: K - key[1]),
+    "fused-loss": (DDP, lambda c, key, rank: 1),
+    "fused-loss-gradient-passed-by": (DDP, lambda c, key, rank: total_tokens(c)),
     "keeps-the-last-pass": (DDP, lambda c, key, rank: float(key[1] == K - 1)),
     "schedule-scales-grads in GPipe": ({**PIPELINE, "schedule": "gpipe"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
     "schedule-scales-grads in ZBV": ({**PIPELINE, "schedule": "zbv"}, lambda c, key, rank: M ** (key[1] + 1.0 - K)),
