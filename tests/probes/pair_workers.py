@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from probe_workers import Net, batch
+from probe_workers import Net, batch, sum_hook
 from torch.nn.parallel import DistributedDataParallel
 
 PASSES = 2
@@ -19,7 +19,7 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
     Args:
         faults: "group" reduces over pairs of ranks, "never" reduces nothing, "means" divides each pass by its own
             tokens and nothing else, "padded" counts more tokens than enter the losses, "scaled" multiplies the gradient
-            of the head by a third, "undone average" leaves the ranks out of the losses.
+            of the head by a third, "undone average" leaves the ranks out of the losses, "summed" adds up instead.
     """
     from gradcheck_dist.probes import attach
 
@@ -28,6 +28,8 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
     pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
     with attach(run_dir):
         model = DistributedDataParallel(Net(), process_group=pairs[rank // 2] if "group" in faults else None)
+        if "summed" in faults:
+            model.register_comm_hook(None, sum_hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data = [(batch(0, k)[0], batch(other, k)[1]) for other in range(ranks) for k in range(PASSES)]
         counts = [int((labels >= 0).sum()) for _, labels in data]

@@ -114,3 +114,22 @@ def test_what_is_counted_is_told_behind_a_loss_scale(tmp_path: Path) -> None:
     (finding,) = judged(tmp_path / "run").findings
     assert (finding.code, finding.steps) == ("GS303", [0, 1, 2])
     assert "as if the step had 35 tokens, where 30 enter" in finding.explanation
+
+
+def test_a_loss_scale_that_changes_between_passes_is_told_and_not_named_after_a_degree(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for k in range(2):
+            tokens, labels = torch.randint(0, 20, (2, 24)), torch.randint(0, 20, (48,))
+            scaler.scale(F.cross_entropy(model(tokens).flatten(0, 1), labels, reduction="sum") / 96).backward()
+            if k == 0:
+                scaler.update(scaler.get_scale() * 2)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run")
+    (finding,) = judged(tmp_path / "run").findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "0.5^(K-1-k)")
+    assert "A loss scale that changes between passes" in finding.explanation and "scaler.update()" in finding.fix

@@ -29,6 +29,8 @@ SCALED = ("GS000", "grad_write", 1 / 3)
         (("never", "padded"), [NEVER, PADDED]),
         (("never", "scaled"), [SCALED, NEVER]),
         (("padded", "scaled"), [SCALED, PADDED]),
+        (("padded", "undone average"), [("GS303", "loss", "divides by 133 of them, and what follows by 4")]),
+        (("summed",), [("GS303", "loss", "adds up the gradients of 4 ranks")]),
     ],
 )
 def test_both_faults_are_named(

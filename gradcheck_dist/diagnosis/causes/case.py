@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log2
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,16 @@ from gradcheck_dist.diagnosis.weights.context import RANKS_PER_BATCH, StepContex
 from gradcheck_dist.diagnosis.weights.factors import Name, exact_fraction, name_number
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
-from gradcheck_dist.events import Clip, Event, GradWrite, Loss, OptimizerStep, Reduce, ScaleGrads
+from gradcheck_dist.events import AmpUnscale, Clip, Event, GradWrite, Loss, OptimizerStep, Reduce, ScaleGrads
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 
 SAME_FACTOR = 1e-4
 """Two cases whose factors are nearer to one another than this, relative, may be one."""
+
+POWER = 1e-3
+"""How near to a whole number the logarithm of a power of two is."""
 
 
 @dataclass
@@ -84,6 +88,22 @@ class Case:
         return self.scaled_alike and self.pattern.factor < 1
 
     @property
+    def rescaled(self) -> bool:
+        """Whether the losses of a step that a GradScaler unscales differ by powers of two from one accumulation step to
+        another, as they do where its scale changes in between."""
+        unscaled = any(isinstance(e.event, AmpUnscale) for held in self.held for e in held.replay.history(held.rank))
+        if self.culprit.kind != "loss" or self.culprit.unrecorded or not unscaled:
+            return False
+        largest = max((cell.root_ratio for _, cell in self.cells), default=0.0)
+        roots: dict[int, set[int]] = {}
+        for _, cell in self.cells:
+            power = log2(cell.root_ratio / largest) if cell.root_ratio > 0 else 0.5
+            if abs(power - round(power)) > POWER:
+                return False
+            roots.setdefault(cell.key[1], set()).add(round(power))
+        return all(len(found) == 1 for found in roots.values()) and len(set().union(*roots.values())) > 1
+
+    @property
     def reduce(self) -> Reduce | None:
         return self.event if isinstance(self.event, Reduce) else None
 
@@ -133,7 +153,7 @@ def name_case(case: Case) -> None:
         case.names = [
             replace(name, expression=f"-{name.expression}", value=-name.value) for name in case.names if name.powers
         ]
-    if pattern.base is not None:
+    if pattern.base is not None and not case.rescaled:
         case.base_names = name_number(pattern.base, quantities, tolerance, near=frozenset(near))
     # A name made of the culprit's own numbers comes first: others only coincide in value.
     counted = case.pattern.kind == "partial"

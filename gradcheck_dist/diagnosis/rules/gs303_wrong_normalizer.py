@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.events import Reduce
 
 CODE = "GS303"
 NAME = "wrong-normalizer"
@@ -123,6 +124,13 @@ def judge(case: Case) -> Answer | None:
             fix=divide,
             suggested_experiment=between_names(case.context, equal),
         )
+    if adds_up := _adds_up(case):
+        return Answer(
+            explanation=f"Every token enters backward with x {factor:.6g} of the weight that "
+            f"{case.context.objective} asks for. {adds_up}",
+            fix="Divide the loss by the tokens of all ranks and multiply it by nothing, or let the reduction average.",
+            suggested_experiment=between_names(case.context, equal),
+        )
     counted = None if case.names else _counted(case)
     if case.names:
         fix = NAMED if len(equal) > 1 else _named(dict(case.names[0].powers))
@@ -130,12 +138,51 @@ def judge(case: Case) -> Answer | None:
         fix = _without_name(case) if counted is None else (COUNTED if factor < MANY else FEWER).format(counted=counted)
     summed = is_sum(case)
     as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
+    if counted is not None and (of_loss := _at_loss(case, counted)) is not None:
+        as_if += (
+            f". The loss divides by {of_loss} of them, and what follows by {counted // of_loss}, which nothing undoes"
+        )
+        fix = f"Multiply the loss by {counted // of_loss}. " + (COUNTED if of_loss > _tokens(case) else FEWER).format(
+            counted=of_loss
+        )
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
         f"{case.context.objective} asks for, and no later event makes up for it{as_if}.{IS_SUM if summed else ''}",
         fix=f"{fix}{SUM_MEANT if summed else ''}",
         suggested_experiment=between_names(case.context, equal),
     )
+
+
+def _adds_up(case: Case) -> str:
+    """What is said of a sum over as many ranks as the losses are multiplied by; "" where there is none."""
+    sums = [
+        event
+        for held in case.held
+        for entry in held.replay.history(held.rank)
+        if isinstance(event := entry.event, Reduce) and event.op == "sum" and not event.replicate_group
+    ]
+    sizes = {len(event.group) for event in sums}
+    if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > max(EXACT, 2 * case.pattern.tolerance):
+        return ""
+    event = min(sums, key=lambda event: event.seq)
+    place = f" at {event.site.file.rpartition('/')[2]}:{event.site.line}" if event.site is not None else ""
+    return (
+        f"The reduction{place} adds up the gradients of {max(sizes)} ranks: losses that are multiplied by this number "
+        "ask for an average."
+    )
+
+
+def _at_loss(case: Case, counted: int) -> int | None:
+    """What the losses themselves divide by, where that is a whole part of what the weights are divided by in all."""
+    weights = {one.weight for one in case.context.contributions.by_key.values()}
+    divisors = {
+        round(1 / weight) for weight in weights if weight and abs(1 / weight - round(1 / weight)) < EXACT / weight
+    }
+    if len(divisors) != 1 or None in weights:
+        return None
+    (divisor,) = divisors
+    whole = 0 < divisor < counted and counted % divisor == 0 and divisor != _tokens(case)
+    return divisor if whole and counted // divisor in case.context.quantities.values() else None
 
 
 def _counted_too(case: Case) -> Answer | None:
