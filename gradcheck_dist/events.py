@@ -182,10 +182,11 @@ class LossBackward(Event, tag="loss_backward"):
     same application.
 
     `function` is the torch.autograd.Function, `defined_at` its backward, `dtype` what rounds most. `values` are float32
-    bytes of shape (labels, 4): the gradient that arrived at the label's loss, or at the sum; the multiple of the
-    derivative that backward gave; the share of what it gave that is no multiple of it; and how far the loss is from a
+    bytes of shape (labels, 5): the gradient that arrived at the label's loss, or at the sum; the multiple of the
+    derivative that backward gave; the share of what it gave that is no multiple of it; how far the loss is from a
     cross-entropy, relative to 1 + loss (-1: the label lies in another rank's shard of the vocabulary, and the
-    derivative is known but for its size; NaN: it is left out).
+    derivative is known but for its size; NaN: it is left out); and by how much the label's logit differs from the mean
+    of all, relative to 1 + loss: where logits are alike, the loss is the same at any temperature.
     """
 
     function: str

@@ -27,6 +27,9 @@ MIN_LABELS = 2
 OTHERWISE = 0.2
 """Share of a gradient that is no multiple of the derivative from which it is another one, and no rounded one."""
 
+TELLS = 2
+"""By how many tolerances a loss has to change with what its derivative is off by."""
+
 SCALED, FLAT, UNIFORM, OTHER = "scaled", "flat", "uniform", "other"
 
 
@@ -75,16 +78,22 @@ def own_backwards(events: Mapping[int, list[Event]]) -> Iterator[OwnBackward]:
 def could_judge(events: Mapping[int, list[Event]]) -> bool:
     """Whether any loss function's backward could be held against the derivative."""
     found = (event for of_rank in events.values() for event in of_rank if isinstance(event, LossBackward))
-    return any(_fits(_values(event), _tolerance(event)) for event in found)
+    return any(_fits(_values(event), _tolerance_of_loss(event)) for event in found)
 
 
 def _tolerance(event: LossBackward) -> float:
+    """Of a gradient, relative."""
     return max(FITS, ROUNDED * EPSILON[event.dtype])
 
 
+def _tolerance_of_loss(event: LossBackward) -> float:
+    """Relative to 1 + loss."""
+    return max(FITS, 2 * EPSILON[event.dtype])
+
+
 def _values(event: LossBackward) -> np.ndarray:
-    """(arrived, given, rest, gap) of the labels that count."""
-    values = np.frombuffer(event.values, np.float32).reshape(-1, 4).astype(np.float64)
+    """(arrived, given, rest, gap, power) of the labels that count."""
+    values = np.frombuffer(event.values, np.float32).reshape(-1, 5).astype(np.float64)
     return values[~np.isnan(values[:, 3])]
 
 
@@ -95,9 +104,9 @@ def _fits(values: np.ndarray, tolerance: float) -> bool:
 
 
 def _judge(rank: int, events: list[LossBackward], of_rank: list[Event]) -> OwnBackward | None:
-    tolerance = max(map(_tolerance, events))
+    tolerance, of_loss = max(map(_tolerance, events)), max(map(_tolerance_of_loss, events))
     read = [_values(event) for event in events]
-    if not all(_fits(values, tolerance) for values in read if (values[:, 3:] >= 0).any()):
+    if not all(_fits(values, of_loss) for values in read if (values[:, 3:] >= 0).any()):
         return None
     values = np.concatenate(read)
     here = values[:, 3] >= 0
@@ -112,12 +121,17 @@ def _judge(rank: int, events: list[LossBackward], of_rank: list[Event]) -> OwnBa
         tolerance=tolerance,
         arrived=(float(arrived.min()), float(arrived.max())),
     )
-    other = (values[:, 2] > OTHERWISE) & (values[:, 1] != 0)
+    other = (values[:, 2] > OTHERWISE) & (values[:, 1] != 0) & (~here | (values[:, 4] > TELLS * of_loss))
     sharded = not here.all()  # there, that it is a cross-entropy shows only where its derivative fits, too
     if other.sum() >= MIN_LABELS and not (sharded and other[here].any()):
         return of_one(kind=OTHER, rest=float(np.median(values[other, 2])))
+    off = np.abs(given - arrived)
     known = ((rest <= tolerance) | (given == 0)).all()
-    if not known or (np.abs(given - arrived) <= tolerance * size).all():
+    if not known or (off <= tolerance * size).all():
+        return None
+    # Where logits are alike, a loss with a temperature or smoothed labels has the same value and another derivative.
+    change = off / np.maximum(np.abs(given), np.abs(arrived)).clip(np.finfo(np.float32).tiny)
+    if (values[here, 4] * change > TELLS * of_loss).sum() < MIN_LABELS:
         return None
     if _lose_weights(read, tolerance):
         return of_one(kind=UNIFORM, given=float(given.mean()))

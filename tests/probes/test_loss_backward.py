@@ -102,11 +102,32 @@ def kept(case: Case, labels: Tensor) -> Tensor:
     return by_loop & (labels != IGNORED) if not case.over else torch.tensor(1.0)
 
 
-def judged(folder: Path, case: Case, *, steps: range | None = range(STEPS), every_step: bool = False) -> Report:
+class WithEntropy(Function):
+    """Losses, and entropies that a loop may use as well."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = logits.log_softmax(-1)
+        ctx.save_for_backward(log_probs, labels)
+        return -log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_entropy: Tensor) -> Any:  # type: ignore[override]
+        log_probs, labels = ctx.saved_tensors
+        wanted = (log_probs.exp() - F.one_hot(labels, log_probs.shape[-1])) * grad[:, None]
+        entropy = -(log_probs.exp() * log_probs).sum(-1, keepdim=True)
+        return wanted - log_probs.exp() * (log_probs + entropy) * of_entropy[:, None], None
+
+
+def judged(
+    folder: Path, case: Case, *, steps: range | None = range(STEPS), every_step: bool = False, zeros: bool = False
+) -> Report:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Tanh()).to(case.dtype)
     model = nn.ModuleDict({"body": body, "head": nn.Linear(16, CLASSES, bias=case.bias).to(case.dtype)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if zeros:
+        nn.init.zeros_(model["head"].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if zeros else 0.1)
     with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step):
         for _ in range(STEPS):
             batches = [torch.randint(CLASSES, (2, size)) for size in (17, 5, 9)]
@@ -212,6 +233,29 @@ def test_what_is_no_plain_cross_entropy_is_not_judged(tmp_path: Path, over: str)
     assert report.findings == []
     assert "GS803" not in report.rules.passed
     assert report.verdict == ("undetermined" if over else "clean")
+
+
+@pytest.mark.parametrize("case", [Case(smoothing=0.1), Case(times=2.0)])
+def test_logits_that_are_all_alike_convict_nobody(tmp_path: Path, case: Case) -> None:
+    """The value of the loss is that of any temperature there, and of any smoothing."""
+    report = judged(tmp_path, case, zeros=True)
+    assert report.findings == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_what_else_a_function_gives_may_have_a_gradient_too(tmp_path: Path, share: float) -> None:
+    model = nn.Linear(8, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run", objective="global-token-mean"):
+        for _ in range(STEPS):
+            labels = torch.randint(CLASSES, (9,))
+            losses, entropies = WithEntropy.apply(4 * model(torch.randn(9, 8)), labels)
+            (losses - share * entropies).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose_run(tmp_path / "run")
+    assert report.findings == []
+    assert ("GS803" in report.rules.passed) == (share == 0)
 
 
 def test_a_sum_whose_logits_were_written_over_is_not_counted(tmp_path: Path) -> None:

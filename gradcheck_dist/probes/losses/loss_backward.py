@@ -74,6 +74,7 @@ def watch(
         derivative.scatter_add_(1, label, -held.to(derivative.dtype)[:, None])
         derivative = looked.given.gradient(derivative) * (1.0 if share is None else share)
         gap = torch.where(held, gap / (1 + loss.abs()), torch.where(elsewhere, -1.0, torch.nan))
+        power = (wanted - looked.logits.mean(1)).abs() / (1 + loss.abs())
     event = functools.partial(
         LossBackward, function=cls.__name__, defined_at=defined_at(getattr(cls, "backward", None)), site=caller_site()
     )
@@ -84,17 +85,27 @@ def watch(
     def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
         handle.remove()
         given, arrived = grad_inputs[place] if place < len(grad_inputs) else None, grad_outputs[number]
+        others = [grad.detach().any() for at, grad in enumerate(grad_outputs) if at != number and grad is not None]
         if given is not None and arrived is not None and given.shape == shape and is_plain(given):
             weights = sign * arrived.detach().reshape(-1).double()
             weights = weights[index] if share is None else weights.expand(len(index))
-            came(recorder, event, dtype, weights, row(given, index), derivative, gap)
+            # What the function gave beside the losses has a part in the gradient then.
+            alone = torch.where(torch.stack(others).any(), torch.inf, gap) if others else gap
+            came(recorder, event, dtype, weights, row(given, index), derivative, alone, power)
 
     handle = node.register_hook(unserializable_hook(passed))
 
 
 @guarded("loss_backward")
 def came(
-    recorder: Recorder, event: Any, dtype: torch.dtype, arrived: Tensor, got: Tensor, derivative: Tensor, gap: Tensor
+    recorder: Recorder,
+    event: Any,
+    dtype: torch.dtype,
+    arrived: Tensor,
+    got: Tensor,
+    derivative: Tensor,
+    gap: Tensor,
+    power: Tensor,
 ) -> None:
     """Backward ran through the function."""
     current = recorder.current
@@ -113,4 +124,4 @@ def came(
         microbatch=current.microbatch,
         dtype=str(coarsest).removeprefix("torch."),
     )
-    recorder.emit_values(event, torch.stack([arrived, weight, rest, gap], 1).float())
+    recorder.emit_values(event, torch.stack([arrived, weight, rest, gap, power], 1).float())
