@@ -66,7 +66,9 @@ class Losses(Function):
         valid = labels != ignored
         losses = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none", label_smoothing=case.smoothing)
         of_labels = (labels + case.shifted) % CLASSES
-        gradient = derivative(logits, logits.logsumexp(-1), of_labels, valid) * valid[:, None]
+        gradient = derivative(logits, logits.logsumexp(-1), of_labels, valid)
+        wanted = F.one_hot(of_labels.clamp(min=0), CLASSES)
+        gradient = (gradient + case.smoothing * (wanted - 1 / CLASSES)) * valid[:, None]
         divisor = {"": 1, "nothing": 1, "labels": int(valid.sum()), "number": items}[case.over]
         ctx.case, ctx.has_bias = case, bias is not None
         ctx.save_for_backward(rows, weight, gradient / divisor)
