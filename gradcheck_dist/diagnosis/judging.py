@@ -61,7 +61,7 @@ from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.trace.run import Run
 
-UNEXPLAINED = "GS000"
+UNEXPLAINED, WRONG_LOSS_BACKWARD = "GS000", "GS803"
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 
@@ -120,6 +120,8 @@ def judge_step(
         effects = list(with_them.effects.values()) if not found else []
         alone_do = effects[0] if len(effects) == 1 else None
         facts = replace(facts, own_backwards=tuple(backwards), effect_of_backwards=alone_do)
+        if facts.weights_right and all(one.is_multiple for one in backwards):
+            return _laid_to_backwards(with_them, facts)
     remarks = audit(facts, verdict.units)
     verdict.findings = [one for one in verdict.findings if not any(other.explains(one) for other in remarks)]
     for one in remarks:
@@ -132,6 +134,17 @@ def judge_step(
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
     if own is None and UNREDUCED in found:
         verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
+    return verdict
+
+
+def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
+    """The verdict on a step by the weights that loss functions' backwards gave, which alone made them wrong."""
+    verdict.findings, verdict.changes, verdict.effects = list(verdict.beside_weights), [], {}
+    for one in audit(facts, verdict.units):
+        if one.finding.code == WRONG_LOSS_BACKWARD:
+            verdict.found(one.finding, one.effect)
+            verdict.beside_weights.append(one.finding)
+    verdict.audited = audited(facts)
     return verdict
 
 

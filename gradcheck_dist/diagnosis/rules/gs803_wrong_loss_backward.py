@@ -83,7 +83,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             factor = Factor(observed=first.factor, exact=exact, expression=name or None, tolerance=first.tolerance)
         yield Remark(
             answer=Answer(
-                explanation=_explain(found),
+                explanation=_explain(found, _BESIDE if facts.found else ""),
                 fix=_fix(first, name),
                 severity="warning" if first.kind == OTHER else "error",
             ),
@@ -121,7 +121,10 @@ def _name(first: OwnBackward, facts: StepFacts) -> str:
     return names[0].expression if len(names) == 1 else ""
 
 
-def _explain(found: list[OwnBackward]) -> str:
+_BESIDE = " The table's weights are those that arrive at the loss."
+
+
+def _explain(found: list[OwnBackward], table: str) -> str:
     first = found[0]
     event = first.first
     called = f" (called at {event.site.file.rsplit('/', 1)[-1]}:{event.site.line})" if event.site else ""
@@ -141,7 +144,7 @@ def _explain(found: list[OwnBackward]) -> str:
     arrived = f"{low:.6g} to {high:.6g}" if varies else f"{low:.6g}"
     given = f"{first.given:.6g}" if first.factor is None or not varies else f"x {first.factor:.6g} of that"
     by = ": backward passes it by" if _is_passed_by(first) else ""
-    return owed + f"Arrived is {arrived}, given is {given}{by}. The table's weights are those that arrive at the loss."
+    return owed + f"Arrived is {arrived}, given is {given}{by}.{table}"
 
 
 def _fix(first: OwnBackward, name: str) -> str:
