@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SHOWN = 3
+OF_THE_DATA = "function of the data, which may be meant"
+"""What is said of losses that are scaled by no count."""
 
 
 def in_short(names: Sequence[str]) -> str:

@@ -94,6 +94,7 @@ def test_what_a_pass_divides_by_is_a_fault_where_it_counts(
     assert report.verdict == verdict, report
     if verdict == "undetermined":
         assert "by backward pass" in report.reasons[0] and "a running mean" in report.reasons[0]
+        assert "a division by the tokens of the step in its place" in report.next_step
         assert ("rounded so far" in report.reasons[0]) == (dtype is torch.bfloat16)
 
 

@@ -9,6 +9,7 @@ from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.steps.handmade import LINES
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
+from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
 BRING = (
@@ -29,6 +30,8 @@ SAYS = {
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
+    OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
+    "of the step in its place, all the rest is judged.",
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }

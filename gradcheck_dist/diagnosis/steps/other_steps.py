@@ -17,6 +17,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.words import OF_THE_DATA
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -142,9 +143,8 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
         verdict.effects.clear()
         verdict.reasons.append(
             f"the losses are x {conduct.losses * conduct.rest:.6g} of a mean over all tokens, and in every other step "
-            "x another number, with as many tokens and passes: a coefficient that follows a schedule, or a function of "
-            "the data, which may be meant. gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before its "
-            "coefficient tells"
+            "x another number, with as many tokens and passes: a coefficient that follows a schedule, or a "
+            f"{OF_THE_DATA}"
         )
 
 

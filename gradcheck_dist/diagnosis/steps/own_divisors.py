@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.weights.factors import has_name
-from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.diagnosis.words import OF_THE_DATA, in_short
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -112,8 +112,7 @@ def leave_statistics_open(verdicts: Sequence[StepVerdict]) -> None:
     why = "no count makes most of these" if known is False else "rounded so far that no count could be told from these"
     reason = (
         f"the losses divide by {told}{several} in step {first.context.step}, in every other step by other numbers, and "
-        f"{why}: a running mean or another function of the data, which may be meant. "
-        "gradcheck_dist.mark_loss(loss_sum, num_tokens) on the loss before it is divided tells"
+        f"{why}: a running mean or another {OF_THE_DATA}"
     )
     for (verdict, _), here in zip(divided, found, strict=True):
         if here:
