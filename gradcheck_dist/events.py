@@ -48,6 +48,10 @@ class Event(Record, kw_only=True):
     site: Site | None = None
 
 
+FUNCTION = "function "
+"""Begins the op of a loss that is what an autograd function of the program's own gives, of which nothing is known."""
+
+
 class Loss(Event, tag="loss"):
     """A loss was evaluated on labels (forward). `loss_id` joins it with its LossGradient.
 
@@ -78,7 +82,8 @@ class LossGradient(Event, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
     `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to. `label_share`: how much of the weight falls on the labels, where the trainer smooths these by hand.
+    these come to, NaN where its targets are one number for the whole pass. `label_share`: how much of the weight falls
+    on the labels, where the trainer smooths these by hand.
     """
 
     loss_id: int

@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     out_of_sight,
     passes_unmatched,
     tokens_known,
+    uncounted,
     unmade,
     unseen,
     why_not,
@@ -198,7 +199,10 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]
     verdict.held = judge(measured, target.contributions, target.expected)
-    verdict.reasons += unseen(verdict.held, target.expected, own)
+    verdict.reasons += [
+        *unseen(verdict.held, target.expected, own),
+        *uncounted(verdict.held, data, target.contributions.coordinate),
+    ]
     verdict.units = unit_of(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)

@@ -79,3 +79,32 @@ def test_what_may_be_a_coefficient_or_tasks_accuses_nobody(
 ) -> None:
     report = trained(tmp_path, factors=factors, together=together)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def real_and_generated(run_dir: Path, kind: str) -> Report:
+    """A discriminator's step on real and on generated data: two losses that add up by design."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    real, fake = torch.randn(5, 6) + 2, torch.randn(5, 6)
+
+    def push(data: Tensor, target: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        loss(model(data), target).backward()
+
+    with attach(run_dir):
+        if kind == "one line":
+            push(real, torch.rand(5, 1), F.mse_loss), push(fake, torch.rand(5, 1), F.mse_loss)
+        elif kind == "two lines":
+            push(real, torch.rand(5, 1), LOSSES["by hand"])
+            push(fake, torch.rand(5, 1), LOSSES["by hand"])
+        else:
+            for data, label in ((real, 1.0), (fake, 0.0)):
+                push(data, torch.full((5, 1), label), F.binary_cross_entropy_with_logits)
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("kind", ["one line", "two lines", "loop"])
+def test_losses_of_several_kinds_that_add_up_accuse_nobody(tmp_path: Path, kind: str) -> None:
+    report = real_and_generated(tmp_path, kind)
+    assert (report.verdict, report.findings) == ("undetermined", [])

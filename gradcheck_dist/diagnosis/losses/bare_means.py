@@ -59,7 +59,9 @@ def _written(data: StepData, contributions: Contributions) -> float | None:
     scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
     factors = {c.gradient.num_factors for c in contributions.by_key.values() if c.gradient is not None}
     first = found[0] if found else None
-    if first is None or len(scales) > 1 or any(one is None or abs(one - first) > SAME * abs(first) for one in found):
+    if first is None or len(scales) > 1:
+        return None
+    if not all(one is not None and abs(one - first) <= SAME * abs(first) for one in found):  # nor where one is NaN
         return None
     weight = first / next(iter(scales), 1.0)
     # A coefficient may be just what the losses are divided by: then it stands there as a number of its own.

@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.steps.handmade import LINES
+from gradcheck_dist.diagnosis.steps.open_steps import UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
@@ -32,6 +33,8 @@ SAYS = {
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
+    UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "
+    "model in one pass; else compare these parameters' gradients with those of one process.",
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }

@@ -13,15 +13,18 @@ from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
-from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
+from gradcheck_dist.diagnosis.weights.cells import COUNTS_NOTHING, MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
+    FUNCTION,
     KEPT_BY_OPTIMIZER,
     OWN_OPTIMIZER_PROBE,
     UNNAMED,
     UPDATED_INSIDE,
+    Loss,
+    LossGradient,
     OptimizerStep,
     PipelineStep,
     ProbeStatus,
@@ -30,6 +33,10 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, 
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
 
+UNCOUNTED = (
+    "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
+    "should weigh is not known"
+)
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
 
@@ -199,6 +206,29 @@ def unseen(
         return []
     shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)])
     return [f"the weight of contribution {shown} cannot be told from the samples: take a larger sample"]
+
+
+def uncounted(held: list[Held], data: StepData, coordinate: dict[int, int]) -> list[str]:
+    """Parameters that get gradients only from passes that hand on a gradient which was computed elsewhere, beside
+    others whose losses count: what these weigh tells nothing of them. A pass is such where backward was given a
+    gradient, or a function of the program's own. Losses that count nothing by design (a critic's) are known by what
+    they are."""
+    own_losses = set()
+    for rank, events in data.events.items():
+        known = {event.loss_id for event in events if isinstance(event, Loss) and not event.op.startswith(FUNCTION)}
+        for event in events:
+            if isinstance(event, LossGradient) and event.loss_id in known:
+                own_losses.add((coordinate.get(rank), event.accumulation_step, event.microbatch))
+    weighed = {one.param for one in held if one.cells}
+    silent = {
+        one.param for one in held if one.reason == COUNTS_NOTHING and own_losses.isdisjoint(one.replay.basis.keys)
+    }
+    alone = silent - weighed
+    if not alone or not weighed:
+        return []
+    return [
+        f"{len(alone)} parameter(s) ({in_short(sorted(name for _, name in alone))}) get gradients only from {UNCOUNTED}"
+    ]
 
 
 def foreign(run: Run, data: StepData) -> list[str]:

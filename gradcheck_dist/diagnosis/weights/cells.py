@@ -29,6 +29,7 @@ orders in float32, were measured up to 1.6e-6 apart, and no scale bug is a facto
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
 TOO_FEW = "too few of its elements are sampled on this rank"
+COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 
 
 @dataclass
@@ -294,7 +295,7 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
                 )
             )
     if not result.cells and expected and not any(key in expected for key in held.replay.basis.keys):
-        result.reason = "the losses of its passes count nothing, so nothing says what it should weigh"
+        result.reason = COUNTS_NOTHING
     elif not result.cells:
         result.reason = "its sampled gradient is zero or too small to be told from rounding"
     return result

@@ -36,6 +36,7 @@ CURVED = {
 PRODUCTS = {"MulBackward", "DivBackward"}
 FACTORS = {*PRODUCTS, "NegBackward"}
 """What multiplies by a number, where one operand alone has a gradient."""
+MAX_FACTORS = 16
 MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
 
 
@@ -159,6 +160,18 @@ def name_of(node: Any) -> str:
 def operands_of(node: Any) -> list[Any]:
     """The nodes of those inputs that have a gradient."""
     return [following for following, _ in node.next_functions if following is not None]
+
+
+def function_of(root: Any) -> str | None:
+    """The autograd function of the program's or a library's own, not of torch's, that a root is a multiple of."""
+    node = root
+    for _ in range(MAX_FACTORS):
+        operands = operands_of(node)
+        if name_of(node) not in FACTORS or len(operands) != 1:
+            break
+        node = operands[0]
+    written = getattr(type(node), "_forward_cls", None)
+    return written.__name__ if written is not None and not written.__module__.startswith("torch.") else None
 
 
 def class_dim(node: Any) -> int:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcheck_dist.events import Loss, LossGradient, Site
+from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.losses import label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
-from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, name_of, search
+from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import uncounted_terms, watch_terms
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
@@ -82,9 +82,11 @@ def look(
         watch_terms(recorder, current, [*terms.others, *terms.named])
     current.computed = found.is_computed()
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
-        current.root_loss = ", ".join(dict.fromkeys(found.others)) or "unknown"
+        function = function_of(roots[0].grad_fn)
+        nameless = f"{FUNCTION}{function}" if function else "unknown"
+        current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if not (current.computed or found.known or picks):
-            means.watch(current, roots[0].grad_fn, passes)
+            means.watch(current, roots[0].grad_fn, passes, recorder.accumulation_step)
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:

@@ -60,6 +60,18 @@ def caller_site() -> Site | None:
     return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
 
 
+def calls() -> int:
+    """Equal for passes of one loop: from which place of which function each of the user's and of its libraries' calls
+    that are under way was made. Two calls on one line are two places."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not _is_foreign(frame.f_code.co_filename):
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(found))
+
+
 def site_in(stack_trace: str) -> Site | None:
     """What `caller_site` gives, of a stack that was noted earlier as text, the innermost frame last."""
     frames = [(file, int(line), name) for file, line, name in _FRAME.findall(stack_trace) if not _is_foreign(file)]
