@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.activations.exchanges import Call, watch
@@ -91,9 +92,10 @@ def look_at(recorder: Recorder, args: tuple[Any, ...], whole: list[Tensor]) -> L
         return None
     recorder.ensure_step()
     if recorder.recording:
-        for leaf in (given.weight, given.bias):  # of an output layer that is not called itself
-            if leaf is not None and leaf.is_leaf and leaf.requires_grad and recorder.registry.find(leaf) is None:
-                recorder.discovery.hook(recorder.registry.add_unnamed(leaf), leaf)
+        for param in (given.weight, given.bias):  # of an output layer that is not called itself
+            known = not isinstance(param, Parameter) or recorder.registry.find(param) is not None
+            if param is not None and param.requires_grad and not known:
+                recorder.discovery.hook(recorder.registry.add_unnamed(param), param)
     with torch.no_grad():
         return look(given) if recorder.sampling else None
 
