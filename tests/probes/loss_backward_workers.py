@@ -16,6 +16,10 @@ VARIANTS = (
     "vocabulary parallel, passed by",
     "vocabulary parallel, no mask",
     "vocabulary parallel, scaled in backward for a divided loss",
+    "vocabulary parallel, one sum",
+    "vocabulary parallel, one sum, summed in backward",
+    "vocabulary parallel, one sum, with a learned weight",
+    "vocabulary parallel, one sum, smoothed",
 )
 
 
@@ -50,12 +54,14 @@ class VocabParallel(Function):
         dist.all_reduce(total)
         dist.all_reduce(picked)
         ctx.save_for_backward(logits, total.log(), labels, held)
-        ctx.variant = variant
-        return total.log() - picked
+        ctx.variant, ctx.shape = variant, labels.shape
+        losses = total.log() - picked
+        return losses.sum() if "one sum" in variant else losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         logits, normaliser, labels, held = ctx.saved_tensors
+        grad = grad.expand(ctx.shape)
         if "summed" in ctx.variant:
             grad = grad.clone()
             dist.all_reduce(grad)
@@ -64,7 +70,10 @@ class VocabParallel(Function):
         elif "passed by" in ctx.variant:
             grad = torch.ones_like(grad)
         held = torch.ones_like(held) if "no mask" in ctx.variant else held
-        return derivative(logits, normaliser, labels, held) * grad[..., None], None, None
+        gradient = derivative(logits, normaliser, labels, held)
+        if "smoothed" in ctx.variant:
+            gradient = gradient - 0.1 * (1 / CLASSES + gradient - derivative(logits, normaliser, labels, held & False))
+        return gradient * grad[..., None], None, None
 
 
 def train(variant: str) -> int:
@@ -73,7 +82,8 @@ def train(variant: str) -> int:
     body = nn.Sequential(nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     torch.manual_seed(1 + dist.get_rank())
     model = nn.ModuleDict({"body": body, "head": nn.Linear(WIDTH, CLASSES // dist.get_world_size(), bias=False)})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learned = torch.full((), 0.3, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), learned], lr=0.1)
     data = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         batches = [torch.randint(CLASSES, (2, 3, size), generator=data) for size in (5, 8)]
@@ -81,6 +91,7 @@ def train(variant: str) -> int:
         for words, labels in batches:
             logits = model["head"](Copy.apply(model["body"](words)))
             loss = VocabParallel.apply(logits, labels, variant).sum() / num_tokens
+            loss = loss * learned if "learned" in variant else loss
             (loss / dist.get_world_size() if "divided" in variant else loss).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.events import Loss, ProbeError
 from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.losses.by_gradient import weight_in
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
@@ -296,6 +297,53 @@ def test_a_wrong_backward_of_shards_is_found(reports: dict[str, Report], variant
     assert finding.code == "GS803"
     assert finding.ranks == [0, 1]
     assert says in finding.explanation
+
+
+def test_a_sum_over_shards_is_known_by_its_gradient(reports: dict[str, Report]) -> None:
+    report = reports["vocabulary parallel, one sum"]
+    assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], []), report.reasons
+    (finding,) = reports["vocabulary parallel, one sum, summed in backward"].findings
+    assert finding.code == "GS303"
+    assert finding.factor.observed == pytest.approx(2, rel=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["with a learned weight", "smoothed"])
+def test_a_sum_over_shards_of_something_else_is_left_open(reports: dict[str, Report], variant: str) -> None:
+    report = reports[f"vocabulary parallel, one sum, {variant}"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def softmax_gradient(scores: Tensor, labels: Tensor, weights: Tensor | float) -> Tensor:
+    wanted = F.one_hot(labels, scores.shape[-1])
+    return (scores.double().softmax(-1) - wanted) * torch.as_tensor(weights).reshape(-1, 1)
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_the_weight_stands_in_the_gradient_of_a_part_of_the_classes(start: int) -> None:
+    torch.manual_seed(1)
+    scores, labels = torch.randn(40, 21).double(), torch.randint(21, (40,))
+    gradient = softmax_gradient(scores, labels, 0.125)
+    part = slice(start, start + 7)
+    assert weight_in(gradient[:, part], scores[:, part], labels, 1e-6) == pytest.approx(0.125)
+    labels[::2], gradient[::2] = -100, 0  # they learn nothing
+    assert weight_in(gradient[:, part], scores[:, part], labels, 1e-6) == pytest.approx(0.125)
+
+
+def test_another_gradient_has_no_weight_in_it() -> None:
+    torch.manual_seed(1)
+    scores, labels = torch.randn(40, 7).double(), torch.randint(7, (40,))
+    right = softmax_gradient(scores, labels, 0.125)
+    others = {
+        "weights of their own": softmax_gradient(scores, labels, torch.rand(40)),
+        "another temperature": softmax_gradient(2 * scores, labels, 0.125),
+        "other labels": softmax_gradient(scores, torch.randint(7, (40,)), 0.125),
+        "smoothed": right + 0.0125 * (F.one_hot(labels, 7) - 1 / 7),
+        "noise": torch.randn(40, 7).double(),
+        "nothing": torch.zeros(40, 7).double(),
+        "more than all": right + 0.125 * scores.softmax(-1),
+    }
+    found = {name: weight_in(gradient, scores, labels, 1e-6) for name, gradient in others.items()}
+    assert found == dict.fromkeys(others)
 
 
 def test_a_scale_that_belongs_to_a_divided_loss_is_clean(reports: dict[str, Report]) -> None:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.activations.exchanges import Call, watch
+from gradcheck_dist.probes.losses import by_gradient
 from gradcheck_dist.probes.losses.attached_terms import scalars_of, watch_attached
 from gradcheck_dist.probes.losses.closed_form import Looked, Sum, divisors, given_to, look, sum_of, valid_in
 from gradcheck_dist.probes.losses.loss_backward import Functions
@@ -127,9 +128,11 @@ def applied(
             if given := [arg for arg in args if type(arg) is int]:  # one may be the label to ignore: it has no loss
                 ignored = torch.isin(labels, torch.tensor(given, device=labels.device))
                 left_out = left_out | (ignored & (output.detach() == 0))
-        elif output.numel() == 1 and not calls:
-            summed = _sum(recorder, functions, cls, args, whole, looked, output.detach())
+        elif output.numel() == 1:
+            summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
             if summed is None:
+                if looked is not None:
+                    by_gradient.watch(recorder, cls, looked.given, output)
                 continue
             labels, (share, valid, *_) = summed
             left_out = ~valid.view(labels.shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward import autograd
-from gradcheck_dist.probes.losses import label_smoothing, log_probs, means
+from gradcheck_dist.probes.losses import by_gradient, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
@@ -81,6 +81,8 @@ def look(
         current.other_losses += len(terms.others)
         watch_terms(recorder, current, [*terms.others, *terms.named])
     current.computed = found.is_computed()
+    if len(roots) == 1 and not found.losses:
+        by_gradient.begins_at(roots[0])
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"

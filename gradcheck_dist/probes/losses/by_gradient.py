@@ -1,0 +1,150 @@
+"""Sums of cross-entropies that are known by the gradient that their function gives.
+
+Of a function that gives one number for all labels, over a part of the vocabulary, the value tells nothing to one rank
+alone. Its gradient does: a label's row is weight * softmax(z), less the weight at the label's own logit, and softmax(z)
+is a multiple of exp(z). So the one entry that is no such multiple is the label's, what it is off by is the weight, and
+where the label lies in each row tells which part of the vocabulary this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.hooks import unserializable_hook
+
+from gradcheck_dist.events import Loss, Site
+from gradcheck_dist.probes.losses import log_probs
+from gradcheck_dist.probes.losses.closed_form import Given, is_plain, row
+from gradcheck_dist.probes.losses.loss import label_hash
+from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.sites import caller_site
+
+NUM_ROWS = 64
+"""Labels that are looked at: of those that lie in this rank's part of the vocabulary, MIN_HELD are needed."""
+MIN_HELD, MIN_CLASSES = 2, 4
+FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Share of a row's gradient that is not explained; in other types ROUNDED."""
+ROUNDED = 2e-2
+MAX_LOGITS = 1 << 24
+MAX_HOPS = 16
+SUMMED = "gradcheck_sum"
+"""In the metadata of a function's node: its State."""
+_LINEAR = (*log_probs.PASS_THROUGH, "Sum", "Mean", "Neg", "Mul", "Div")
+
+
+@dataclass
+class State:
+    """Whether the pass that comes to a function begins at its result, times constants."""
+
+    alone: bool = False
+
+
+def begins_at(root: Tensor) -> None:
+    """A backward pass begins: note it where nothing but constants lies between its root and a function."""
+    node: Any = root.grad_fn
+    for _ in range(MAX_HOPS):
+        if node is None:
+            return
+        if SUMMED in node.metadata:
+            node.metadata[SUMMED].alone = True
+            return
+        operands = operands_of(node)
+        if len(operands) != 1 or not name_of(node).startswith(_LINEAR):
+            return
+        node = operands[0]
+
+
+@guarded("by_gradient")
+def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor) -> None:
+    """A function gave one number, which is no sum of losses that are known: see whether its gradient is one's."""
+    num_logits = given.labels.numel() * given.rows.shape[-1]
+    if given.weight is not None or not output.is_cpu or given.num_classes < MIN_CLASSES or num_logits > MAX_LOGITS:
+        return
+    flat = given.labels.detach().reshape(-1)
+    valid = (flat >= 0).nonzero().squeeze(1)
+    index = valid[torch.linspace(0, len(valid) - 1, min(NUM_ROWS, len(valid))).long()] if len(valid) else valid
+    logits, labels, site = row(given.rows, index).double(), given.labels, caller_site()
+    node: Any = output.grad_fn
+    state = node.metadata[SUMMED] = State()
+    place, shape = given.place, given.rows.shape
+
+    def passed(grad_inputs: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        found = grad_inputs[place] if place < len(grad_inputs) else None
+        if state.alone and found is not None and found.shape == shape and is_plain(found):
+            came(recorder, cls.__name__, found.detach(), logits, index, labels, site)
+
+    handle = node.register_hook(unserializable_hook(passed))
+
+
+@guarded("by_gradient")
+def came(
+    recorder: Recorder,
+    name: str,
+    gradient: Tensor,
+    logits: Tensor,
+    index: Tensor,
+    labels: Tensor,
+    site: Site | None,
+) -> None:
+    """Backward ran through the function: record its losses, if they are cross-entropies."""
+    current = recorder.current
+    if current is None or not recorder.sampling or recorder.loss_seen_in == current.seq:
+        return
+    flat = labels.detach().reshape(-1)
+    weight = weight_in(row(gradient, index).double(), logits, flat[index], FITS.get(gradient.dtype, ROUNDED))
+    if weight is None:
+        return
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss,
+        seq=loss_id,
+        site=site,
+        loss_id=loss_id,
+        op=name,
+        reduction="none",
+        num_labels=labels.numel(),
+        label_hash=label_hash(labels),
+    )
+    if recorder.impulses is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
+    learns = (gradient != 0).reshape(len(flat), -1).any(1) & (flat >= 0)
+    log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id)
+
+
+def weight_in(gradient: Tensor, logits: Tensor, labels: Tensor, fits: float) -> float | None:
+    """The weight of each label's cross-entropy in a gradient of logits, both (labels, classes) of float64.
+
+    The classes may be a part of all, one behind the other, to which some of the labels belong. None where the gradient
+    is another function's, or labels have weights of their own.
+    """
+    learns = (gradient != 0).any(1)
+    gradient, logits, labels = gradient[learns], logits[learns], labels[learns]
+    if not len(labels):
+        return None
+    scores = (logits - logits.amax(1, keepdim=True)).exp()
+    base = (gradient / scores).median(1, keepdim=True).values
+    rest = gradient - base * scores
+    at = rest.abs().argmax(1, keepdim=True)
+    off = rest.gather(1, at).squeeze(1)
+    size = gradient.square().sum(1).sqrt()
+    others = rest.scatter(1, at, 0.0).square().sum(1).sqrt()
+    held = off.abs() > fits * size
+    if (others > fits * size).any() or int(held.sum()) < MIN_HELD:
+        return None
+    starts = (labels - at.squeeze(1))[held]
+    weights = -off[held]
+    weight = float(weights.median())
+    inside = (labels >= starts[0]) & (labels < starts[0] + logits.shape[1])
+    if (starts != starts[0]).any() or not torch.equal(inside, held) or (labels[held] == labels[held][0]).all():
+        return None
+    # What is left of softmax(z) here, which is at most all of it.
+    total = (base.squeeze(1) / weight) * scores.sum(1)
+    alike = bool(((weights - weight).abs() <= fits * abs(weight)).all())
+    return weight if alike and bool(((total > 0) & (total <= 1 + fits)).all()) else None
