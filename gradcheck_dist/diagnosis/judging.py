@@ -62,7 +62,7 @@ from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.trace.run import Run
 
-UNEXPLAINED, WRONG_LOSS_BACKWARD = "GS000", "GS803"
+UNEXPLAINED = "GS000"
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 
@@ -140,11 +140,10 @@ def judge_step(
 
 def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
     """The verdict on a step by the weights that loss functions' backwards gave, which alone made them wrong."""
-    verdict.findings, verdict.changes, verdict.effects = list(verdict.beside_weights), [], {}
+    verdict.findings, verdict.beside_weights, verdict.changes, verdict.effects = [], [], [], {}
     for one in audit(facts, verdict.units):
-        if one.finding.code == WRONG_LOSS_BACKWARD:
-            verdict.found(one.finding, one.effect)
-            verdict.beside_weights.append(one.finding)
+        verdict.found(one.finding, one.effect)
+        verdict.beside_weights.append(one.finding)
     verdict.audited = audited(facts)
     return verdict
 

@@ -123,7 +123,13 @@ class WithEntropy(Function):
 
 
 def judged(
-    folder: Path, case: Case, *, steps: range | None = range(STEPS), every_step: bool = False, zeros: bool = False
+    folder: Path,
+    case: Case,
+    *,
+    steps: range | None = range(STEPS),
+    every_step: bool = False,
+    zeros: bool = False,
+    verify: bool = False,
 ) -> Report:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Tanh()).to(case.dtype)
@@ -131,7 +137,7 @@ def judged(
     if zeros:
         nn.init.zeros_(model["head"].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if zeros else 0.1)
-    with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step):
+    with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step, verify=verify):
         for _ in range(STEPS):
             batches = [torch.randint(CLASSES, (2, size)) for size in (17, 5, 9)]
             for _, labels in batches:
@@ -207,6 +213,10 @@ def test_a_backward_that_loses_what_arrives_for_single_labels_is_found(tmp_path:
 
 def test_a_mask_behind_a_right_backward_is_clean(tmp_path: Path) -> None:
     assert judged(tmp_path, Case(masked=True)).findings == []
+
+
+def test_verification_tells_the_same_once(tmp_path: Path) -> None:
+    only(judged(tmp_path, Case(fused=True, over="nothing", times=None), verify=True))
 
 
 def test_what_the_loop_makes_up_for_is_no_finding(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             continue  # told by GS704, with the line of the checkpoint
         if _between_stages(check, seen):
             continue  # told by GS202, with both ends
+        if check.target == "outside" and not check.function and facts.own_backwards:
+            continue  # told by GS803, with the function
         if is_group_size(check) and not facts.weights_right:
             continue  # a loss divided by the ranks that all hold it makes such a sum right: one finding says so
         if summands and all_told and check.target == "parameters":
