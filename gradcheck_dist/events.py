@@ -202,6 +202,16 @@ class LossBackward(Event, tag="loss_backward"):
     defined_at: Site | None = None
 
 
+class HandedOn(Event, tag="handed_on"):
+    """A backward pass began with the gradient that earlier ones had left at a cut in the graph, times `multiple`.
+    `passes` are these, as (accumulation step, microbatch)."""
+
+    accumulation_step: Index
+    microbatch: Index
+    multiple: float
+    passes: tuple[tuple[Index, Index], ...]
+
+
 class Reduce(Event, tag="reduce"):
     """Gradients were combined over ranks.
 
@@ -460,6 +470,7 @@ AnyEvent = (
     | StageGradient
     | Exchange
     | LossBackward
+    | HandedOn
     | LossTerm
     | Reduce
     | ScaleGrads

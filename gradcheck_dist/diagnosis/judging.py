@@ -52,6 +52,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.contributions import Contributions, collect
+from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on, with_handed_on
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given, own_backwards, words_of
@@ -90,7 +91,27 @@ def judge_step(
     """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
     ranks that reduce no gradients between them train models of their own. `given`: weights at losses are those that
     these losses' own backwards gave, and not those that arrived there."""
-    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given)
+    asked: dict[str, bool] = {"drop_lost": drop_lost, "alone": alone, "given": given}
+    verdict = _judge_step(run, step, objective, objective_from, handed=True, **asked)
+    if hands_on(verdict.data) and not verdict.comes_out_right:
+        verdict = _judge_step(run, step, objective, objective_from, handed=False, **asked)
+        verdict.reasons += changed_on_the_way(verdict.data)
+    return verdict
+
+
+def _judge_step(
+    run: Run,
+    step: int,
+    objective: str,
+    objective_from: str,
+    *,
+    drop_lost: bool,
+    alone: bool,
+    given: bool,
+    handed: bool,
+) -> StepVerdict:
+    """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens."""
+    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given, handed=handed)
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
@@ -149,12 +170,13 @@ def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
 
 
 def _read(
-    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool
+    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool, handed: bool
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
     data = without_looks(recorded)
+    data = with_handed_on(data) if handed else data
     data = as_given(data) if given else data
     contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
     everyone = own_coordinates(data, contributions)

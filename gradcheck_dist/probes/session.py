@@ -33,6 +33,7 @@ _IN_ORDER = (
     "losses.log_probs",
     "losses.label_functions",
     "losses.unseen",
+    "losses.handed_on",
     "backward.fused",
     "losses.compiled",
     "optimizers.optimizer",

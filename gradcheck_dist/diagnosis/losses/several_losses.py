@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.events import Backward, Event
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.handed_on import is_handed_on
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
@@ -47,6 +48,8 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     for key, contribution in sorted(counted.items()):
         losses[_place(contribution)].append(key)
     if target.relative or _fits(measured, target.contributions, target.expected):
+        return OwnMeans(target)
+    if any(map(is_handed_on, counted.values())) and _is_one_loss(counted):
         return OwnMeans(target)
     passes = _passes(data, target.contributions)
     in_a_loop = len(losses) < 2
@@ -124,6 +127,11 @@ def _by_parameters(
         if not reached - others or {key[0] for key in keys} != everyone:
             return {}
     return {("", str(index)): keys for index, keys in enumerate(members.values())}
+
+
+def _is_one_loss(counted: Mapping[ContributionKey, Contribution]) -> bool:
+    """Whether all passes but those that hand on what others left start from one line."""
+    return len({_place(one) for one in counted.values() if not is_handed_on(one)}) < 2
 
 
 def _place(contribution: Contribution) -> Place:
