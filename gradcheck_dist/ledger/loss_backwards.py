@@ -61,6 +61,12 @@ class OwnBackward:
         """Whether it is a weight for all labels of an application that a loop can make up for."""
         return self.kind in (SCALED, FLAT)
 
+    def multiplies_by(self, factor: float) -> bool:
+        """Whether what it gives is so many times of what arrived, somewhere at least."""
+        multiples = [self.factor] if self.factor is not None else [self.given / one for one in self.arrived if one]
+        allowed = max(self.tolerance, FITS) * abs(factor)
+        return bool(multiples) and min(multiples) - allowed <= factor <= max(multiples) + allowed
+
 
 def own_backwards(events: Mapping[int, list[Event]]) -> Iterator[OwnBackward]:
     """The loss functions of a step whose backward is not the derivative of what they compute."""

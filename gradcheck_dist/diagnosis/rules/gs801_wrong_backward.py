@@ -43,7 +43,7 @@ purpose: `gradcheck run --verify --meant NAME`, with the name of the function or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.backward_words import RECEIVED, explain, fix, is_group_size, pattern
@@ -59,6 +59,7 @@ from gradcheck_dist.diagnosis.audits.verified import (
 )
 from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.events import GradientCheck, OptimizerStep, Recompute
+from gradcheck_dist.ledger.loss_backwards import OwnBackward
 
 CODE = "GS801"
 NAME = "wrong-backward"
@@ -81,7 +82,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             continue  # told by GS704, with the line of the checkpoint
         if _between_stages(check, seen):
             continue  # told by GS202, with both ends
-        if check.target == "outside" and not check.function and facts.own_backwards:
+        if check.target == "outside" and not check.function and _by_a_loss(check, facts.own_backwards):
             continue  # told by GS803, with the function
         if is_group_size(check) and not facts.weights_right:
             continue  # a loss divided by the ranks that all hold it makes such a sum right: one finding says so
@@ -101,6 +102,13 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             event=check,
             factor=_factor(check),
         )
+
+
+def _by_a_loss(check: GradientCheck, own_backwards: Iterable[OwnBackward]) -> bool:
+    """Whether a loss function's own backward gives what is wrong between the modules and the loss."""
+    return any(
+        not one.is_multiple or (check.factor is not None and one.multiplies_by(check.factor)) for one in own_backwards
+    )
 
 
 def _may_be_meant(check: GradientCheck) -> str:

@@ -1,12 +1,12 @@
 """A loss function's own backward does not give the derivative of the loss that it computes.
 
 ## What it does
-Watches functions of somebody's own (torch.autograd.Function) that are given labels and give a cross-entropy for each:
-over shards of the vocabulary, fused with the output layer, in chunks. On a few labels the loss is compared with
-logsumexp(z) - z[label], and what backward gives with softmax(z) - onehot(label) times the gradient that arrived. Where
-the loss fits and backward gives a multiple, or has the same weight whatever arrives, all tokens of that loss weigh
-something else than the loss says. A backward that gives all labels of a call one weight, whatever arrives for each, is
-found too; a gradient that is no multiple at all is a warning.
+Watches functions of somebody's own (torch.autograd.Function) that are given labels and give a cross-entropy for each,
+or on CPU one sum of them: over shards of the vocabulary (one for each), fused with the output layer, in chunks. On
+some labels the loss is compared with logsumexp(z) - z[label], and what backward gives with softmax(z) - onehot(label)
+times the gradient that arrived. Where the loss fits and backward gives a multiple, or has the same weight whatever
+arrives, all tokens of that loss weigh something else than the loss says. A backward that gives all labels of a call one
+weight, whatever arrives for each, is found too; a gradient that is no multiple at all is a warning.
 
 A multiple is found only where it makes weights wrong. A backward that divides by the number of tokens under a loss that
 is summed makes them right, and is told as a remark. A loss that is no plain cross-entropy (smoothed labels, a z-loss, a
