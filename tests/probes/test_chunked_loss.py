@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.losses.handed_on import Arrived, Cuts
 from gradcheck_dist.trace.run import read_run
 
 NUM_CHUNKS, TOKENS = 4, 24
@@ -116,3 +117,14 @@ def test_a_cut_holds_nothing_behind_the_pass(tmp_path: Path) -> None:
         del cut
         gc.collect()
         assert gone() is None
+
+
+def test_what_an_earlier_step_left_at_a_cut_is_dropped() -> None:
+    """An adversary's input gets a gradient in every step, and nobody hands it on."""
+    cuts = Cuts()
+    cuts.of_step(0)
+    cuts.arrived.append(Arrived(0, 0, torch.ones(1, 3)))
+    cuts.of_step(0)
+    assert len(cuts.arrived) == 1
+    cuts.of_step(1)
+    assert (cuts.arrived, cuts.seen) == ([], {})

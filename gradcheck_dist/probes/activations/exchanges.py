@@ -27,7 +27,7 @@ from gradcheck_dist.events import Exchange, Site
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, take
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
-from gradcheck_dist.probes.parameters.stand_ins import is_transformed
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
@@ -183,7 +183,7 @@ def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -
     """Some elements of a tensor of the graph that a collective is about to take; None for any other."""
     tensor = make().tensor
     inside = exchanges.inside or recorder.current is not None or not torch.is_grad_enabled()
-    if inside or not isinstance(tensor, Tensor) or tensor.grad_fn is None or not _plain(tensor):
+    if inside or not isinstance(tensor, Tensor) or tensor.grad_fn is None or not is_plain(tensor):
         return None
     return take([tensor], [WHOLE])[0]
 
@@ -221,7 +221,7 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
 def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Tensor, after: Tensor) -> None:
     def arrived(grad: Tensor | None) -> None:
         handle.remove()
-        if grad is not None and _plain(grad):
+        if grad is not None and is_plain(grad):
             values = take([grad], [WHOLE])[0]
             tell(recorder, told, before, after, values[: len(after)], values, lost=False)
 
@@ -254,7 +254,7 @@ def watch(
     found = results if isinstance(results, tuple | list) else (results,)
     made = [one for one in found if isinstance(one, Tensor) and one.grad_fn is not None and one.is_floating_point()]
     ranks = exchanges.group_of(cls, calls)
-    if ranks is None or not given or not made or not all(_plain(one) for one in [*tensors, *made]):
+    if ranks is None or not given or not made or not all(is_plain(one) for one in [*tensors, *made]):
         return
     if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
         return
@@ -303,7 +303,7 @@ def came(
 ) -> None:
     """Backward ran through a function."""
     one = next((grad for grad in grad_outputs if grad is not None), None)
-    if one is None or not all(grad is None or _plain(grad) for grad in [*grad_inputs, *grad_outputs]):
+    if one is None or not all(grad is None or is_plain(grad) for grad in [*grad_inputs, *grad_outputs]):
         return
     given, arrived = (
         [one.new_zeros(()).expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
@@ -343,15 +343,9 @@ def tell(
 def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
     """Whether a function gives its only differentiable input on as it is."""
     given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not _plain(results):
+    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not is_plain(results):
         return False
-    return _plain(given[0]) and results.data_ptr() == given[0].data_ptr()
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor has values of its own, side by side in memory: no DTensor, fake one or one in a transform."""
-    known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)
-    return known and tensor.layout is torch.strided
+    return is_plain(given[0]) and results.data_ptr() == given[0].data_ptr()
 
 
 def _coarsest(tensors: Sequence[Tensor]) -> str:

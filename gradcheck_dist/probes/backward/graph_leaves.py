@@ -10,15 +10,15 @@ MAX_NODES = 256
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-def leaves_in_front(tensor: Tensor) -> list[Tensor]:
+def leaves_in_front(tensor: Tensor, *, through_functions: bool = False) -> list[Tensor]:
     """The leaves that a tensor was computed from by torch's own functions alone; what lies in front of a
-    torch.autograd.Function is left out, for nobody knows what it does to a gradient."""
+    torch.autograd.Function is left out, for nobody knows what it does to a gradient. `through_functions`: it is not."""
     found: list[Tensor] = []
     stack: list[Any] = [tensor.grad_fn]
     seen = set(stack)
     while stack and len(seen) < MAX_NODES:
         node = stack.pop()
-        if node is None or hasattr(type(node), "_forward_cls"):
+        if node is None or (hasattr(type(node), "_forward_cls") and not through_functions):
             continue
         if node.name() == _LEAF:
             found.append(node.variable)

@@ -19,9 +19,10 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, Site
 from gradcheck_dist.probes.losses import log_probs
-from gradcheck_dist.probes.losses.closed_form import Given, is_plain, row
+from gradcheck_dist.probes.losses.closed_form import Given, row
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
@@ -31,7 +32,7 @@ MIN_HELD, MIN_CLASSES = 2, 4
 FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Share of a row's gradient that is not explained; in other types ROUNDED."""
 ROUNDED = 2e-2
-MAX_LOGITS = 1 << 24
+MAX_LOGITS, MAX_KEPT = 1 << 24, 1 << 20
 MAX_HOPS = 16
 SUMMED = "gradcheck_sum"
 """In the metadata of a function's node: its State."""
@@ -66,9 +67,10 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
     num_logits = given.labels.numel() * given.rows.shape[-1]
     if given.weight is not None or not output.is_cpu or given.num_classes < MIN_CLASSES or num_logits > MAX_LOGITS:
         return
+    num_rows = min(NUM_ROWS, max(MIN_HELD, MAX_KEPT // given.num_classes))
     flat = given.labels.detach().reshape(-1)
     valid = (flat >= 0).nonzero().squeeze(1)
-    index = valid[torch.linspace(0, len(valid) - 1, min(NUM_ROWS, len(valid))).long()] if len(valid) else valid
+    index = valid[torch.linspace(0, len(valid) - 1, min(num_rows, len(valid))).long()] if len(valid) else valid
     logits, labels, site = row(given.rows, index).double(), given.labels, caller_site()
     node: Any = output.grad_fn
     state = node.metadata[SUMMED] = State()

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradcheck_dist.probes.parameters.stand_ins import is_transformed
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 
 NUM_ROWS = 8
 """Labels of one application that are looked at."""
 MAX_PRODUCTS = {"cpu": 1 << 27}
 """Products that logits of these rows take, by the kind of device."""
 ELSEWHERE = 1 << 33
+MIN_ROWS, MAX_LOGITS = 2, 1 << 18
+"""Of a large vocabulary fewer labels are looked at: what is kept of them stays until their backward pass."""
 MAX_TOTAL = 1 << 31
 """Products, or logits, of all labels."""
 CHUNK = 1 << 20
@@ -106,7 +108,7 @@ def look(given: Given) -> Looked | None:
         return None
     flat = given.labels.detach().reshape(-1)
     order = torch.argsort((flat < 0).to(torch.int8), stable=True)
-    count = min(NUM_ROWS, flat.numel())
+    count = min(NUM_ROWS, max(MIN_ROWS, MAX_LOGITS // given.num_classes), flat.numel())
     spread = torch.arange(count, device=flat.device) * (flat >= 0).sum().clamp_min(count) // count
     index = order[spread]
     return Looked(given, index, flat[index], given.logits(index, torch.float64))
@@ -182,9 +184,3 @@ def _have_rows(rows: Tensor, labels: Tensor) -> bool:
     """Whether a tensor with a gradient has a row, of logits or features, for each label."""
     has_gradient = rows.requires_grad and rows.is_floating_point() and rows.dim() > 1 and rows.numel() > 0
     return has_gradient and rows.numel() == labels.numel() * rows.shape[-1] and is_plain(rows) and is_plain(labels)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has values of its own: no DTensor, fake one or one in a transform."""
-    known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)
-    return known and tensor.layout is torch.strided

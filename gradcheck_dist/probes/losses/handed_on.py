@@ -9,7 +9,6 @@ the tokens of those passes are this one's too.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +18,14 @@ from torch.nn import Parameter
 
 from gradcheck_dist.events import HandedOn
 from gradcheck_dist.probes.backward import autograd
-from gradcheck_dist.probes.losses.closed_form import is_plain
+from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, name_of, operands_of
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
-MAX_NODES, NUM_ROWS, MAX_ELEMENTS = 400, 3, 1 << 24
+NUM_ROWS, MAX_ELEMENTS = 3, 1 << 24
 FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Relative difference within which a row is a multiple of another one; of other types ROUNDED."""
 ROUNDED = 2e-2
@@ -40,14 +40,20 @@ class Arrived(NamedTuple):
 
 
 class Cuts:
-    """What passes left at cuts since the last one that handed something on. No tensor of the trainer's is held, not
-    weakly either, but while a pass is under way: who swaps tensors (Module.to) could not do it."""
+    """What passes left at cuts since the last one that handed something on. No cut is held, not weakly
+    either, but while a pass is under way: who swaps tensors (Module.to) could not do it."""
 
     def __init__(self) -> None:
         self.made = False  # a tensor was cut off since then
         self.met: list[Tensor] = []  # in the pass that is under way
         self.seen: dict[tuple[int, int], Tensor] = {}  # by (id, address): which rows have a gradient already
         self.arrived: list[Arrived] = []
+        self.step = 0
+
+    def of_step(self, step: int) -> None:
+        """What an earlier step left (an adversary's input) is handed on by nobody."""
+        if self.step != step:
+            self.step, self.seen, self.arrived = step, {}, []
 
     def clear(self) -> None:
         self.made = False
@@ -110,19 +116,11 @@ def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
 
 def _cut_off(recorder: Recorder, root: Tensor) -> list[Tensor]:
     """Leaves behind a root that are no parameters, on the CPU."""
-    found: list[Tensor] = []
-    queue, visited = deque([root.grad_fn]), set[Any]()
-    while queue and len(visited) < MAX_NODES:
-        node: Any = queue.popleft()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is None:
-            queue.extend(following for following, _ in node.next_functions)
-        elif not isinstance(leaf, Parameter) and _local(leaf).is_cpu and recorder.registry.find(leaf) is None:
-            found.append(leaf)
-    return found
+    return [
+        leaf
+        for leaf in leaves_in_front(root, through_functions=True)
+        if not isinstance(leaf, Parameter) and _local(leaf).is_cpu and recorder.registry.find(leaf) is None
+    ]
 
 
 @guarded("handed_on")
@@ -131,6 +129,7 @@ def begins(recorder: Recorder, cuts: Cuts, current: BackwardPass, roots: Sequenc
     if not cuts.made or not recorder.sampling or len(roots) != 1:
         return
     root = roots[0]
+    cuts.of_step(recorder.step)
     cuts.met = _cut_off(recorder, root)
     if not cuts.arrived:
         return

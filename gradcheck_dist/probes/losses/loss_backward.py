@@ -19,7 +19,8 @@ from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import LossBackward
-from gradcheck_dist.probes.losses.closed_form import Looked, Sum, is_plain, row
+from gradcheck_dist.probes.losses.closed_form import Looked, Sum, row
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 

@@ -15,6 +15,12 @@ def is_transformed(tensor: Tensor) -> bool:
     return _is_wrapped is not None and bool(_is_wrapped(tensor))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has values of its own, side by side in memory: no DTensor, fake one or one in a transform."""
+    known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)
+    return known and tensor.layout is torch.strided
+
+
 def stands_in(param: Tensor) -> bool:
     """Whether a real parameter will take its place."""
     return param.is_meta or is_lazy(param) or is_transformed(param)
