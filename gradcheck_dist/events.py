@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from gradcheck_dist.records import Count, Index, Rank, Step
 from gradcheck_dist.records import Header as Header
+from gradcheck_dist.records import NamedGroup as NamedGroup
 from gradcheck_dist.records import Norms as Norms
 from gradcheck_dist.records import Param as Param
 from gradcheck_dist.records import ParamGroup as ParamGroup
@@ -495,5 +496,16 @@ AnyEvent = (
 
 
 AnyRecord = (
-    AnyEvent | Header | Param | ParamValues | ParamSet | Plan | Wrapper | Samples | Norms | StepShape | StepColumns
+    AnyEvent
+    | Header
+    | Param
+    | ParamValues
+    | ParamSet
+    | Plan
+    | Wrapper
+    | NamedGroup
+    | Samples
+    | Norms
+    | StepShape
+    | StepColumns
 )

@@ -116,6 +116,14 @@ class Wrapper(Record, tag="wrapper"):
     site: Site | None = None
 
 
+class NamedGroup(Record, tag="named_group"):
+    """A process group of two ranks or more that this rank is in, once, as whoever made it described it (`group_desc`; a
+    DeviceMesh writes "mesh_" and its dimension's name)."""
+
+    name: str
+    group: tuple[Rank, ...]
+
+
 class Samples(Record, tag="samples"):
     """Rows of sampled gradient values.
 

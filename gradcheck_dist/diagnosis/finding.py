@@ -130,7 +130,8 @@ class Coverage(msgspec.Struct, kw_only=True):
 
 class RunInfo(msgspec.Struct, kw_only=True):
     """Which run this is. `data_ranks` are the ranks of each data coordinate: those that evaluate the same tokens.
-    `axes_from`, `data_ranks_from` and `objective_from` are "declared" or say what they were inferred from. In
+    `axes_from`, `data_ranks_from` and `objective_from` are "declared" or say what they were inferred from;
+    `axes_in_order` is false where ranks do not lie as pp, dp_replicate, dp_shard, cp, tp, outermost first. In
     `skipped_steps` a GradScaler found an overflow and no rank called the optimizer."""
 
     id: str
@@ -140,6 +141,7 @@ class RunInfo(msgspec.Struct, kw_only=True):
     device_type: str = ""
     axes: dict[str, int]
     axes_from: str = "declared"
+    axes_in_order: bool = True
     data_ranks: list[list[int]] = []
     data_ranks_from: str = "declared"
     objective: str

@@ -30,7 +30,8 @@ def contribution_places() -> dict[str, Place]:
 
 
 def mesh_places(report: Report) -> dict[str, Place]:
-    """Where a weight's holder lies on each axis of degree 2 and more; {} when the ranks do not fit the degrees.
+    """Where a weight's holder lies on each axis of degree 2 and more; {} when the ranks do not fit the degrees,
+    or lie in another order.
 
     ep is the inner part of dp_shard x cp, from which it borrows its ranks.
     """
@@ -39,7 +40,7 @@ def mesh_places(report: Report) -> dict[str, Place]:
     except GradcheckError:
         return {}
     size = axes.world_size
-    if size != report.run.world_size or size > MAX_RANKS:
+    if size != report.run.world_size or size > MAX_RANKS or not report.run.axes_in_order:
         return {}
     if any(not 0 <= weight.holder_rank < size for weight in report.weights):
         return {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import (
@@ -182,7 +181,7 @@ class Mark:
     def of(cls, cursor: RankCursor) -> Mark:
         trace = cursor.trace
         assert trace is not None
-        tables = tuple(len(table) for table in _tables(trace))
+        tables = tuple(len(table) for table in trace.tables)
         overflowed, stepped = set(cursor.overflowed), cursor.stepped & cursor.overflowed
         return cls(len(trace.events), len(trace.damage), tables, trace.num_bytes, overflowed, stepped)
 
@@ -190,14 +189,10 @@ class Mark:
         trace = cursor.trace
         assert trace is not None
         del trace.events[self.num_events :], trace.damage[self.num_damage :]
-        for table, count in zip(_tables(trace), self.tables, strict=True):
+        for table, count in zip(trace.tables, self.tables, strict=True):
             for key in list(table)[count:]:
                 del table[key]
         trace.num_bytes, cursor.overflowed, cursor.stepped = self.num_bytes, self.overflowed, self.stepped
-
-
-def _tables(trace: RankTrace) -> tuple[dict[Any, Any], ...]:
-    return trace.params, trace.param_sets, trace.plans, trace.wrappers, trace.param_values, trace.exchanges
 
 
 class RunCursor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import AnyRecord, Event, Param, ParamSet, Plan, Reduce, Wrapper
+from gradcheck_dist.events import AnyRecord, Event, NamedGroup, Param, ParamSet, ParamValues, Plan, Reduce, Wrapper
 from gradcheck_dist.stream.cursor import RankCursor, RunCursor
 from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.stream.workers import Wanted
@@ -27,7 +27,7 @@ BATCH_STEPS, BATCH_BYTES = 16, 4 << 20
 """One piece of work, or a single step where that is larger."""
 MAX_GAP_BYTES = 64 << 10
 """Frames that lie nearer to each other are read in one piece."""
-_Tables = Param | ParamSet | Plan | Wrapper
+_Tables = Param | ParamSet | ParamValues | Plan | Wrapper | NamedGroup
 
 
 class Frame(NamedTuple):
@@ -146,9 +146,10 @@ class ToldRank(RankCursor):
         trace = self.trace
         assert trace is not None
         if not self._heard:  # what was read beside the header is told again
-            tables = (trace.params, trace.param_sets, trace.plans, trace.wrappers, trace.param_values, trace.exchanges)
-            for known in (*tables, trace.events, trace.damage):
+            for known in trace.tables:
                 known.clear()
+            trace.events.clear()
+            trace.damage.clear()
             self._heard = True
         trace.add([*told.tables, *told.events])
         self.num_grounds += len(told.tables) + sum(isinstance(event, Reduce) for event in told.events)

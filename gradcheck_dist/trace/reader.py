@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from gradcheck_dist.events import (
     AnyRecord,
     Event,
     Header,
+    NamedGroup,
     Norms,
     Param,
     ParamSet,
@@ -49,6 +51,7 @@ class RankTrace:
     """By parameter id: ParamValues.exchanges and exchanged_with, where there were any."""
     plans: dict[int, Plan] = field(default_factory=dict)
     wrappers: dict[int, Wrapper] = field(default_factory=dict)
+    named_groups: dict[tuple[str, tuple[int, ...]], NamedGroup] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     samples: list[Samples] = field(default_factory=list)
     norms: list[Norms] = field(default_factory=list)
@@ -79,6 +82,8 @@ class RankTrace:
                 self.plans[record.id] = record
             elif isinstance(record, Wrapper):
                 self.wrappers[record.id] = record
+            elif isinstance(record, NamedGroup):
+                self.named_groups[record.name, record.group] = record
             elif isinstance(record, StepShape):
                 self.shapes[record.id] = record
             elif isinstance(record, StepColumns):
@@ -95,6 +100,14 @@ class RankTrace:
                 for param, count in zip(record.params, record.exchanges, strict=False)
             }
         )
+
+    @property
+    def tables(self) -> tuple[dict[Any, Any], ...]:
+        """What events refer to."""
+        return (
+            self.params, self.param_sets, self.plans, self.wrappers, self.named_groups, self.param_values,
+            self.exchanges,
+        )  # fmt: skip
 
     def part(self, records: list[AnyRecord]) -> RankTrace:
         """The same rank and tables with these records only."""

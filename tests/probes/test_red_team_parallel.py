@@ -42,3 +42,13 @@ def test_a_hybrid_trainer_is_judged_as_an_expert_would(
     codes = [finding.code for finding in report.findings]
     assert (report.verdict, codes) == EXPECTED[kind, variant, world_size]
     assert report.coverage.unidentifiable == []
+
+
+def test_groups_of_a_mesh_are_recorded_by_name(tmp_path: Path) -> None:
+    launch("parallel_workers:train", ("tensor", "fsdp", str(tmp_path / "run")), 4, timeout_s=60)
+    run = read_run(tmp_path / "run")
+    assert [set(trace.named_groups) for trace in run.ranks.values()] == [
+        {("mesh_dp", dp), ("mesh_tp", tp)} for tp in ((0, 1), (2, 3)) for dp in ((0, 2), (1, 3))
+    ]
+    axes = diagnose(run).run.axes
+    assert (axes["dp_shard"], axes["tp"]) == (2, 2)

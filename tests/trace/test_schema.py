@@ -63,6 +63,7 @@ FROZEN = {
     "param_values": "params counts values after exchanges exchanged_with",
     "plan": "id param num_values positions partial partial_over offset extent",
     "wrapper": "id impl name group shard_group replicate_group site",
+    "named_group": "name group",
     "samples": "step rows dtype values",
     "norms": "step seq rows values",
     "step_shape": "id events",

@@ -117,7 +117,7 @@ def _same_gradients(facts: StepFacts, one: Contribution, first: Contribution) ->
 
 def _data_place(facts: StepFacts) -> dict[int, tuple[int, ...]]:
     """The place of each rank on the axes over which data is spread, where the mesh was declared."""
-    if facts.context.axes_from != "declared":
+    if facts.context.mesh.rests_on != "declared":
         return {}
     axes = Axes(**facts.context.axes)
     names = ("dp_replicate", "dp_shard")

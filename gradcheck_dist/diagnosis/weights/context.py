@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES
-from gradcheck_dist.events import SHARDING, Backward, Event, Exchange, Loss, PipelineStep, Reduce
+from gradcheck_dist.diagnosis.weights.mesh import Mesh, exchanging, infer_mesh
+from gradcheck_dist.events import Backward, Event, Loss, PipelineStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
-SETTING = "--axes of `gradcheck run` sets them"
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes along which ranks hold other tokens."""
 RANKS_PER_BATCH = "ranks_per_batch"
@@ -30,8 +30,7 @@ class StepContext:
 
     step: int
     world_size: int
-    axes: dict[str, int]
-    axes_from: str
+    mesh: Mesh
     objective: str
     objective_from: str
     num_accumulation: int
@@ -45,6 +44,10 @@ class StepContext:
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return self.mesh.axes
 
     def judged_on(self, contributions: Contributions) -> None:
         """Take these for the step's contributions. Passes that were left out because their gradients were thrown away
@@ -77,53 +80,6 @@ class StepContext:
         return "world_size" if size == self.world_size else "group_size"
 
 
-def infer_axes(
-    run: Run, events: dict[int, list[Event]], contributions: Contributions | None = None
-) -> tuple[dict[str, int], str]:
-    """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran. Ranks that
-    evaluate one batch (as told by `contributions`) and exchange activations are tensor parallel."""
-    for trace in run.ranks.values():
-        if trace.header.axes:
-            return {name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared"
-    axes = dict.fromkeys(AXIS_NAMES, 1)
-    seen: list[str] = []
-    by_hand = False
-    for of_rank in events.values():
-        for event in of_rank:
-            if isinstance(event, Reduce) and event.impl in ("ddp", "fsdp1_no_shard"):
-                axes["dp_replicate"] = max(axes["dp_replicate"], len(event.group))
-                seen.append("DDP groups" if event.impl == "ddp" else "FSDP groups")
-            elif isinstance(event, Reduce) and event.impl in SHARDING:
-                axes["dp_shard"] = max(axes["dp_shard"], len(event.group))
-                axes["dp_replicate"] = max(axes["dp_replicate"], len(event.replicate_group) or 1)
-                seen.append("FSDP groups")
-            elif isinstance(event, PipelineStep):
-                axes["pp"] = max(axes["pp"], len(event.group))
-                seen.append("pipelines")
-            by_hand = by_hand or isinstance(event, Reduce)
-    shared = [size for size, own in exchanging(events, contributions) if not own] if contributions else []
-    if shared:
-        axes["tp"] = max(shared)
-        seen.append("exchanges of activations")
-    if not seen and by_hand:
-        return axes, f"inferred: reductions by hand, which were seen, name no axis; {SETTING}"
-    if not seen:
-        return axes, f"inferred: no reduction or pipeline was seen among {run.world_size} rank(s); {SETTING}"
-    return axes, f"inferred from {' and '.join(sorted(set(seen)))}; {SETTING}"
-
-
-def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> set[tuple[int, bool]]:
-    """The sizes of groups of ranks that exchange activations, and whether each rank has tokens of its own; of groups in
-    which only some share theirs, nothing."""
-    place = contributions.coordinate
-    found = set()
-    for group in {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Exchange)}:
-        num_batches = len({place.get(rank, -1 - rank) for rank in group})
-        if len(group) > 1 and num_batches in (1, len(group)):
-            found.add((len(group), num_batches > 1))
-    return found
-
-
 def _unnamed_degrees(context: StepContext, events: dict[int, list[Event]]) -> dict[str, float]:
     """Degrees that no axis is known to be: of ranks that share a batch, and of those that exchange activations."""
     contributions, axes = context.contributions, context.axes
@@ -147,7 +103,7 @@ def step_context(
     objective_from: str,
 ) -> StepContext:
     """Gather the numbers that an explanation may use."""
-    axes, axes_from = infer_axes(run, events, contributions)
+    mesh = infer_mesh(run, events, contributions)
     everything = [event for of_rank in events.values() for event in of_rank]
     backwards = [event for event in everything if isinstance(event, Backward)]
     num_accumulation = 1 + max((event.accumulation_step for event in backwards), default=0)
@@ -156,8 +112,7 @@ def step_context(
     context = StepContext(
         step=step,
         world_size=run.world_size,
-        axes=axes,
-        axes_from=axes_from,
+        mesh=mesh,
         objective=objective,
         objective_from=objective_from,
         num_accumulation=num_accumulation,
@@ -168,13 +123,13 @@ def step_context(
         command=tuple(map(str, run.manifest.get("command") or ())),
         scenario=run.manifest.get("scenario"),
     )
-    quantities: dict[str, float] = {name: float(degree) for name, degree in axes.items()}
+    quantities: dict[str, float] = {name: float(degree) for name, degree in mesh.axes.items()}
     quantities["accumulation_steps"] = float(num_accumulation)
     quantities["microbatches"] = float(num_microbatches)
     if contributions.num_tokens:
         quantities["num_tokens"] = float(contributions.num_tokens)
     data_ranks = contributions.num_coordinates
-    if data_ranks > 1 and data_ranks != run.world_size and prod(axes[name] for name in DATA_AXES) == 1:
+    if data_ranks > 1 and data_ranks != run.world_size and prod(mesh.axes[name] for name in DATA_AXES) == 1:
         quantities["data_ranks"] = float(data_ranks)  # no reduction was seen that would tell their axes
     if run.world_size not in {int(value) for name, value in quantities.items() if name in AXIS_NAMES}:
         quantities["world_size"] = float(run.world_size)

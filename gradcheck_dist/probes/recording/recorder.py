@@ -86,6 +86,7 @@ class Recorder(Sampler):
         self.replicas: Any = None  # set by the replicas probe
         self.exchanges: Any = None  # set by the exchanges probe
         self.writes: Any = None  # set by the writes probe
+        self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
@@ -164,6 +165,8 @@ class Recorder(Sampler):
             duration_ns = time.perf_counter_ns() - self._step_start_ns
             if self.writes is not None:
                 self.writes.tell()
+            if self.group_names is not None:
+                self.group_names.tell()
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms}
             self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,

@@ -24,6 +24,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.reductions.group_names import GroupNames
 
 LATEST = 4
 """Parameters whose gradients arrived last, of which a hook may reduce what has been accumulated."""
@@ -40,6 +41,7 @@ class _Pending:
 
 def install(recorder: Recorder, patches: Patches) -> None:
     pending: dict[int, _Pending] = {}
+    recorder.group_names = GroupNames(recorder)
 
     def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

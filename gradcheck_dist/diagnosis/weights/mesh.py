@@ -1,0 +1,151 @@
+"""The degrees of the mesh: as declared, else from what reduced, ran and exchanged, and by names of process groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from gradcheck_dist.axes import AXIS_NAMES, MESH_AXES, Axes
+from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.events import DATA_PARALLEL, SHARDING, Event, Exchange, PipelineStep, Reduce
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.trace.run import Run
+
+SETTING = "--axes of `gradcheck run` sets them"
+DATA = "dp"
+"""A data axis of which the name does not say whether it shards."""
+_NAMES = {
+    "dp_replicate": ("dp_replicate", "replicate", "ddp"),
+    "dp_shard": ("dp_shard", "shard", "fsdp"),
+    DATA: ("dp", "data"),
+    "cp": ("cp", "context", "sp", "seq", "sequence", "ulysses", "ring"),
+    "tp": ("tp", "tensor"),
+    "pp": ("pp", "pipe", "pipeline"),
+    "ep": ("ep", "expert"),
+}
+AXIS_OF = {name: axis for axis, names in _NAMES.items() for name in names}
+"""What axis a dimension of this name is, as torchtitan, torchtune, verl, DeepSpeed and Megatron Core call theirs."""
+_AROUND = re.compile(r"^mesh_|(_model)?(_parallel)?(_group)?(_gloo)?$")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees by axis and what they rest on ("declared", or in words). `in_order`: nothing speaks against ranks that
+    lie as MESH_AXES orders the axes."""
+
+    axes: dict[str, int]
+    rests_on: str
+    in_order: bool = True
+
+
+def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contributions | None = None) -> Mesh:
+    """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran, and from the
+    names of process groups where these fit. Ranks that evaluate one batch (as told by `contributions`) and exchange
+    activations are tensor parallel."""
+    for trace in run.ranks.values():
+        if trace.header.axes:
+            return Mesh({name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared")
+    axes = dict.fromkeys(AXIS_NAMES, 1)
+    seen: set[str] = set()
+    groups: set[tuple[str, tuple[int, ...]]] = set()
+    by_hand = False
+    for event in (event for of_rank in events.values() for event in of_rank):
+        if isinstance(event, Reduce) and event.impl in DATA_PARALLEL:
+            axis = "dp_shard" if event.impl in SHARDING else "dp_replicate"
+            axes[axis] = max(axes[axis], len(event.group))
+            axes["dp_replicate"] = max(axes["dp_replicate"], len(event.replicate_group))
+            groups |= {(axis, event.group), ("dp_replicate", event.replicate_group)}
+            seen.add("DDP groups" if event.impl == "ddp" else "FSDP groups")
+        elif isinstance(event, PipelineStep):
+            axes["pp"] = max(axes["pp"], len(event.group))
+            groups.add(("pp", event.group))
+            seen.add("pipelines")
+        by_hand = by_hand or isinstance(event, Reduce)
+    shared = [size for size, own in exchanging(events, contributions) if not own] if contributions else []
+    if shared:
+        axes["tp"] = max(shared)
+        seen.add("exchanges of activations")
+    named = _named(run, axes["dp_shard"] > 1)
+    fitting = _fitting(axes, {axis: len(found[0]) for axis, found in named.items()}, run.world_size)
+    if fitting is not None and fitting != axes:
+        axes = fitting
+        groups |= {(axis, group) for axis, found in named.items() for group in found}
+        seen.add("names of process groups")
+    if not seen:
+        nothing = f"no reduction or pipeline was seen among {run.world_size} rank(s)"
+        by_hands = "reductions by hand, which were seen, name no axis"
+        return Mesh(axes, f"inferred: {by_hands if by_hand else nothing}; {SETTING}")
+    return Mesh(axes, f"inferred from {', '.join(sorted(seen))}; {SETTING}", _in_order(axes, groups))
+
+
+def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> set[tuple[int, bool]]:
+    """The sizes of groups of ranks that exchange activations, and whether each rank has tokens of its own; of groups in
+    which only some share theirs, nothing."""
+    place = contributions.coordinate
+    found = set()
+    for group in {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Exchange)}:
+        num_batches = len({place.get(rank, -1 - rank) for rank in group})
+        if len(group) > 1 and num_batches in (1, len(group)):
+            found.add((len(group), num_batches > 1))
+    return found
+
+
+def _named(run: Run, shards: bool) -> dict[str, list[tuple[int, ...]]]:
+    """Groups by their names: of axes of which every rank has exactly one, all of one size."""
+    of_axis: dict[str, list[tuple[int, ...]]] = {}
+    for trace in run.ranks.values():
+        for axis, groups in _of_rank(trace.named_groups).items():
+            of_axis.setdefault(axis, []).extend(groups)
+    found = {
+        axis: groups
+        for axis, groups in of_axis.items()
+        if len(groups) == len(run.ranks) and len({len(group) for group in groups}) == 1
+    }
+    if DATA in found:
+        found.setdefault("dp_shard" if shards else "dp_replicate", found[DATA])
+        del found[DATA]
+    return found
+
+
+def _of_rank(named: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, set[tuple[int, ...]]]:
+    groups: dict[str, set[tuple[int, ...]]] = {}
+    for name, group in named:
+        axis = AXIS_OF.get(_AROUND.sub("", name.lower()))
+        if axis is not None:
+            groups.setdefault(axis, set()).add(group)
+    return groups
+
+
+def _fitting(seen: dict[str, int], named: dict[str, int], world_size: int) -> dict[str, int] | None:
+    """What was seen and named, together: the first of the possible readings that has as many ranks as there are, with
+    room for what was seen. A wrapper may reduce over several axes at once (torchtitan's "fsdp" is dp_shard * cp), which
+    the names take apart."""
+    if not named:
+        return None
+    both = seen | named
+    readings = [dict.fromkeys(AXIS_NAMES, 1) | named, both]
+    readings += [both | {axis: both[axis] // both["cp"]} for axis in ("dp_shard", "dp_replicate")]
+    for axes in readings:
+        data = axes["dp_replicate"] * axes["dp_shard"] * axes["cp"]
+        fits = prod(axes[axis] for axis in MESH_AXES) == world_size and axes["pp"] % seen["pp"] == 0
+        if fits and data % (seen["dp_replicate"] * seen["dp_shard"]) == 0 and data % axes["ep"] == 0:
+            return axes
+    return None
+
+
+def _in_order(axes: dict[str, int], groups: set[tuple[str, tuple[int, ...]]]) -> bool:
+    """Whether ranks that lie as MESH_AXES orders the axes would form these groups. One of another size than its axis
+    spans several, and tells nothing."""
+    try:
+        mesh = Axes(**axes)
+    except GradcheckError:
+        return True  # and what lies along an axis is shown of no such mesh
+    for axis, group in groups:
+        if len(group) == axes[axis] > 1 and axis != "ep":
+            places = [mesh.coordinates(rank) for rank in group if rank < mesh.world_size]
+            others = {tuple(place[name] for name in MESH_AXES if name != axis) for place in places}
+            if len(others) > 1:
+                return False
+    return True

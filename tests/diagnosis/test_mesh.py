@@ -1,0 +1,79 @@
+"""The degrees of the mesh by what process groups are called, where that fits what was seen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from random_trainers import global_mean
+from simulator import Trainer, World
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import NamedGroup
+from gradcheck_dist.reports.along import mesh_places
+
+BY_HAND = Trainer(global_mean(), op="sum", impl="all_reduce", data_ranks=4)
+FSDP = Trainer(global_mean(4.0), impl="fsdp", data_ranks=4)
+
+
+def judged(trainer: Trainer, *dims: tuple[str, int], inside: str = "") -> Report:
+    """`dims`: what the groups of each dimension of a mesh are called and how large they are, outermost first. `inside`:
+    the only rank that knows them."""
+    run = World(trainer).run()
+    places = list(itertools.product(*(range(size) for _, size in dims)))
+    for rank, trace in run.ranks.items():
+        for index, (name, _) in enumerate(dims):
+            around = [(place[:index], place[index + 1 :]) for place in places]
+            group = tuple(other for other in range(len(places)) if around[other] == around[rank])
+            if len(group) > 1 and inside in ("", str(rank)):
+                trace.named_groups[name, group] = NamedGroup(name=name, group=group)
+    return diagnose(run)
+
+
+def degrees(report: Report) -> dict[str, int]:
+    return {axis: degree for axis, degree in report.run.axes.items() if degree > 1}
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ([("mesh_dp", 2), ("mesh_cp", 2)], {"dp_replicate": 2, "cp": 2}),
+        ([("mesh_replicate", 2), ("mesh_shard", 2)], {"dp_replicate": 2, "dp_shard": 2}),
+        ([("DATA_PARALLEL_GROUP", 2), ("CONTEXT_PARALLEL_GROUP", 2)], {"dp_replicate": 2, "cp": 2}),
+        ([("mesh_pipeline", 1), ("mesh_sp", 4)], {"cp": 4}),
+        ([("mesh_dp", 2), ("mesh_mine", 2)], {}),
+        ([("mesh_cp", 2), ("undefined", 2)], {}),
+    ],
+)
+def test_groups_are_axes_by_their_names_where_these_account_for_all_ranks(
+    dims: list[tuple[str, int]], expected: dict[str, int]
+) -> None:
+    report = judged(BY_HAND, *dims)
+    assert (degrees(report), report.verdict) == (expected, "clean")
+    assert ("names of process groups" in report.run.axes_from) == bool(expected)
+
+
+def test_what_a_wrapper_reduces_over_is_taken_apart() -> None:
+    assert degrees(judged(FSDP)) == {"dp_shard": 4}
+    assert degrees(judged(FSDP, ("mesh_dp", 2), ("mesh_cp", 2))) == {"dp_shard": 2, "cp": 2}
+    assert degrees(judged(FSDP, ("mesh_unnamed", 2), ("mesh_cp", 2))) == {"dp_shard": 2, "cp": 2}
+    report = judged(FSDP, ("mesh_fsdp", 4))
+    assert degrees(report) == {"dp_shard": 4} and "names" not in report.run.axes_from
+
+
+def test_names_that_contradict_what_was_seen_or_each_other_say_nothing() -> None:
+    assert degrees(judged(FSDP, ("mesh_tp", 2), ("mesh_pp", 2))) == {"dp_shard": 4}
+    assert degrees(judged(FSDP, ("mesh_dp", 2), ("mesh_cp", 2), inside="0")) == {"dp_shard": 4}
+    assert degrees(judged(FSDP, ("mesh_cp", 2), ("CONTEXT_PARALLEL_GROUP", 2))) == {"dp_shard": 4}
+
+
+def test_a_factor_is_called_after_the_named_axis() -> None:
+    wrong = Trainer(global_mean(4.0), op="sum", impl="all_reduce", data_ranks=4)
+    (plain,), (named,) = judged(wrong).findings, judged(wrong, ("mesh_tp", 1), ("mesh_cp", 4)).findings
+    assert (plain.factor.expression, named.factor.expression) == ("world_size", "cp")
+
+
+def test_nothing_is_placed_along_axes_of_another_order() -> None:
+    assert set(mesh_places(judged(BY_HAND, ("mesh_dp", 2), ("mesh_cp", 2)))) == {"dp_replicate", "cp"}
+    assert mesh_places(judged(BY_HAND, ("mesh_cp", 2), ("mesh_dp", 2))) == {}
