@@ -182,6 +182,25 @@ class Exchange(Event, tag="exchange"):
     put_back: bool = False
 
 
+class AttentionBackward(Event, tag="attention_backward"):
+    """Backward ran through a function that ranks of `group` applied together to queries, keys and values.
+
+    `function` is the torch.autograd.Function, `defined_at` its backward, `index` counts its applications in the group.
+    `values` are 8 float32 as bytes: the inner products of output, values, queries and keys with their gradients, and
+    the products of these tensors' norms; `counts` are their numbers of elements (of a part: one sequence, one head).
+    """
+
+    function: str
+    group: tuple[Rank, ...]
+    index: Count
+    accumulation_step: Index
+    microbatch: Index
+    values: bytes
+    counts: tuple[Count, ...]
+    dtype: str = "float32"
+    defined_at: Site | None = None
+
+
 class LossBackward(Event, tag="loss_backward"):
     """A function of somebody's own gave a cross-entropy for each label, or one sum of them, and its backward was held
     against the derivative of that on a few of them (probes/losses/loss_backward.py). It follows the LossGradient of the
@@ -470,6 +489,7 @@ AnyEvent = (
     | Backward
     | StageGradient
     | Exchange
+    | AttentionBackward
     | LossBackward
     | HandedOn
     | LossTerm

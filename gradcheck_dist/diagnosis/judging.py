@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradcheck_dist.diagnosis.audit import audit, audited
+from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
@@ -150,7 +151,7 @@ def _judge_step(
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
-    verdict.reasons += faults(data, recorded, facts.weights_right).reasons
+    verdict.reasons += [*faults(data, recorded, facts.weights_right).reasons, *open_attention(data)]
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)

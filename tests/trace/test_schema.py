@@ -21,6 +21,9 @@ FROZEN = {
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
         "defined_at params put_back seq t_ns step site"
     ),
+    "attention_backward": (
+        "function group index accumulation_step microbatch values counts dtype defined_at seq t_ns step site"
+    ),
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
     "loss_backward": "function accumulation_step microbatch values dtype defined_at seq t_ns step site",
     "loss_term": "accumulation_step microbatch ordinal op weight stage attached seq t_ns step site",

@@ -24,6 +24,17 @@ from torch.distributed import distributed_c10d
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Exchange, Site
+from gradcheck_dist.probes.activations.attention import Attentions, is_attention
+from gradcheck_dist.probes.activations.attention import watch as watch_attention
+from gradcheck_dist.probes.activations.exchange_calls import (
+    BY_RANK,
+    COLLECTIVES,
+    DIRECT,
+    Call,
+    Calls,
+    call_of,
+    sent_in,
+)
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, take
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
@@ -32,14 +43,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 from gradcheck_dist.probes.recording.world import several_ranks
-from gradcheck_dist.probes.reductions.copies import ranks_of
 
-COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
-    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
-)
-DIRECT = ("all_reduce", "all_gather")
-"""Watched where they are called on a tensor of the graph, too."""
 MAX_ALIKE = 16
 """Applications of one function that are recorded in a step."""
 MAX_RECORDED = 64
@@ -47,23 +51,13 @@ MAX_RANKS = 64
 _OWN_SEMANTICS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 
 
-class Call(NamedTuple):
-    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
-    all-reduce or an all-gather was given, `parts` the list that this fills."""
-
-    name: str
-    ranks: tuple[int, ...]
-    splits: tuple[list[int], list[int]] | None
-    tensor: Tensor | None = None
-    parts: list[Any] | None = None
-
-
 class Exchanges:
     """Functions that communicate. `_backward` are those that do in backward, with the ranks; None: not always these."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._open: list[list[Call]] = []
+        self._open: list[Calls] = []
+        self.attentions = Attentions(recorder)
         self._backward: dict[type, tuple[int, ...] | None] = {}
         self.gathered: tuple[Call, _Watched, Tensor] | None = None
         self._step = -1
@@ -75,9 +69,9 @@ class Exchanges:
         recorder = self.recorder
         return recorder.sampling and not recorder.suspended and recorder.impulses is None and several_ranks()
 
-    def enter(self) -> list[Call]:
+    def enter(self) -> Calls:
         """A function is about to be applied."""
-        calls: list[Call] = []
+        calls = Calls()
         self._open.append(calls)
         return calls
 
@@ -85,6 +79,11 @@ class Exchanges:
         calls = self._open.pop()
         if self._open:
             self._open[-1].extend(calls)
+            self._open[-1].sent |= calls.sent
+
+    def sent(self, groups: set[tuple[int, ...]]) -> None:
+        """The function that is being applied sends to single ranks of these, or receives."""
+        self._open[-1].sent |= groups
 
     def called(self, call: Callable[[], Call]) -> None:
         """A collective is called."""
@@ -138,7 +137,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             def collective(*args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling() or not exchanges.listens:
                     return original(*args, **kwargs)
-                call = functools.partial(_call, name, signature, args, kwargs)
+                call = functools.partial(call_of, name, signature, args, kwargs)
                 note(recorder, exchanges, call)
                 before = begins(recorder, exchanges, call) if name in DIRECT else None
                 result = original(*args, **kwargs)
@@ -154,6 +153,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         for module in (distributed_c10d, dist):
             if hasattr(module, name):
                 patches.replace(module, name, watched(name))
+    for name in BY_RANK:
+        for module in (distributed_c10d, dist):
+            if hasattr(module, name):
+                patches.replace(module, name, functools.partial(_watch_sending, recorder, exchanges))
     patches.on_restore(lambda: setattr(recorder, "exchanges", None))
 
     def begin(recorder: Recorder, *_: Any) -> None:
@@ -163,13 +166,21 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
 
 
-def _call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    given = signature.bind(*args, **kwargs).arguments
-    splits = None
-    if name.startswith("all_to_all"):
-        splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
-    tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
-    return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
+def _watch_sending(recorder: Recorder, exchanges: Exchanges, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def sending(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and exchanges.inside and exchanges.listens:
+            note_sent(recorder, exchanges, functools.partial(sent_in, signature, args, kwargs))
+        return original(*args, **kwargs)
+
+    return sending
+
+
+@guarded("exchanges")
+def note_sent(_: Recorder, exchanges: Exchanges, groups: Callable[[], set[tuple[int, ...]]]) -> None:
+    exchanges.sent(groups())
 
 
 @guarded("exchanges")
@@ -244,16 +255,18 @@ class _Watched(NamedTuple):
 
 @guarded("exchanges")
 def watch(
-    recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]
+    recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: Calls
 ) -> None:
     """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
-    if not exchanges.listens or not exchanges.may_communicate(cls, args, results, calls):
+    if not exchanges.listens or not (calls.sent or exchanges.may_communicate(cls, args, results, calls)):
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
     given = [(place, one) for place, one in enumerate(tensors) if one.requires_grad]
     found = results if isinstance(results, tuple | list) else (results,)
     made = [one for one in found if isinstance(one, Tensor) and one.grad_fn is not None and one.is_floating_point()]
     ranks = exchanges.group_of(cls, calls)
+    if calls.sent and not calls:
+        ranks = calls.sent.pop() if len(calls.sent) == 1 else None
     if ranks is None or not given or not made or not all(is_plain(one) for one in [*tensors, *made]):
         return
     if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
@@ -261,6 +274,11 @@ def watch(
     if any(one.is_leaf for _, one in given):
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     inputs = [one for _, one in given]
+    if is_attention(inputs, made):
+        watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], _coarsest([*inputs, made[0]]))
+        return
+    if not exchanges.may_communicate(cls, args, results, calls):
+        return
     splits = next((call.splits for call in calls if call.splits is not None), None)
     parts = boxes(inputs, made, len(ranks), splits)
     if parts is None:

@@ -20,7 +20,8 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from gradcheck_dist.events import Site
-from gradcheck_dist.probes.activations.exchanges import Call, watch
+from gradcheck_dist.probes.activations.exchange_calls import Calls
+from gradcheck_dist.probes.activations.exchanges import watch
 from gradcheck_dist.probes.losses import by_gradient
 from gradcheck_dist.probes.losses.attached_terms import scalars_of, watch_attached
 from gradcheck_dist.probes.losses.closed_form import Looked, Sum, divisors, given_to, look, sum_of, valid_in
@@ -61,7 +62,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if not recorder.recording:
             return original(cls, *args, **kwargs)
         watched = recorder.exchanges
-        calls: list[Call] = []
+        calls = Calls()
         if watched is None:
             results = original(cls, *args, **kwargs)
         else:
@@ -110,7 +111,7 @@ def applied(
     whole: list[Tensor],
     functions: Functions,
     looked: Looked | None,
-    calls: list[Call],
+    calls: Calls,
 ) -> None:
     """Mark the node of a function that gave one number for each label, or their sum, and watch for losses that it
     attaches. Runs behind every function: kept short."""

@@ -1,0 +1,54 @@
+"""What a function calls while it is applied: collectives, and what sends to single ranks."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradcheck_dist.probes.reductions.copies import ranks_of
+
+COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
+)
+DIRECT = ("all_reduce", "all_gather")
+"""Watched where they are called on a tensor of the graph, too."""
+BY_RANK = ("batch_isend_irecv", "send", "recv")
+"""What sends to single ranks. isend and irecv stay as they are: P2POp asks for torch's own."""
+
+
+class Call(NamedTuple):
+    """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
+    all-reduce or an all-gather was given, `parts` the list that this fills."""
+
+    name: str
+    ranks: tuple[int, ...]
+    splits: tuple[list[int], list[int]] | None
+    tensor: Tensor | None = None
+    parts: list[Any] | None = None
+
+
+class Calls(list[Call]):
+    """The collectives of one application of a function; `sent` are the groups in which it sent to single ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: set[tuple[int, ...]] = set()
+
+
+def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    given = signature.bind(*args, **kwargs).arguments
+    splits = None
+    if name.startswith("all_to_all"):
+        splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
+    tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
+    return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
+
+
+def sent_in(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[tuple[int, ...]]:
+    """The groups in which a call of one of BY_RANK sends or receives."""
+    given = signature.bind(*args, **kwargs).arguments
+    groups = [one.group for one in given.get("p2p_op_list", ())] or [given.get("group")]
+    return {tuple(ranks_of(group)) for group in groups}
