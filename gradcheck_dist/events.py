@@ -83,7 +83,11 @@ class LossGradient(Event, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
     `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to, NaN where its targets are one number for the whole pass. `label_share`: how much of the weight falls
+    these come to, NaN where its targets are one number for the whole pass. `num_reduced`: the root is one `reduced_by`
+    ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers: `reduced_weight` each;
+    `compares`: of a loss that compares with targets. Masks and weights of elements lie behind it: `num_elements` get a
+    gradient there, from `element_min` to `element_max` (NaN where some are left out and the others weigh apart), which
+    is `element_share` of what the mean or sum alone would give, on average. `label_share`: how much of the weight falls
     on the labels, where the trainer smooths these by hand.
     """
 
@@ -100,6 +104,15 @@ class LossGradient(Event, tag="loss_gradient"):
     mean_weight: float | None = None
     num_factors: Count = 0
     label_share: float | None = None
+    reduced_by: str | None = None
+    compares: bool = False
+    num_reduced: Count | None = None
+    num_rows: Count | None = None
+    reduced_weight: float | None = None
+    num_elements: Count | None = None
+    element_min: float | None = None
+    element_max: float | None = None
+    element_share: float | None = None
 
 
 class LossTerm(Event, tag="loss_term"):

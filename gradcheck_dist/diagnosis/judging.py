@@ -212,6 +212,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         verdict.reasons.append(late)
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
+    aimed_at.decide(declared=not context.objective_from.startswith("assumed"))
     means = loss_by_loss(aimed_at, context.objective, data, measured)
     target = means.aim
     context.judged_on(target.contributions)

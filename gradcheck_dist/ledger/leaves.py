@@ -71,16 +71,17 @@ def build_basis(
 
 def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
     """Where no label tells which ranks evaluate the same tokens (a cross entropy by hand under tensor parallelism),
-    their gradients do: ranks on which at least half of the parameters got the same ones share a data coordinate.
-    Peers of a data-parallel reduction do not: they were fed one batch."""
+    their gradients do: ranks on which at least half of the parameters that both hold got the same ones share a data
+    coordinate. Peers of a data-parallel reduction do not: they were fed one batch."""
     if not contributions.by_key or any(one.label_hash is not None for one in contributions.by_key.values()):
         return contributions
     peers = data_parallel_peers(data.events)
     votes: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for of_param in data.tracks.values():
         for one, other in combinations(sorted(of_param), 2):
-            if may_share(peers, [one], [other]):
-                votes[one, other].append(_same_leaves(of_param[one], of_param[other]))
+            alike = _same_leaves(of_param[one], of_param[other]) if may_share(peers, [one], [other]) else None
+            if alike is not None:
+                votes[one, other].append(alike)
     representative = dict(contributions.coordinate)
     for (one, other), found in sorted(votes.items()):
         if 2 * sum(found) >= len(found) and one in representative and other in representative:
@@ -103,12 +104,15 @@ def same_tokens(data: StepData, contributions: Contributions) -> Contributions:
     return replace(contributions, by_key=by_key, coordinate=coordinate, coordinate_from=rests)
 
 
-def _same_leaves(one: Track, other: Track) -> bool:
+def _same_leaves(one: Track, other: Track) -> bool | None:
+    """Whether both ranks got the same gradients; None where they hold other elements of the parameter."""
     if not one.leaves or set(one.leaves) != set(other.leaves):
         return False
     for slot, (_, leaf) in one.leaves.items():
         values = other.leaves[slot][1].data
         both = ~np.isnan(leaf.data) & ~np.isnan(values)
+        if not both.any():
+            return None
         scale = np.linalg.norm(leaf.data[both])
         if scale == 0 or np.linalg.norm(leaf.data[both] - values[both]) > SAME * scale:
             return False

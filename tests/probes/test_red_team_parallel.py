@@ -13,7 +13,7 @@ from gradcheck_dist.trainer.launch import launch, warm_up
 EXPECTED = {
     ("tensor", "ddp", 4): ("clean", []),
     ("tensor", "fsdp, averaged twice", 4): ("findings", ["GS101"]),
-    ("vocab", "by hand", 4): ("undetermined", []),
+    ("vocab", "by hand", 4): ("clean", []),
     ("experts", "right", 4): ("clean", []),
     ("experts", "never reduced", 4): ("findings", ["GS103"]),
     ("experts", "reduced over the world", 4): ("findings", ["GS105"]),

@@ -24,7 +24,7 @@ EXPECTED = {
     "distilled": ("undetermined", []),
     "halved later": ("findings", ["GS303"]),
     "divided at first": ("findings", ["GS000"]),
-    "squared": ("undetermined", []),
+    "squared": ("clean", []),
     "squared, never reduced": ("findings", ["GS103"]),
 }
 
@@ -59,5 +59,3 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
         assert finding.factor.observed == pytest.approx(factor)
         assert "in step 0, whose weights are right" in finding.explanation
         assert ("red_team_workers.py" in finding.explanation) == (variant == "divided at first")
-    if variant == "squared":
-        assert {round(weight.observed or 0, 6) for weight in report.weights} == {0.5}  # what DDP's average leaves

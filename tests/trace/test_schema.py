@@ -13,7 +13,8 @@ FROZEN = {
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
-        "mean_weight num_factors label_share seq t_ns step site"
+        "mean_weight num_factors label_share reduced_by compares num_reduced num_rows reduced_weight num_elements "
+        "element_min element_max element_share seq t_ns step site"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",

@@ -12,10 +12,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
+from gradcheck_dist.diagnosis.losses.elements import Counted, by_elements, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
@@ -30,11 +32,18 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
 
+MEANS_WEIGH = (
+    "Each pass's mean over its elements weighs {times} of what it would in their average: a coefficient, a sum or "
+    "another count may be meant."
+)
+
 
 @dataclass
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
-    `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain."""
+    `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
+    `times`: what each pass's mean over elements weighs of its part in their average, where that is one number.
+    `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
     expected: dict[ContributionKey, Fraction]
@@ -42,12 +51,21 @@ class Aim:
     relative: bool = False
     of_means: bool = False
     aside: str = ""
+    times: str = ""
+    other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.relative:
             self.reasons.append(self._why_relative())
+
+    def decide(self, *, declared: bool) -> None:
+        """Settle on the objective that was declared, or leave open which one is meant."""
+        if self.other is not None and declared:
+            self.expected = self.other[1]
+        elif self.other is not None:
+            self.reasons.append(self.other[0])
 
     def _why_relative(self) -> str:
         if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
@@ -63,6 +81,7 @@ class Aim:
         return (
             f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
             f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
+            + (f"{MEANS_WEIGH.format(times=self.times)} " if self.times else "")
             + (
                 self.aside
                 or "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
@@ -71,7 +90,12 @@ class Aim:
 
 
 def aim(
-    objective: str, data: StepData, contributions: Contributions, measured: list[Held], *, drop_lost: bool = False
+    objective: str,
+    data: StepData,
+    contributions: Contributions,
+    measured: list[Held],
+    *,
+    drop_lost: bool = False,
 ) -> Aim:
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
     the step, also where their tokens were not evaluated again."""
@@ -122,10 +146,14 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):
+        asked = partial(_expected, groups=independent(data, contributions))
+        counted_by = by_elements(objective, contributions, measured, judge, asked)
+        if counted_by is not None and not marked_aside(data):
+            return _of_elements(counted_by)
         added = added_means(data, contributions, measured, judge)
         if added is not None:
             return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
-        return _relative(data, contributions, measured)
+        return _relative(data, contributions, measured, in_words(contributions, measured, judge, asked))
     groups = independent(data, contributions)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
         return _relative(data, contributions, measured)
@@ -205,7 +233,17 @@ def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
     return {cell.key for held in judged for cell in held.cells if not cell.right}
 
 
-def _relative(data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+def _of_elements(counted: Counted) -> Aim:
+    result = Aim(counted.contributions, counted.expected, counted.tokens)
+    result.remarks.append(
+        f"the losses count no tokens: weights are those of {counted.words} of the one mean or sum that each pass's "
+        "loss is"
+    )
+    result.other = (counted.reason, counted.asked) if counted.asked is not None else None
+    return result
+
+
+def _relative(data: StepData, contributions: Contributions, measured: list[Held], times: str = "") -> Aim:
     """Every contribution counts as one token of weight 1; each should be scaled as most are."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
     share = _usual(measured, by_key)
@@ -215,6 +253,7 @@ def _relative(data: StepData, contributions: Contributions, measured: list[Held]
         dict.fromkeys(by_key, 1),
         relative=True,
         aside=marked_aside(data),
+        times=times,
     )
 
 

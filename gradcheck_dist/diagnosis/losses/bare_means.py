@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
+from gradcheck_dist.diagnosis.losses.elements import weights_of_means
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 SAME = 1e-3
+LARGER = 1.05
 Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
 
 
@@ -31,7 +33,8 @@ def added_means(
     ranks = {key[0] for key in by_key}
     num_steps, num_ranks = len(by_key) // max(len(ranks), 1), len(ranks)
     slots = [{key[1:] for key in by_key if key[0] == rank} for rank in ranks]
-    weight = _written(data, contributions)
+    weights = _of_means(contributions)
+    weight = _written(data, contributions, weights) if weights else None
     if weight is None or any(of_rank != slots[0] for of_rank in slots) or not _one_loop(data, contributions):
         return None
     if abs(weight - 1) <= SAME:
@@ -40,10 +43,7 @@ def added_means(
         numbers = {num_ranks} - {1}
     else:
         return None
-    counted = {
-        key: replace(c, num_tokens=1, weight=c.gradient.mean_weight if c.gradient is not None else None, spread=0.0)
-        for key, c in by_key.items()
-    }
+    counted = {key: replace(c, num_tokens=1, weight=weights[key], spread=0.0) for key, c in by_key.items()}
     expected = dict.fromkeys(by_key, Fraction(1, len(by_key)))
     means = replace(contributions, by_key=counted)
     cells = [cell for held in judge(measured, means, expected) for cell in held.cells]
@@ -53,19 +53,42 @@ def added_means(
     return None
 
 
-def _written(data: StepData, contributions: Contributions) -> float | None:
+def _of_means(contributions: Contributions) -> dict[ContributionKey, float]:
+    """What each pass's mean weighs at the loss; empty where some are no means."""
+    found = {}
+    for key, one in contributions.by_key.items():
+        if one.gradient is None or one.gradient.mean_weight is None:
+            return weights_of_means(contributions)
+        found[key] = one.gradient.mean_weight
+    return found
+
+
+def _written(data: StepData, contributions: Contributions, weights: Mapping[ContributionKey, float]) -> float | None:
     """The number that multiplies every mean, freed of a loss scale; None where they differ or are not known."""
-    found = [c.gradient.mean_weight if c.gradient is not None else None for c in contributions.by_key.values()]
+    found = list(weights.values())
     scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)}
     factors = {c.gradient.num_factors for c in contributions.by_key.values() if c.gradient is not None}
-    first = found[0] if found else None
-    if first is None or len(scales) > 1:
+    if len(scales) > 1 or not all(abs(one - found[0]) <= SAME * abs(found[0]) for one in found):  # nor where one is NaN
         return None
-    if not all(one is not None and abs(one - first) <= SAME * abs(first) for one in found):  # nor where one is NaN
+    weight = found[0] / next(iter(scales), 1.0)
+    share = _share_of_elements(contributions)
+    if share is not None and share <= LARGER / len(found):  # weights of elements may hold the division
         return None
-    weight = first / next(iter(scales), 1.0)
     # A coefficient may be just what the losses are divided by: then it stands there as a number of its own.
-    return weight if factors == {len(scales) + (abs(weight - 1) > SAME)} else None
+    by_count = any(c.gradient is not None and c.gradient.reduced_by == "sum" for c in contributions.by_key.values())
+    return weight if factors == {len(scales) + by_count + (abs(weight - 1) > SAME)} else None
+
+
+def _share_of_elements(contributions: Contributions) -> float | None:
+    """What weights of elements (masks, a schedule's, a sample's) leave of the mean without them, in all passes on
+    average; None where nothing weighs elements apart."""
+    shares = [
+        c.gradient.element_share
+        for c in contributions.by_key.values()
+        if c.gradient is not None and c.gradient.element_share is not None
+    ]
+    mean = sum(shares) / len(shares) if shares else 1.0
+    return None if abs(mean - 1) <= SAME else mean
 
 
 def _one_loop(data: StepData, contributions: Contributions) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.steps.handmade import LINES
@@ -24,6 +25,8 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
+    "microbatch-mean, rank-token-mean or global-token-mean.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
     NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
     "did not reach the parameter.",

@@ -17,7 +17,7 @@ from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, gua
 MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
 _SUMS = {"AddBackward", "SubBackward"}
-_HANDS_ON = "_DDPSinkBackward"
+HANDS_ON = "_DDPSinkBackward"
 """Behind all outputs of a DDP module; gives each back as it is (torch/nn/parallel/distributed.py)."""
 
 
@@ -39,7 +39,7 @@ def uncounted_terms(root: Tensor, graph: Found) -> Terms:
         node, output = todo.pop()
         operands = [edge for edge in node.next_functions if edge[0] is not None]
         name = name_of(node)
-        if name == _HANDS_ON and node.next_functions[output][0] is not None:
+        if name == HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
         elif end_of(graph, node, output) is None and (name in _SUMS or (name in FACTORS and len(operands) == 1)):
             todo += operands

@@ -9,21 +9,20 @@ elsewhere, or by targets that are one number for a whole pass.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of, operands_of
+from gradcheck_dist.probes.losses.loss_graph import name_of
+from gradcheck_dist.probes.losses.reductions import (
+    WITH_REDUCTION,
+    Reduced,
+    element_weights,
+    numbers_above,
+    reduced_at,
+)
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.sites import calls
-
-MEAN = 1  # torch.nn._reduction.get_enum
-_WITH_REDUCTION = {
-    *("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "SoftMarginLossBackward"),
-    *("BinaryCrossEntropyBackward", "BinaryCrossEntropyWithLogitsBackward"),
-}
-_DISTANCES = {"PowBackward", "AbsBackward"}
 
 
 class Passes:
@@ -38,37 +37,38 @@ class Passes:
         self.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def watch(current: BackwardPass, root: Any, passes: Passes, accumulation_step: int) -> None:
-    """Note what arrives at the mean that a root is a multiple of, where it is one that was computed since the last
-    pass of the same loop."""
+def watch(current: BackwardPass, root: Tensor, passes: Passes, accumulation_step: int, *, elements: bool) -> None:
+    """Note what arrives at the mean or sum that a root is a multiple of, where it is one that was computed since the
+    last pass of the same loop. `elements`: how many it goes over, too."""
     before, passes.calls = passes.calls if accumulation_step else None, calls()
-    node = root
-    for num_factors in range(MAX_FACTORS):
-        current.num_factors = num_factors
-        operands = operands_of(node)
-        if name_of(node) not in FACTORS or len(operands) != 1:
-            break
-        node = operands[0]
+    edge, current.num_factors = numbers_above(root.grad_fn, root.output_nr)
+    found = reduced_at(edge)
     elsewhere = before is not None and before != passes.calls
-    if not _is_mean(node) or node._sequence_nr() < passes.closed_at or elsewhere:
+    if found is None or found.node._sequence_nr() < passes.closed_at or elsewhere:
         return
-    handle = node.register_prehook(functools.partial(_arrived, current, node))
-    current.handles.append(handle)
+    current.num_factors += found.numbers
+    current.handles.append(found.node.register_prehook(functools.partial(_arrived, current, found)))
+    if elements:
+        body = found.node if found.body is None else found.body
+        current.handles.append(body.register_prehook(functools.partial(_reached, current, found)))
 
 
-def _is_mean(node: Any) -> bool:
-    name = name_of(node)
-    if name in _WITH_REDUCTION:
-        return bool(node._saved_reduction == MEAN)
-    return name == "MeanBackward" and name_of(node.next_functions[0][0]) in {*OTHERS, *_DISTANCES}
-
-
-def _arrived(current: BackwardPass, node: Any, grads: tuple[Tensor | None, ...]) -> None:
-    gradient = grads[0]
+def _arrived(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
+    gradient, node = grads[0], found.node
     if gradient is None or gradient.numel() != 1:
         return
-    current.mean_weight = gradient.detach()
-    target = node._saved_target if name_of(node) in _WITH_REDUCTION else None
+    current.arrived = gradient.detach()
+    weight = current.arrived
+    target = node._saved_target if name_of(node) in WITH_REDUCTION else None
     if target is not None and target.numel() > 1:
         one_number = (target == target.flatten()[0]).all()
-        current.mean_weight = torch.where(one_number, torch.nan, current.mean_weight)
+        weight = torch.where(one_number, torch.nan, weight)
+    if not found.is_mean:
+        current.arrived = weight
+    elif found.is_distance:
+        current.mean_weight = weight
+
+
+def _reached(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
+    if grads[0] is not None and current.arrived is not None:
+        current.elements = element_weights(found, current.arrived, grads[0])

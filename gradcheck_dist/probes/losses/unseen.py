@@ -88,7 +88,7 @@ def look(
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if not (current.computed or found.known or picks):
-            means.watch(current, roots[0].grad_fn, passes, recorder.accumulation_step)
+            means.watch(current, roots[0], passes, recorder.accumulation_step, elements=recorder.sampling)
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
@@ -179,6 +179,7 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
         return
     loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
+    fields: dict[str, Any] = current.elements
     recorder.emit(
         LossGradient,
         site=current.site,
@@ -190,4 +191,5 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         other_losses=0,
         mean_weight=None if current.mean_weight is None else number(current.mean_weight),
         num_factors=current.num_factors,
+        **fields,
     )

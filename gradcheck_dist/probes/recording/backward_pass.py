@@ -27,8 +27,10 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "arrived",
         "by_hand",
         "computed",
+        "elements",
         "given",
         "handles",
         "held",
@@ -79,6 +81,8 @@ class BackwardPass:
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.mean_weight: Tensor | None = None  # what arrived at the one mean over elements that the root is made of
         self.num_factors = 0  # numbers that multiply it
+        self.arrived: Tensor | None = None  # at that mean, or at a sum in its place
+        self.elements: dict[str, Any] = {}  # what that mean or sum goes over: fields of a LossGradient
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:

@@ -1,0 +1,173 @@
+"""Losses that count no tokens and are one mean or sum over elements: what an element, or a row of them, should weigh.
+
+Mean squared error, binary cross-entropy, a distance by hand: the autograd graph tells how many elements one mean or sum
+goes over, and the gradient that arrives there what each weighs. Where these weights come out as an objective asks for,
+the step is right, whatever its elements are. Where they do not, nobody is accused: whether one factor is a coefficient
+is not known, and neither is whether elements, rows or microbatches are to weigh alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from statistics import median
+
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
+from gradcheck_dist.events import LossGradient
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+
+Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
+Expect = Callable[[str, Mapping[ContributionKey, int]], dict[ContributionKey, Fraction]]
+MEANS = "microbatch-mean"
+SAME = 1e-3
+DECLARE = "all elements of the step should weigh alike"
+OPEN = {
+    MEANS: "each pass's loss is a mean over its own elements, of which passes have unequal numbers, and all these "
+    "means weigh alike: right where that is meant ({option} says so), a mean of means where "
+    f"{DECLARE} (--objective global-token-mean)",
+    "rank-token-mean": "each rank's losses are divided by its own number of elements, of which ranks have unequal "
+    "numbers: right where a mean over ranks is meant ({option} says so), wrong where "
+    f"{DECLARE} (--objective global-token-mean)",
+}
+"""What is left open where weights are right by another objective than the one that is asked for, by that one."""
+
+
+@dataclass
+class Counted:
+    """Contributions that count elements or rows, what each of these should weigh, and `words` for what they are.
+    `reason`: what leaves it open that this is right; "" where nothing does. Then `asked` is what the objective asks for
+    that nobody declared."""
+
+    contributions: Contributions
+    expected: dict[ContributionKey, Fraction]
+    tokens: dict[ContributionKey, int]
+    words: str
+    reason: str = ""
+    asked: dict[ContributionKey, Fraction] | None = None
+
+
+Told = tuple[int, float] | None
+"""How many enter a pass's loss, and with what weight each."""
+
+
+def by_elements(
+    objective: str, contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect
+) -> Counted | None:
+    """The contributions by what their losses go over, where that tells what each should weigh: all weights are right
+    so, or the losses divide by what all of them go over. Right as means of passes or ranks only is left open."""
+    counts = [one for words in _OF_GRADIENT if (one := _counted(contributions, words)) is not None]
+    for asked in dict.fromkeys((objective, *OPEN)):
+        for one in counts:
+            one.expected = expect(asked, one.tokens)
+            if _right(one, measured, judge):
+                if asked != objective:
+                    one.reason = OPEN[asked].format(option=f"--objective {asked}")
+                    one.asked = expect(objective, one.tokens)
+                return one
+    for one in counts:
+        if _divides_by_all(one):
+            one.expected = expect(objective, one.tokens)
+            return one
+    return None
+
+
+def _divides_by_all(one: Counted) -> bool:
+    """Whether each loss is a sum that the program divides by what all ranks' and passes' sums go over, and multiplies
+    by nothing: no coefficient is that number. As many passes or ranks may be."""
+    num = sum(one.tokens.values())
+    gradients = [c.gradient for c in one.contributions.by_key.values() if c.gradient is not None]
+    alone = all(gradient.reduced_by == "sum" and gradient.num_factors == 1 for gradient in gradients)
+    weights = [(c.weight or 0.0) * num for c in one.contributions.by_key.values()]
+    return alone and num not in _degrees(one.contributions) and all(abs(weight - 1) <= SAME / num for weight in weights)
+
+
+def _counted(contributions: Contributions, words: str) -> Counted | None:
+    by_key, degrees = contributions.by_key, _degrees(contributions)
+    tokens: dict[ContributionKey, int] = {}
+    counted = {}
+    for key, one in by_key.items():
+        told = _OF_GRADIENT[words](one.gradient, degrees) if one.gradient is not None else None
+        if told is None:
+            return None
+        tokens[key], weight = told
+        counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0)
+    return Counted(replace(contributions, by_key=counted), {}, tokens, words) if counted else None
+
+
+def _reduced(one: LossGradient, _: set[int]) -> Told:
+    """What the mean or sum goes over. Weights of elements are a part of what is reduced; masks are not."""
+    if one.num_reduced is None or one.reduced_weight is None or not (whole(one) or _is_weighted(one)):
+        return None
+    return one.num_reduced, one.reduced_weight
+
+
+def _elements(one: LossGradient, _: set[int]) -> Told:
+    low, high = one.element_min, one.element_max
+    if low is None or high is None or one.num_elements is None or not abs(high - low) <= MAX_SPREAD * abs(high):
+        return None
+    return one.num_elements, high
+
+
+def _rows(one: LossGradient, degrees: set[int]) -> Told:
+    """Rows of all elements. As many elements a row as there are passes would make a missing division look right."""
+    if one.num_reduced is None or not one.num_rows or one.reduced_weight is None or not whole(one):
+        return None
+    if one.reduced_by == "mean":
+        return one.num_rows, one.reduced_weight * one.num_reduced / one.num_rows
+    return (one.num_rows, one.reduced_weight) if one.num_reduced // one.num_rows not in degrees - {1} else None
+
+
+_OF_GRADIENT: dict[str, Callable[[LossGradient, set[int]], Told]] = {
+    "entries": _reduced,
+    "elements": _elements,
+    "rows": _rows,
+}
+
+
+def whole(one: LossGradient) -> bool:
+    """Whether nothing masks or weighs elements apart."""
+    return one.element_share is not None and abs(one.element_share - 1) <= SAME and one.element_min == one.element_max
+
+
+def _is_weighted(one: LossGradient) -> bool:
+    low, high = one.element_min, one.element_max
+    return low is not None and high is not None and abs(high - low) > MAX_SPREAD * abs(high)
+
+
+def weights_of_means(contributions: Contributions) -> dict[ContributionKey, float]:
+    """What each pass's loss weighs as one mean: sums of losses that compare with targets are means where they are
+    divided by just what they go over, so that all passes weigh alike. Empty where they do not, or where as many passes
+    or ranks would divide by the same."""
+    if not all(c.gradient is not None and c.gradient.compares for c in contributions.by_key.values()):
+        return {}
+    for words in _OF_GRADIENT:
+        one = _counted(contributions, words)
+        if one is None or set(one.tokens.values()) <= _degrees(contributions):
+            continue
+        weights = {key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in one.contributions.by_key.items()}
+        if max(weights.values()) - min(weights.values()) <= SAME * max(weights.values()):
+            return weights
+    return {}
+
+
+def _degrees(contributions: Contributions) -> set[int]:
+    by_key = contributions.by_key
+    return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
+
+
+def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
+    cells = [cell for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
+    return bool(cells) and all(cell.right for cell in cells)
+
+
+def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
+    """By how much the weights differ from those of one mean over all elements; "" where that is not one number."""
+    one = _counted(contributions, "entries")
+    if one is None:
+        return ""
+    one.expected = expect(MEANS, one.tokens)
+    ratios = [cell.ratio for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
+    if not ratios or max(ratios) - min(ratios) > SAME * abs(median(ratios)):
+        return ""
+    return f"x {median(ratios):.6g}"

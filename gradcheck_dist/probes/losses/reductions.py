@@ -1,0 +1,182 @@
+"""What the one mean or sum that a backward root is a multiple of goes over: how many elements, with what weight each.
+
+From the root down lie numbers that multiply the whole (`numbers_above`), then torch's own loss with its reduction, or
+a mean or sum, and behind that what multiplies elements apart: masks, weights of samples, means over some dimensions.
+What stands behind these (`Reduced.body`) computes one number an element, and gets one gradient for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
+from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of
+from gradcheck_dist.probes.losses.loss_terms import HANDS_ON
+
+MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
+WITH_REDUCTION = {
+    *("MseLossBackward", "SmoothL1LossBackward", "HuberLossBackward", "SoftMarginLossBackward"),
+    *("BinaryCrossEntropyBackward", "BinaryCrossEntropyWithLogitsBackward"),
+}
+_OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
+DISTANCES = {"PowBackward", "AbsBackward"}
+_JOINS = ("Stack", "Cat")
+"""Losses that were put side by side: each may be a mean of its own."""
+_LEAVES_OUT = ("Index", "MaskedSelect", "MaskedFill", "Where")
+SAME = 1e-3
+
+Edge = tuple[Any, int]
+"""A node of the graph and which of its outputs."""
+
+
+@dataclass
+class Reduced:
+    """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
+    is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements by partial means
+    alone, and so many `numbers` multiply all elements beneath it."""
+
+    node: Any
+    is_mean: bool
+    num: int
+    num_rows: int
+    body: Any = None
+    share: float = 1.0
+    numbers: int = 0
+    of_torch: bool = False
+
+    @property
+    def is_distance(self) -> bool:
+        """Whether the elements are those of a loss that compares with targets."""
+        name = name_of(self.body)
+        return self.body is None or self.of_torch or name in DISTANCES or name in OTHERS
+
+
+def numbers_above(root: Any, output: int) -> tuple[Edge, int]:
+    """The node that a root is a multiple of, and how many numbers multiply it."""
+    edge: Edge = (root, output)
+    for number in range(MAX_FACTORS):
+        while (below := _handed_on(edge)) is not None:
+            edge = below
+        operands = _operands(edge[0])
+        if name_of(edge[0]) not in FACTORS or len(operands) != 1:
+            return edge, number
+        edge = operands[0]
+    return edge, MAX_FACTORS
+
+
+def reduced_at(edge: Edge) -> Reduced | None:
+    """What the reduction at an edge of the graph goes over; None where there is none, or it joins several losses."""
+    node = edge[0]
+    name, operands = name_of(node), _operands(node)
+    if not operands:
+        return None
+    if name in WITH_REDUCTION or name in _OF_ROWS:
+        shape = _shape(operands[0])
+        if shape is None or node._saved_reduction not in (MEAN, SUM):
+            return None
+        shape = shape[:1] if name in _OF_ROWS else shape
+        return Reduced(node, node._saved_reduction == MEAN, prod(shape), _rows(shape))
+    if name not in ("MeanBackward", "SumBackward"):
+        return None
+    shape = tuple(node._saved_self_sym_sizes)
+    found = Reduced(node, name == "MeanBackward", prod(shape), _rows(shape))
+    if found.is_mean:
+        found.share = 1 / max(found.num, 1)
+    return found if _descend(found, operands[0]) else None
+
+
+def _descend(found: Reduced, edge: Edge) -> bool:
+    """Follow what multiplies elements apart down to the body."""
+    for _ in range(MAX_FACTORS):
+        node = edge[0]
+        name, operands = name_of(node), _operands(node)
+        shape = _shape(edge)
+        if shape is None or name.startswith(_JOINS):
+            return False
+        found.body = node
+        if name == "DivBackward" and name_of(node.next_functions[0][0]) == "CtcLossBackward":
+            found.of_torch = True  # torch's own mean over sequences, each by its number of labels
+            return True
+        if len(operands) != 1:
+            return edge[1] == 0
+        if name in FACTORS:
+            other = _other(node)
+            found.numbers += other is None or other.numel() == 1
+        elif name in ("MeanBackward", "SumBackward"):
+            sizes = _shape(operands[0])
+            if sizes is None:
+                return False
+            if name == "MeanBackward":
+                found.share *= max(prod(shape), 1) / max(prod(sizes), 1)
+        elif not name.startswith((*PASS_THROUGH, *_LEAVES_OUT)):
+            return edge[1] == 0
+        edge = operands[0]
+    return False
+
+
+def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, Any]:
+    """Fields of a LossGradient: what the gradients that arrive at the reduction and at the body tell of elements."""
+    weight = arrived.reshape(()).double() / (max(found.num, 1) if found.is_mean else 1)
+    told: dict[str, Any] = {
+        "reduced_by": "mean" if found.is_mean else "sum",
+        "compares": found.is_distance,
+        "num_reduced": found.num,
+        "num_rows": found.num_rows,
+        "reduced_weight": weight,
+    }
+    if found.body is None:
+        return told | {"num_elements": found.num, "element_min": weight, "element_max": weight, "element_share": 1.0}
+    local = getattr(grad, "_local_tensor", grad).detach()
+    used = local != 0
+    most = torch.where(used, local, local.min()).max().double()
+    least = torch.where(used, local, local.max()).min().double()
+    mixed = ~used.all() & ((most - least).abs() > SAME * most.abs())
+    alone = (arrived.double() * found.share).abs() * max(local.numel(), 1)
+    return told | {
+        "num_elements": used.sum(),
+        "element_min": torch.where(mixed, torch.nan, least),
+        "element_max": most,
+        "element_share": local.abs().sum(dtype=torch.float64) / alone.reshape(()),
+    }
+
+
+def _handed_on(edge: Edge) -> Edge | None:
+    """What a node gives on as it is: an output of a DDP module, a copy or view, a mean or sum over one number."""
+    node, output = edge
+    name = name_of(node)
+    following = node.next_functions if node is not None else ()
+    if name == HANDS_ON:
+        below: Edge = following[output]
+        return below if below[0] is not None else None
+    if not following or following[0][0] is None:
+        return None
+    alone = name in ("MeanBackward", "SumBackward") and _shape(following[0]) == ()
+    return following[0] if alone or (name.startswith(PASS_THROUGH) and _shape(following[0]) in ((), (1,))) else None
+
+
+def _operands(node: Any) -> list[Edge]:
+    return [edge for edge in node.next_functions if edge[0] is not None] if node is not None else []
+
+
+def _other(node: Any) -> Tensor | None:
+    """What a product or quotient multiplies by, which has no gradient."""
+    for name in ("_saved_other", "_saved_self"):
+        saved = getattr(node, name, None)
+        if isinstance(saved, Tensor) and not saved.requires_grad:
+            return saved
+    return None
+
+
+def _shape(edge: Edge) -> tuple[int, ...] | None:
+    """Of an output of a node; None where this torch does not tell."""
+    outputs = getattr(edge[0], "_input_metadata", ())
+    return tuple(outputs[edge[1]].shape) if edge[1] < len(outputs) else None
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return shape[0] if shape else 1

@@ -1,0 +1,57 @@
+"""Trainers whose losses count elements, on several ranks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from gradcheck_dist.probes import attach
+
+NUM_PASSES = 3
+
+
+def train(divided_by: str, run_dir: str) -> None:
+    """One step; each sum of squared errors is divided by the elements of "all" ranks and passes, of them per rank
+    ("average", as DDP's own average asks for), or of the "rank" alone."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    batches = [(torch.randn(4 + k + 3 * rank, 6), torch.randn(4 + k + 3 * rank, 4)) for k in range(NUM_PASSES)]
+    num = torch.tensor(float(sum(target.numel() for _, target in batches)))
+    if divided_by != "rank":
+        dist.all_reduce(num)
+    if divided_by == "average":
+        num /= world
+    with attach(run_dir):
+        for inputs, target in batches:
+            model.require_backward_grad_sync = inputs is batches[-1][0]
+            (F.mse_loss(model(inputs), target, reduction="sum") / num.item()).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+def train_tensor_parallel(run_dir: str) -> None:
+    """Two steps of a model of which the last bias alone is whole on every rank; no label tells that they have one
+    batch."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir):
+        for _ in range(2):
+            for _ in range(NUM_PASSES):
+                (F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)) / NUM_PASSES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()

@@ -1,0 +1,165 @@
+"""Losses that are a mean or sum over elements: judged by how many these are, where that tells what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.report.next_step import next_step
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+EQUAL, UNEQUAL = (5, 5, 5), (5, 6, 7)
+CLASSES = 4
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target, reduction="none")
+
+
+def masked(output: Tensor, target: Tensor) -> Tensor:
+    mask = (target > -0.3).float()
+    return (squared(output, target) * mask).sum() / mask.sum()
+
+
+def min_snr(output: Tensor, target: Tensor) -> Tensor:
+    return (squared(output, target).mean(1) * target[:, 0].abs().clamp(0.3, 1)).mean()
+
+
+def ctc(output: Tensor, target: Tensor) -> Tensor:
+    """Each row is a sequence of one letter or two; autograd knows torch's mean over their lengths as a division."""
+    log_probs = output[None].expand(4, -1, -1).log_softmax(-1)
+    lengths = 1 + (target[:, 0] > 0).long()
+    labels = torch.tensor([[1, 2]]).expand(len(target), 2)
+    return F.ctc_loss(log_probs, labels, torch.full((len(target),), 4), lengths)
+
+
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    share = output.sigmoid()
+    return (1 - 2 * (share * target).sum(1) / (share.sum(1) + target.abs().sum(1))).mean()
+
+
+MEANS: dict[str, Loss] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "row by row": lambda output, target: squared(output, target).sum(1).mean(),
+    "min-SNR": min_snr,
+    "ctc": ctc,
+}
+NAMELESS: dict[str, Loss] = {"dice": dice, "log cosh": lambda output, target: (output - target).cosh().log().mean()}
+
+
+def trained(
+    run_dir: Path, loss: Loss, factor: float, sizes: Sequence[int], objective: str | None = None, classes: int = CLASSES
+) -> Report:
+    """One step of batches of these sizes, each loss times `factor`; 1 leaves it as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir, objective=objective):
+        for size in sizes:
+            value = loss(model(torch.randn(size, 6)), torch.randn(size, classes))
+            (value if factor == 1 else value * factor).backward()
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("name", [*MEANS, *NAMELESS])
+def test_means_over_equal_batches_are_right_as_their_average(tmp_path: Path, name: str) -> None:
+    report = trained(tmp_path, (MEANS | NAMELESS)[name], 1 / len(EQUAL), EQUAL)
+    assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
+
+
+def test_sums_over_the_elements_of_the_step_are_right(tmp_path: Path) -> None:
+    def divided(output: Tensor, target: Tensor) -> Tensor:
+        return squared(output, target).sum() / (CLASSES * sum(UNEQUAL))
+
+    assert trained(tmp_path, divided, 1, UNEQUAL).verdict == "clean"
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_that_nobody_averages_are_found(tmp_path: Path, name: str) -> None:
+    (finding,) = trained(tmp_path, MEANS[name], 1, EQUAL).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+def test_sums_that_are_divided_by_what_they_go_over_are_means(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, masked, 1, EQUAL).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_means_of_what_nobody_knows_accuse_nobody(tmp_path: Path, name: str) -> None:
+    report = trained(tmp_path, NAMELESS[name], 1, EQUAL)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("weighs x 3 of what it would in their average" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["mean", "sum over rows"])
+def test_a_missing_division_is_not_right_by_rows_of_as_many_elements(tmp_path: Path, rows: bool) -> None:
+    """Three passes, three elements a row: a third by rows is the same number as none by elements."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return squared(output, target).sum() / output.numel() if rows else F.mse_loss(output, target)
+
+    assert trained(tmp_path, loss, 1, EQUAL, classes=len(EQUAL)).verdict == "findings"
+
+
+def test_weights_of_elements_may_hold_the_division(tmp_path: Path) -> None:
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return (squared(output, target) * (target.abs().clamp(max=1) / len(EQUAL))).mean()
+
+    report = trained(tmp_path, weighted, 1, EQUAL)
+    assert report.findings == []
+
+
+def test_sums_on_real_and_on_generated_data_accuse_nobody(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for shift, label in ((2.0, 1.0), (0.0, 0.0)):
+            output = model(torch.randn(5, 6) + shift)
+            target = torch.full_like(output, label)
+            (F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, masked], ids=["mse", "masked"])
+def test_means_over_unequal_batches_are_right_or_wrong_by_what_is_declared(tmp_path: Path, loss: Loss) -> None:
+    left_open = trained(tmp_path / "open", loss, 1 / len(UNEQUAL), UNEQUAL)
+    assert (left_open.verdict, left_open.findings) == ("undetermined", [])
+    assert "--objective microbatch-mean" in left_open.reasons[0] and "--objective NAME" in next_step(left_open)
+    meant = trained(tmp_path / "meant", loss, 1 / len(UNEQUAL), UNEQUAL, "microbatch-mean")
+    assert meant.verdict == "clean"
+    (finding,) = trained(tmp_path / "wrong", loss, 1 / len(UNEQUAL), UNEQUAL, "global-token-mean").findings
+    assert finding.code == "GS301"
+
+
+def test_ranks_that_hold_shards_of_one_model_have_one_batch(tmp_path: Path) -> None:
+    warm_up()
+    launch("element_workers:train_tensor_parallel", (str(tmp_path / "run"),), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+@pytest.mark.parametrize(
+    ("divided_by", "verdict", "codes"),
+    [("average", "clean", []), ("all", "findings", ["GS101"]), ("rank", "undetermined", [])],
+)
+def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, verdict: str, codes: list[str]) -> None:
+    warm_up()
+    launch("element_workers:train", (divided_by, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, [finding.code for finding in report.findings]) == (verdict, codes)
+    assert divided_by != "rank" or "--objective rank-token-mean" in report.reasons[0]
