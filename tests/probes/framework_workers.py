@@ -59,8 +59,9 @@ def own_part(param: Tensor) -> slice:
 
 def train(variant: str) -> int:
     """Variants: "right", "mean" (each microbatch is divided by its own tokens too), "own tokens" (each rank divides
-    by the tokens of its own)."""
-    dtype = torch.float32 if variant == "own tokens" else torch.bfloat16  # that is lost in bfloat16's noise
+    by the tokens of its own), "mean of sums, own tokens" (and makes up for a division by passes)."""
+    dtype = torch.float32 if "own tokens" in variant else torch.bfloat16  # that is lost in bfloat16's noise
+    passes = ACCUMULATION if "mean of sums" in variant else 1
     model = model_with_buffers(dtype)
     params: list[Any] = list(model.parameters())[::-1]  # not in the order in which the model shows them
     shards = [param.detach().flatten()[own_part(param)].float().clone() for param in params]
@@ -76,16 +77,16 @@ def train(variant: str) -> int:
             mask = (torch.arange(9) < length).float()
             losses = TokenLosses.apply(model(features.to(dtype)).float(), labels)
             loss = (losses * mask).sum()
-            backward_by_hand(loss / mask.sum() if variant == "mean" else loss)
+            backward_by_hand(loss / mask.sum() if variant == "mean" else loss / passes)
             num_tokens += mask.sum()
             for param in params:
                 param.main_grad.add_(param.grad.float())
                 param.grad = None
-        if variant != "own tokens":
+        if "own tokens" not in variant:
             dist.all_reduce(num_tokens)
         for param, shard in zip(params, shards, strict=True):
             dist.all_reduce(param.main_grad)
-            param.main_grad.mul_(1 / num_tokens)
+            param.main_grad.mul_(passes / num_tokens)
             shard.grad = param.main_grad.flatten()[own_part(param)]
         optimizer.step()
         for param, shard in zip(params, shards, strict=True):

@@ -185,6 +185,26 @@ def test_a_name_that_fits_within_what_bfloat16_leaves_open_convicts_in_several_s
     assert ("another number in each" in finding.explanation) == (steps > 1)
 
 
+class CountPadding:
+    """As tokens, when a sum of losses is divided behind its passes: 20 tokens in the first step, 8 more in each."""
+
+    tokens, padding = 12, 0
+
+    def __call__(self, model: nn.Module) -> None:
+        self.tokens += 8
+        self.padding = (self.padding * 3 + 7) % 11
+        for param in model.parameters():
+            param.grad *= self.tokens / (self.tokens + self.padding)
+
+
+@pytest.mark.parametrize(("steps", "code"), [(1, "GS501"), (3, "GS000")])
+def test_several_steps_tell_a_count_by_whole_numbers(tmp_path: Path, steps: int, code: str) -> None:
+    (finding,) = different_steps(tmp_path, CountPadding(), steps).findings
+    assert (finding.code, len(finding.steps)) == (code, steps)
+    told = "as if the step had 27 tokens, where 20 enter the loss. So it is in 3 steps, by whole numbers (27, 34, 39)"
+    assert (told in finding.explanation) == (steps > 1)
+
+
 def test_gradients_of_unit_length_are_meant(tmp_path: Path) -> None:
     assert different_steps(tmp_path, to_unit_length, 2).verdict == "clean"
 

@@ -14,6 +14,7 @@ EXPECTED = {
     "right": ("clean", []),
     "mean": ("findings", [("GS303", "n_c^-1")]),
     "own tokens": ("findings", [("GS305", "num_tokens/N_r")]),
+    "mean of sums, own tokens": ("findings", [("GS305", "num_tokens/N_r")]),
 }
 SHARED = {
     "shared": ("clean", []),

@@ -307,8 +307,8 @@ class Search:
         known = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
         known |= self._divided if hand[0] == GAP else {}
         names = name_number(divisor, known, tolerance, max_factors=3)
-        # Tokens are divided by what they are averaged over (N/R); all else is a product.
-        return [name for name in names if divides(dict(name.powers), RANKS | self._divided.keys())]
+        # Tokens are divided by what they are averaged over (N/R), passes too (N/(R K)); all else is a product.
+        return [name for name in names if divides(dict(name.powers), RANKS | SCHEDULE | self._divided.keys())]
 
     @cached_property
     def _divided(self) -> dict[str, float]:

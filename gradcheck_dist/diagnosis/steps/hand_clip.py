@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.steps import counted
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
@@ -75,6 +76,10 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
         if (name := _one_formula(verdicts)) is not None:
             for verdict in verdicts:
                 _as_constant(verdict, len(known), name=name)
+            return list(verdicts)
+        if (numbers := counted.counts(verdicts, CODE)) is not None:
+            for verdict in verdicts:
+                _as_count(verdict, numbers)
             return list(verdicts)
         own = _own_constant(verdicts)
         if own is not None and max(norms) > min(norms) * (1 + 5 * tolerance):
@@ -143,6 +148,18 @@ def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None,
         finding.suggested_experiment = None
         if effect is not None:
             verdict.effects[cause(finding)] = effect
+
+
+def _as_count(verdict: StepVerdict, numbers: dict[int, int]) -> None:
+    """`numbers`: what the losses of each step are divided by, more than the tokens that enter them."""
+    for finding in (finding for finding in verdict.findings if finding.code == CODE):
+        _as_constant(verdict, len(numbers))
+        finding.explanation = (
+            f"The weights are off: {finding.pattern}, by nothing recorded, {counted.explanation(verdict, numbers)}"
+        )
+        finding.fix = counted.fix(verdict, numbers)
+        for change in (change for change in verdict.changes if change.finding is finding):
+            change.name = counted.NAME
 
 
 def _tell_both(finding: Finding, verdict: StepVerdict, num_steps: int, own: float, before: float) -> None:

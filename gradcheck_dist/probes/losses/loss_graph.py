@@ -37,6 +37,8 @@ PRODUCTS = {"MulBackward", "DivBackward"}
 FACTORS = {*PRODUCTS, "NegBackward"}
 """What multiplies by a number, where one operand alone has a gradient."""
 MAX_FACTORS = 16
+PARTED = {"UnbindBackward", "SplitBackward", "SplitWithSizesBackward"}
+"""What gives the parts of a tensor one by one."""
 MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
 
 
@@ -84,7 +86,7 @@ def search(roots: Sequence[Tensor]) -> Found:
     visited: set[Any] = set()
 
     def descend(node: Any) -> None:
-        for following, output in node.next_functions:
+        for following, output in _unlike(node.next_functions):
             found.above.setdefault(following, []).append(node)
             queue.append((following, output))
 
@@ -123,6 +125,14 @@ def search(roots: Sequence[Tensor]) -> Found:
         elif name not in MODEL:
             descend(node)
     return found
+
+
+def _unlike(inputs: Sequence[tuple[Any, int]]) -> Sequence[tuple[Any, int]]:
+    """The inputs of a node, one of them where they are logsumexps of a tensor's rows that are taken one by one."""
+    if len(inputs) < 2 or any(name_of(node) != "LogsumexpBackward" for node, _ in inputs):
+        return inputs
+    rows = {source_of(node) for node, _ in inputs}
+    return inputs[:1] if len(rows) == 1 and name_of(rows.pop()) in PARTED else inputs
 
 
 COUNTED = {"NllLossBackward", "NllLoss2DBackward", "LogSoftmaxBackward", "LogsumexpBackward"}
@@ -216,7 +226,9 @@ def _selects_rows(node: Any) -> bool:
 
 def _normalised(source: Any) -> set[Any]:
     """What a logsumexp normalises: its input, or the pieces that this was put together from (logits of candidates from
-    several places)."""
+    several places), or what it is a row of."""
+    if name_of(source) in PARTED:
+        return {source, source_of(source)}
     if name_of(source) != "CatBackward":
         return {source}
     return {source, *(_seen_through(piece) for piece, _ in source.next_functions)}
