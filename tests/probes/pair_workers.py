@@ -18,8 +18,9 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
 
     Args:
         faults: "group" reduces over pairs of ranks, "never" reduces nothing, "means" divides each pass by its own
-            tokens and nothing else, "padded" counts more tokens than enter the losses, "scaled" multiplies the gradient
-            of the head by a third, "undone average" leaves the ranks out of the losses, "summed" adds up instead.
+            tokens and nothing else, "padded" counts more tokens than enter the losses, "padded by half" far more,
+            "scaled" multiplies the gradient of the head by a third, "undone average" leaves the ranks out of losses,
+            "summed" adds up instead.
     """
     from gradcheck_dist.probes import attach
 
@@ -33,7 +34,7 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data = [(batch(0, k)[0], batch(other, k)[1]) for other in range(ranks) for k in range(PASSES)]
         counts = [int((labels >= 0).sum()) for _, labels in data]
-        total = sum(counts) + (5 if "padded" in faults else 0)
+        total = sum(counts) + (5 if "padded" in faults else 64 if "padded by half" in faults else 0)
         share = total if "undone average" in faults else total / ranks
         for k in range(PASSES):
             tokens, labels = data[rank * PASSES + k]

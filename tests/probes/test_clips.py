@@ -72,6 +72,13 @@ def norm_apart(model: nn.Module) -> None:
     utils.clip_grads_with_norm_(params, 0.3, utils.get_total_norm([param.grad for param in params]))
 
 
+def by_private_names(model: nn.Module) -> None:
+    """As verl clips DTensors."""
+    params, clips = list(model.parameters()), utils.clip_grad
+    norm = clips._get_total_norm([param.grad for param in params if param.grad is not None])
+    clips._clip_grads_with_norm_(params, 0.317, norm)
+
+
 def value_then_norm(model: nn.Module) -> None:
     utils.clip_grad_value_(model.parameters(), 0.02)
     utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -83,6 +90,7 @@ CORRECT: dict[str, Finish] = {
     "a norm that is only logged": lambda model: utils.clip_grad_norm_(model.parameters(), float("inf")),
     "another norm": lambda model: utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf")),
     "norm and clip apart": norm_apart,
+    "norm and clip apart, by private names": by_private_names,
     "groups of parameters": in_groups,
     "each parameter": one_by_one,
     "by hand": by_hand(0.25),

@@ -30,6 +30,10 @@ SCALED = ("GS000", "grad_write", 1 / 3)
         (("never", "scaled"), [SCALED, NEVER]),
         (("padded", "scaled"), [SCALED, PADDED]),
         (("padded", "undone average"), [("GS303", "loss", "divides by 133 of them, and what follows by 4")]),
+        (
+            ("padded by half",),
+            [("GS303", "loss", "as if the step had 192 tokens, where 128 enter the loss, or 48, if")],
+        ),
         (("summed",), [("GS303", "loss", "adds up the gradients of 4 ranks")]),
     ],
 )

@@ -87,3 +87,20 @@ def test_what_follows_the_accumulation_steps_is_found(tmp_path: Path, steps: Seq
     report = by_batch(tmp_path / "run", steps)
     assert report.verdict == "findings"
     assert {finding.first_event.kind for finding in report.findings if finding.first_event} == {"loss"}
+
+
+def test_sums_over_few_sizes_of_batches_have_no_coefficients(tmp_path: Path) -> None:
+    """Each pass is the sum over its tokens; what divides them behind the passes divides by these once more."""
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run"):
+        for sizes in ((8, 12, 16, 8), (12, 8, 16, 16), (16, 12, 8, 12)):
+            for size in sizes:
+                tokens, labels = torch.randint(20, (2, size))
+                F.cross_entropy(model(tokens), labels, reduction="sum").backward()
+            for param in model.parameters():
+                param.grad = param.grad / (len(sizes) * sum(sizes))
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = judged(tmp_path / "run").findings
+    assert finding.factor.expression == "1/accumulation_steps"

@@ -55,6 +55,10 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
 )
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 
+PASSES = RANKS | SCHEDULE
+"""What a line divides tokens by that takes another number on each rank, which no clip does: losses are divided by their
+passes often enough (N/(R K))."""
+
 
 @dataclass
 class Search:
@@ -111,7 +115,7 @@ class Search:
 
     def _needed(self, hand: Hand) -> list[float]:
         value = needed(hand, self.rows)
-        return [value] if value is not None and self.could_divide(1 / value) else []
+        return [value] if value is not None and self._divisors(hand, 1 / value, COARSE, PASSES) else []
 
     def effect(self, row: Row, edit: Edit) -> float:
         return effect(row.factors, edit)
@@ -149,7 +153,7 @@ class Search:
 
     def _cost_of(self, edit: Edit) -> float:
         if edit.mode == "elsewhere" and edit.reference in self._needed(edit.hand):
-            return MISSING + self.divisor_cost(edit.hand, 1 / edit.reference)
+            return MISSING + self.divisor_cost(edit.hand, 1 / edit.reference, PASSES)
         if edit.mode in ("missing", "elsewhere"):
             return MISSING
         if edit.mode == "clipped":
@@ -287,28 +291,28 @@ class Search:
             constants[0] *= sign
         return None if np.any(np.abs(constants - 1) <= allowed.min()) else constants.tolist()
 
-    def divisor_cost(self, hand: Hand, divisor: float) -> float:
+    def divisor_cost(self, hand: Hand, divisor: float, over: Set[str] = RANKS) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by
-        microbatches, a line of the user's by anything that it can count."""
+        microbatches, a line of the user's by anything that it can count, tokens over what `over` names."""
         tolerance = self._exact
         if abs(divisor - 1) <= max(tolerance, SAME):
             return 0.0
         if hand[0] == GAP and self._is_loss_scale(divisor):
             return 1.0
-        names = self._divisors(hand, divisor, tolerance)
+        names = self._divisors(hand, divisor, tolerance, over)
         return min((0.5 + 0.5 * len(name.powers) for name in names), default=nameless(self._exact))
 
     def could_divide(self, divisor: float) -> bool:
         """Whether a line of the user's could be meant to divide by this number."""
         return bool(self._divisors((GAP,), divisor, COARSE))
 
-    def _divisors(self, hand: Hand, divisor: float, tolerance: float) -> list[Name]:
+    def _divisors(self, hand: Hand, divisor: float, tolerance: float, over: Set[str] = RANKS) -> list[Name]:
         meant = set(self.quantities) if hand[0] == GAP else SCHEDULE if hand[0] == "ScaleGrads" else RANKS
         known = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
         known |= self._divided if hand[0] == GAP else {}
         names = name_number(divisor, known, tolerance, max_factors=3)
-        # Tokens are divided by what they are averaged over (N/R), passes too (N/(R K)); all else is a product.
-        return [name for name in names if divides(dict(name.powers), RANKS | SCHEDULE | self._divided.keys())]
+        # Tokens are divided by what they are averaged over (N/R); all else is a product.
+        return [name for name in names if divides(dict(name.powers), over | self._divided.keys())]
 
     @cached_property
     def _divided(self) -> dict[str, float]:

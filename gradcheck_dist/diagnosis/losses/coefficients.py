@@ -35,6 +35,10 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
     if not at_loss or any(one.code in COUNTED_APART for one in found):
         return
     counted = [verdict for verdict in verdicts if verdict.contributions.by_key and not verdict.context.relative]
+    if not any(
+        len(_apart([one.weight or 0.0 for one in verdict.contributions.by_key.values()])) > 1 for verdict in counted
+    ):
+        return  # sums over tokens, however many each pass holds
     means = any(one.code == MEANS for one in found)
     for reading in (_of_mean,) if means else (_of_mean, _of_token):
         steps = [_values(verdict, reading) for verdict in counted]
@@ -68,11 +72,16 @@ def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, flo
 
 def _levels(values: Sequence[float]) -> list[float]:
     """The numbers that occur, the least first; none where there are too many of them, or one alone."""
+    levels = _apart(values)
+    return levels if 1 < len(levels) <= len(values) // SHARE else []
+
+
+def _apart(values: Sequence[float]) -> list[float]:
     levels: list[float] = []
     for value in sorted(values):
         if not levels or abs(value - levels[-1]) > ALIKE * abs(value):
             levels.append(value)
-    return levels if 1 < len(levels) <= len(values) // SHARE else []
+    return levels
 
 
 def _as_levels(values: Values, levels: Sequence[float]) -> dict[ContributionKey, int]:

@@ -139,12 +139,14 @@ def judge(case: Case) -> Answer | None:
     summed = is_sum(case)
     as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
     if counted is not None and (of_loss := _at_loss(case, counted)) is not None:
-        as_if += (
-            f". The loss divides by {of_loss} of them, and what follows by {counted // of_loss}, which nothing undoes"
-        )
-        fix = f"Multiply the loss by {counted // of_loss}. " + (COUNTED if of_loss > _tokens(case) else FEWER).format(
-            counted=of_loss
-        )
+        behind = counted // of_loss
+        if _far(counted, case) > _far(of_loss, case) ** 2:  # one wrong number is likelier than two, if both are near
+            as_if += f". The loss divides by {of_loss} of them, and what follows by {behind}, which nothing undoes"
+            fix = f"Multiply the loss by {behind}. " + (COUNTED if of_loss > _tokens(case) else FEWER).format(
+                counted=of_loss
+            )
+        else:
+            as_if += f", or {of_loss}, if nothing is meant to undo the division by {behind} that follows"
     return Answer(
         explanation=f"Every token enters backward with x {factor:.6g}{name} of the weight that "
         f"{case.context.objective} asks for, and no later event makes up for it{as_if}.{IS_SUM if summed else ''}",
@@ -183,6 +185,11 @@ def _at_loss(case: Case, counted: int) -> int | None:
     (divisor,) = divisors
     whole = 0 < divisor < counted and counted % divisor == 0 and divisor != _tokens(case)
     return divisor if whole and counted // divisor in case.context.quantities.values() else None
+
+
+def _far(counted: int, case: Case) -> float:
+    """How many times as many as enter the loss were counted, or how many times fewer."""
+    return max(counted / _tokens(case), _tokens(case) / counted)
 
 
 def _counted_too(case: Case) -> Answer | None:

@@ -77,14 +77,14 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
             for verdict in verdicts:
                 _as_constant(verdict, len(known), name=name)
             return list(verdicts)
-        if (numbers := counted.counts(verdicts, CODE)) is not None:
-            for verdict in verdicts:
-                _as_count(verdict, numbers)
-            return list(verdicts)
         own = _own_constant(verdicts)
         if own is not None and max(norms) > min(norms) * (1 + 5 * tolerance):
             for verdict in verdicts:
                 _as_constant(verdict, len(known), own)
+            return list(verdicts)
+        if (numbers := counted.counts(verdicts, CODE)) is not None:
+            for verdict in verdicts:
+                _as_count(verdict, numbers)
             return list(verdicts)
     if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
         return [_as_clip_at_times(verdict) for verdict in verdicts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ CLIP_EPSILON = 1e-6
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; the module that defines them keeps
-    # its private names, through which clip_grad_norm_ calls itself.
+    # A `from torch.nn.utils import clip_grad_norm_` after attach finds these too; so do the private names of the module
+    # that defines them, which trainers import for DTensors (verl), and through which clip_grad_norm_ calls itself.
     for name, watch in (
         ("clip_grad_norm_", _watch_clip),
         ("clip_grads_with_norm_", _watch_clip_with_norm),
@@ -33,9 +34,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
     ):
         original = getattr(torch.nn.utils, name)
         replaced = watch(recorder, original)
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            if getattr(module, name, None) is original:
-                patches.replace(module, name, functools.partial(_take, replaced))
+        for module, known in product((torch.nn.utils, torch.nn.utils.clip_grad), (name, f"_{name}")):
+            if getattr(module, known, None) is original:
+                patches.replace(module, known, functools.partial(_take, replaced))
 
 
 def _take(replaced: Callable[..., Any], _found: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +72,7 @@ def _watch_clip(recorder: Recorder, original: Callable[..., Tensor]) -> Callable
 def _watch_clip_with_norm(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not recorder.recording:
+        if torch.compiler.is_compiling() or not recorder.recording or recorder.in_norm:
             return original(parameters, max_norm, total_norm, *args, **kwargs)
         params, given = _readable(parameters)
         opened = before_clip(recorder, params)
