@@ -24,7 +24,8 @@ DEVIATIONS = 16
 @dataclass(frozen=True)
 class Unbalanced:
     """An application that all ranks of its group recorded. `of_values`: what the gradients of values come to, relative
-    to what the output's ask for; `of_keys`: the keys', relative to the queries'. None where these are equal."""
+    to what the output's ask for; `of_keys`: the keys', relative to the queries'. None where these are equal, 0 where
+    there is nothing to relate to."""
 
     events: Mapping[int, AttentionBackward]
     of_values: float | None
@@ -63,4 +64,4 @@ def _ratio(pair: np.ndarray, noise: float) -> float | None:
     difference = abs(float(pair[1] - pair[0]))
     if difference <= max(UNEQUAL * float(np.abs(pair).max()), DEVIATIONS * noise):
         return None
-    return float(pair[1] / pair[0]) if pair[0] else float("inf")
+    return float(pair[1] / pair[0]) if pair[0] else 0.0

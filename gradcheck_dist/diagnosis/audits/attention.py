@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite
-
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.events import Site
 from gradcheck_dist.ledger.attention import Unbalanced, unbalanced
 from gradcheck_dist.ledger.tracks import StepData
 
-WRITTEN = 1e-3
+WRITTEN = 0.002
 """Relative distance from a whole number within which a factor is taken for it."""
 
 
@@ -22,27 +20,23 @@ def open_attention(data: StepData) -> list[str]:
 
 
 def _reason(function: str, where: str, one: Unbalanced) -> str:
-    sums = [
-        f"those of its {which} come to {_times(ratio)} what {of} ask for"
-        for which, of, ratio in (
-            ("values", "those that arrive at its output", one.of_values),
-            ("keys", "those of its queries", one.of_keys),
-        )
-        if ratio is not None
-    ]
+    wholes = [_whole(ratio) for ratio in (one.of_values, one.of_keys) if ratio is not None]
+    times = next((f" (x {whole:.4g})" for whole in wholes if whole is not None), "")
     return (
         f"the gradients that {function} ({where}) gives back are not those of attention over ranks "
-        f"{', '.join(map(str, sorted(one.events)))}: summed over these, {' and '.join(sums)}. If it is attention, its "
+        f"{', '.join(map(str, sorted(one.events)))}: <gradient, values> is not <gradient, output>, or <gradient, keys> "
+        f"not <gradient, queries>, summed over these ranks{times}. If it is attention, its "
         f"backward{_where_written(one.first.defined_at)} loses, or counts more than once, what other ranks want: "
         f"{VERIFY} with central differences whether the gradient is right"
     )
 
 
-def _times(ratio: float) -> str:
-    """A number of ranks, or a part of as many; anything else is another number in each step."""
-    whole = ratio if ratio >= 1 else 1 / ratio if ratio > 0 else inf
-    written = isfinite(whole) and abs(round(whole) / whole - 1) < WRITTEN
-    return f"x {ratio:.4g} of" if written else "something else than"
+def _whole(ratio: float) -> float | None:
+    """The number of ranks, or the part of as many, that a ratio is; None for any other: each step has its own."""
+    if ratio <= 0:
+        return None
+    near = round(ratio) if ratio >= 1 else 1 / round(1 / ratio)
+    return near if abs(near / ratio - 1) < WRITTEN else None
 
 
 def _where(site: Site | None) -> str:
