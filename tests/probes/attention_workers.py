@@ -17,6 +17,7 @@ VARIANTS = (
     "ring, not sent back",
     "ring, keys and values divided",
     "ring, sends and receives",
+    "ring, sends at once, divided",
     "gathered",
     "gathered, not summed",
     "gathered, keys not summed",
@@ -35,6 +36,11 @@ def passed_on(tensor: Tensor, variant: str) -> Tensor:
                 dist.send(tensor, other)
             else:
                 dist.recv(got, other)
+        return got
+    if "sends at once" in variant:
+        works = [dist.isend(tensor, other), dist.irecv(got, other)]
+        for work in works:
+            work.wait()
         return got
     operations = [dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, got, other)]
     for work in dist.batch_isend_irecv(operations):

@@ -35,6 +35,7 @@ def test_what_is_attentions_gradient_is_clean(reports: dict[str, Report], varian
     [
         ("ring, not sent back", ["Ring (attention_workers.py:"]),
         ("ring, keys and values divided", ["summed over these ranks (x 0.5)"]),
+        ("ring, sends at once, divided", ["summed over these ranks (x 0.5)"]),
         ("gathered, not summed", ["Gathered (attention_workers.py:"]),
         ("gathered, keys not summed", ["Gathered (attention_workers.py:"]),
         ("delta rule", ["If it is attention"]),

@@ -193,6 +193,16 @@ def test_detaching_takes_every_probe_away(tmp_path: Path) -> None:
     assert not any(param._backward_hooks for param in model.parameters())
 
 
+def test_classes_hold_behind_detaching_what_they_held_before(tmp_path: Path) -> None:
+    """What a class gives for a method of pybind11's is no method any more when a class holds it."""
+    classes = (torch.distributed.ProcessGroup, torch.Tensor, torch.autograd.Function, torch.optim.Optimizer)
+    before = [dict(vars(one)) for one in classes]
+    attach(tmp_path / "run").detach()
+    after = [dict(vars(one)) for one in classes]
+    for was, now in zip(before, after, strict=True):
+        assert {name for name in {**was, **now} if was.get(name) is not now.get(name)} == set()
+
+
 def test_a_function_imported_while_it_was_replaced_keeps_nothing_after_detaching(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,8 +15,8 @@ COLLECTIVES = (
 )
 DIRECT = ("all_reduce", "all_gather")
 """Watched where they are called on a tensor of the graph, too."""
-BY_RANK = ("batch_isend_irecv", "send", "recv")
-"""What sends to single ranks. isend and irecv stay as they are: P2POp asks for torch's own."""
+BY_RANK = ("send", "recv", "recv_anysource")
+"""Methods of ProcessGroup that send to single ranks. isend and irecv stay as they are: P2POp asks for torch's own."""
 
 
 class Call(NamedTuple):
@@ -45,10 +45,3 @@ def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwar
         splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
     tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
     return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
-
-
-def sent_in(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[tuple[int, ...]]:
-    """The groups in which a call of one of BY_RANK sends or receives."""
-    given = signature.bind(*args, **kwargs).arguments
-    groups = [one.group for one in given.get("p2p_op_list", ())] or [given.get("group")]
-    return {tuple(ranks_of(group)) for group in groups}

@@ -33,7 +33,6 @@ from gradcheck_dist.probes.activations.exchange_calls import (
     Call,
     Calls,
     call_of,
-    sent_in,
 )
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, take
 from gradcheck_dist.probes.backward import autograd
@@ -43,6 +42,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 from gradcheck_dist.probes.recording.world import several_ranks
+from gradcheck_dist.probes.reductions.copies import ranks_of
 
 MAX_ALIKE = 16
 """Applications of one function that are recorded in a step."""
@@ -81,9 +81,9 @@ class Exchanges:
             self._open[-1].extend(calls)
             self._open[-1].sent |= calls.sent
 
-    def sent(self, groups: set[tuple[int, ...]]) -> None:
-        """The function that is being applied sends to single ranks of these, or receives."""
-        self._open[-1].sent |= groups
+    def sent(self, ranks: tuple[int, ...]) -> None:
+        """The function that is being applied sends to a single one of these ranks, or receives."""
+        self._open[-1].sent.add(ranks)
 
     def called(self, call: Callable[[], Call]) -> None:
         """A collective is called."""
@@ -154,9 +154,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if hasattr(module, name):
                 patches.replace(module, name, watched(name))
     for name in BY_RANK:
-        for module in (distributed_c10d, dist):
-            if hasattr(module, name):
-                patches.replace(module, name, functools.partial(_watch_sending, recorder, exchanges))
+        patches.replace(dist.ProcessGroup, name, functools.partial(_watch_sending, recorder, exchanges))
     patches.on_restore(lambda: setattr(recorder, "exchanges", None))
 
     def begin(recorder: Recorder, *_: Any) -> None:
@@ -167,20 +165,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 
 def _watch_sending(recorder: Recorder, exchanges: Exchanges, original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
-    def sending(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and exchanges.inside and exchanges.listens:
-            note_sent(recorder, exchanges, functools.partial(sent_in, signature, args, kwargs))
-        return original(*args, **kwargs)
+    def sending(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if exchanges.inside and exchanges.listens:
+            note_sent(recorder, exchanges, group)
+        return original(group, *args, **kwargs)
 
     return sending
 
 
 @guarded("exchanges")
-def note_sent(_: Recorder, exchanges: Exchanges, groups: Callable[[], set[tuple[int, ...]]]) -> None:
-    exchanges.sent(groups())
+def note_sent(_: Recorder, exchanges: Exchanges, group: dist.ProcessGroup) -> None:
+    exchanges.sent(tuple(ranks_of(group)))
 
 
 @guarded("exchanges")

@@ -31,11 +31,12 @@ class Patches:
             AttributeError: there is no such attribute (this torch differs from the ones tried).
         """
         original = getattr(owner, name)
-        inherited = isinstance(owner, type) and name not in owner.__dict__
+        # What a class holds may be another object than what it gives: a method of pybind11's would come back unbound.
+        held = owner.__dict__.get(name, _INHERITED) if isinstance(owner, type) else original
         patched = make(original)
         self._script_as(original, patched)
         setattr(owner, name, patched)
-        self._undo.append((owner, name, _INHERITED if inherited else original, patched))
+        self._undo.append((owner, name, held, patched))
 
     def _script_as(self, original: Any, patched: Any) -> None:
         """Let TorchScript take a replaced function for torch's own: by its source, or by the identity of what has none
