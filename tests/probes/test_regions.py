@@ -207,6 +207,22 @@ def test_a_shard_holds_the_end_of_one_parameter_and_the_beginning_of_the_next() 
     assert Finder().find([shard], [first, second]) == {0: [Region(first, 6, 0, 4), Region(second, 0, 4, 3)]}
 
 
+def test_shards_of_norms_are_known_by_their_place_between_others() -> None:
+    params = [
+        info(0, torch.arange(2.0, 10.0)),
+        info(1, torch.ones(4)),
+        info(2, torch.ones(6)),
+        info(3, torch.arange(20.0, 24.0)),
+    ]
+    halves = [one.param.chunk(2)[1].clone() for one in params]
+    expected = {0: (4, 4), 1: (2, 2), 2: (3, 3), 3: (2, 2)}
+    found = Finder().find(halves, params)
+    assert found == {i: [Region(params[i], start, 0, length)] for i, (start, length) in expected.items()}
+    assert Finder().find([halves[0], halves[2], halves[3]], params).keys() == {0, 2}  # one of two norms: whose?
+    others = [halves[0], torch.zeros(2), *halves[2:]]
+    assert 1 not in Finder().find(others, params)
+
+
 def test_a_view_is_known_by_its_place_in_memory_and_not_by_its_values() -> None:
     buffer = torch.zeros(12)
     known = [Region(info(0, buffer[2:6]), 0, 0, 4)]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -140,7 +142,28 @@ class Finder:
                 )
                 if regions:
                     found[index] = regions
-        return found
+        return found | self._between(flat, found, plain)
+
+    def _between(
+        self, flat: dict[int, Tensor], found: dict[int, list[Region]], infos: Sequence[ParamInfo]
+    ) -> dict[int, list[Region]]:
+        """Copies whose values are all alike, by their place: between copies of two parameters stand as many as between
+        these in the model, and each is the same part of its parameter (ZeRO by parameters, as ColossalAI shards)."""
+        place = {info.id: index for index, info in enumerate(infos)}
+        known = [(index, regions[0]) for index, regions in sorted(found.items()) if len(regions) == 1]
+        more: dict[int, list[Region]] = {}
+        for (low, first), (high, last) in pairwise(known):
+            copies = [index for index in range(low + 1, high) if index in flat and index not in found]
+            between = infos[place[first.info.id] + 1 : place[last.info.id]]
+            if not len(copies) == len(between) == high - low - 1 or _part_of(first) != _part_of(last):
+                continue
+            begin, share = _part_of(first)
+            for index, info in zip(copies, between, strict=True):
+                region = Region(info, round(begin * info.param.numel()), 0, flat[index].numel())
+                exact = _part_of(region) == (begin, share) and not _varied(info.param) and not _varied(flat[index])
+                if exact and _same(info.param, flat[index], -region.start):
+                    more[index] = [region]
+        return more
 
     def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
         found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
@@ -246,6 +269,12 @@ def _by_gradient(copy: Tensor, values: Tensor, gradients: Iterable[tuple[Sequenc
         if not torch.equal(mine[:NUM_COMPARED], values[offset : offset + length][:NUM_COMPARED]):
             return []
     return found
+
+
+def _part_of(region: Region) -> tuple[Fraction, Fraction]:
+    """Where a region begins in its parameter and how much of it it is."""
+    size = region.info.param.numel()
+    return Fraction(region.start, size), Fraction(region.length, size)
 
 
 def whole(info: ParamInfo) -> Region:
