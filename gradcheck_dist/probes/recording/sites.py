@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ def caller_site() -> Site | None:
     return Site(code.co_filename, frame.f_lineno, code.co_qualname, called_from)
 
 
+@functools.lru_cache(maxsize=4096)
+def _place(code: CodeType, offset: int) -> tuple[int | None, ...]:
+    """(line, last line, column, last column) of the instruction at a byte of a function's code (PEP 657)."""
+    return next(itertools.islice(code.co_positions(), max(offset, 0) // 2, None), ())
+
+
 def calls() -> int:
     """Equal for passes of one loop: from which place of which function each of the user's and of its libraries' calls
     that are under way was made. Two calls on one line are two places."""
@@ -67,7 +74,7 @@ def calls() -> int:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not _is_foreign(frame.f_code.co_filename):
-            found.append((frame.f_code, frame.f_lasti))
+            found.append((frame.f_code, _place(frame.f_code, frame.f_lasti)))
         frame = frame.f_back
     return hash(tuple(found))
 
