@@ -83,12 +83,12 @@ class LossGradient(Event, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
     `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to, NaN where its targets are one number for the whole pass. `num_reduced`: the root is one `reduced_by`
-    ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers: `reduced_weight` each;
-    `compares`: of a loss that compares with targets. Masks and weights of elements lie behind it: `num_elements` get a
-    gradient there, from `element_min` to `element_max` (NaN where some are left out and the others weigh apart), which
-    is `element_share` of what the mean or sum alone would give, on average. `label_share`: how much of the weight falls
-    on the labels, where the trainer smooths these by hand.
+    these come to, NaN where its targets are one number, or one class, for a whole pass. `num_reduced`: the root is one
+    `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
+    `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
+    it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
+    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average. `label_share`:
+    how much of the weight falls on the labels, where the trainer smooths these by hand.
     """
 
     loss_id: int

@@ -97,6 +97,15 @@ def real_and_generated(run_dir: Path, kind: str) -> Report:
         elif kind == "two lines":
             push(real, torch.rand(5, 1), LOSSES["by hand"])
             push(fake, torch.rand(5, 1), LOSSES["by hand"])
+        elif kind == "distance":
+            for data, label in ((real, 1.0), (fake, 0.0)):
+                push(data, torch.full((5, 1), label), LOSSES["by hand"])
+        elif kind == "distance, summed":
+            for data, label in ((real, 1.0), (fake, 0.0)):
+                push(data, torch.full((5, 1), label), lambda output, target: ((output - target) ** 2).sum() / 5)
+        elif kind == "noisy labels":
+            for data, label in ((real, 0.9), (fake, 0.0)):
+                push(data, label + 0.1 * torch.rand(5, 1), F.binary_cross_entropy_with_logits)
         else:
             for data, label in ((real, 1.0), (fake, 0.0)):
                 push(data, torch.full((5, 1), label), F.binary_cross_entropy_with_logits)
@@ -104,7 +113,7 @@ def real_and_generated(run_dir: Path, kind: str) -> Report:
     return diagnose(read_run(run_dir))
 
 
-@pytest.mark.parametrize("kind", ["one line", "two lines", "loop"])
+@pytest.mark.parametrize("kind", ["one line", "two lines", "loop", "distance", "distance, summed", "noisy labels"])
 def test_losses_of_several_kinds_that_add_up_accuse_nobody(tmp_path: Path, kind: str) -> None:
     report = real_and_generated(tmp_path, kind)
     assert (report.verdict, report.findings) == ("undetermined", [])

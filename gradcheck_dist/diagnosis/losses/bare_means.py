@@ -15,11 +15,13 @@ from fractions import Fraction
 from gradcheck_dist.diagnosis.losses.elements import weights_of_means
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import AmpUnscale
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 SAME = 1e-3
 LARGER = 1.05
+KINDS = 2
+"""Passes of a discriminator, on real and on generated data: of a distance by hand the targets are not known."""
 Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
 
 
@@ -33,6 +35,8 @@ def added_means(
     ranks = {key[0] for key in by_key}
     num_steps, num_ranks = len(by_key) // max(len(ranks), 1), len(ranks)
     slots = [{key[1:] for key in by_key if key[0] == rank} for rank in ranks]
+    if num_steps == KINDS and any(c.loss is None or c.loss.op == UNKNOWN for c in by_key.values()):
+        return None
     weights = _of_means(contributions)
     weight = _written(data, contributions, weights) if weights else None
     if weight is None or any(of_rank != slots[0] for of_rank in slots) or not _one_loop(data, contributions):

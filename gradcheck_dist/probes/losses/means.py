@@ -3,7 +3,7 @@
 They count no tokens. What multiplies the mean in the backward root is known all the same, by the gradient that arrives
 at it: 1 where the trainer divides by nothing and weighs it by nothing. Losses of several kinds whose gradients add up
 by design (a discriminator's, on real and on generated data) are no means of one kind: they are told by calls from
-elsewhere, or by targets that are one number for a whole pass.
+elsewhere, or by targets that are one number, or one class, for a whole pass.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from gradcheck_dist.probes.losses.reductions import (
 )
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.sites import calls
+
+HALF = 0.5
 
 
 class Passes:
@@ -61,8 +63,10 @@ def _arrived(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, 
     weight = current.arrived
     target = node._saved_target if name_of(node) in WITH_REDUCTION else None
     if target is not None and target.numel() > 1:
-        one_number = (target == target.flatten()[0]).all()
-        weight = torch.where(one_number, torch.nan, weight)
+        one_kind = (target == target.flatten()[0]).all()
+        if name_of(node).startswith("BinaryCrossEntropy"):
+            one_kind |= (target > HALF).all() | (target < HALF).all()
+        weight = torch.where(one_kind, torch.nan, weight)
     if not found.is_mean:
         current.arrived = weight
     elif found.is_distance:
