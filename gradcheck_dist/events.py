@@ -300,6 +300,12 @@ class ZeroGrad(Event, tag="zero_grad"):
     set_to_none: bool = True
 
 
+class AmpScale(Event, tag="amp_scale"):
+    """A GradScaler multiplied something by its scale, for the first time in this step."""
+
+    scale: float
+
+
 class AmpUnscale(Event, tag="amp_unscale"):
     """A GradScaler divided the gradients by its loss scale."""
 
@@ -510,6 +516,7 @@ AnyEvent = (
     | ScaleGrads
     | GradWrite
     | ZeroGrad
+    | AmpScale
     | AmpUnscale
     | Clip
     | ClipValue

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import (
+    AmpScale,
     AmpUnscale,
     Backward,
     Clip,
@@ -38,6 +39,7 @@ KINDS: dict[str, type[Event]] = {
     "reduce": Reduce,
     "scale_grads": ScaleGrads,
     "grad_write": GradWrite,
+    "amp_scale": AmpScale,
     "amp_unscale": AmpUnscale,
     "clip": Clip,
     "clip_value": ClipValue,
@@ -105,6 +107,8 @@ def describe(event: Event) -> str:
         what = "in place" if event.factor is None else f"x {event.factor:.6g}"
     elif isinstance(event, Clip):
         what = f"norm {event.total_norm:.6g} x {event.coefficient:.6g}"
+    elif isinstance(event, AmpScale):
+        what = f"x {event.scale:.6g}"
     elif isinstance(event, AmpUnscale):
         what = f"/ {event.scale:.6g}"
     elif isinstance(event, OptimizerStep):

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from gradcheck_dist.events import (
+    AmpScale,
     AmpUnscale,
     AnyEvent,
     AnyRecord,
@@ -51,6 +52,7 @@ CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (Loss, "num_weighted_tokens", "<f8"),
     (LossTerm, "weight", "<f8"),
     (LossGradient, "label_share", "<f8"),
+    (AmpScale, "scale", "<f8"),
 )
 """Fields that differ from step to step, in the order of the columns; each has a column for every event of its kind in
 which it is not None. The file format: append only."""

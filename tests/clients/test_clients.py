@@ -22,7 +22,7 @@ PLAIN = [
     Client("fused_loss.py", "passed-by", "GS803", "num_tokens", "def backward(ctx, grad_output):"),
     Client("manual_gradients.py", "overwritten", "GS401", None, "gradients = torch.autograd.grad("),
     Client("several_optimizers.py", "zeroed", "GS401", None, "fast.zero_grad()"),
-    Client("grad_scaler.py", "no-unscale", "GS303", None, LOSS),
+    Client("grad_scaler.py", "no-unscale", "GS303", "loss_scale", LOSS),
     Client("compiled.py", *DIVIDED_NEVER, LOSS, env={"BACKEND": "aot_eager"}),
     Client("ddp_no_sync.py", "double-averaging", "GS101", "1/dp_replicate", "loss.backward()", nproc=2),
     Client("fsdp2.py", "double-averaging", "GS101", "1/dp_shard", "loss.backward()", nproc=2),

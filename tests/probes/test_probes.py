@@ -134,6 +134,30 @@ def test_a_gradient_scaler_is_followed_through_its_unscale(tmp_path: Path) -> No
     assert (report.verdict, report.run.steps) == ("clean", [0, 1])
 
 
+@pytest.mark.parametrize(("left", "code"), [("all", "GS303"), ("one optimizer's", "GS000"), ("all, clipped", "GS303")])
+def test_a_scale_that_nothing_takes_out_is_called_so(left: str, code: str, tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        other = torch.optim.SGD([optimizer.param_groups[0]["params"].pop()], lr=0.1)
+        data = [batch(0, k) for k in range(2)]
+        total = sum(int((labels >= 0).sum()) for _, labels in data)
+        for part in data:
+            scaler.scale(token_sum(model, part) / total).backward()
+        if "clipped" in left:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if left == "one optimizer's":
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        other.step()
+
+    record(step, tmp_path)
+    (finding,) = judged(tmp_path).findings
+    assert (finding.code, finding.factor.expression) == (code, "loss_scale")
+    assert ("scaler.step(optimizer), for every optimizer" in finding.fix) == (code == "GS303")
+
+
 def test_emptying_gradients_between_microbatches_is_found_with_its_line(tmp_path: Path) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for k in range(2):

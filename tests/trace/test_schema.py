@@ -35,6 +35,7 @@ FROZEN = {
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
     "grad_write": "params factor seq t_ns step site",
     "zero_grad": "params set_to_none seq t_ns step site",
+    "amp_scale": "scale seq t_ns step site",
     "amp_unscale": "scale params found_inf seq t_ns step site",
     "clip": "params max_norm norm_type total_norm coefficient partial norm_dtype seq t_ns step site",
     "clip_value": "params clip_value seq t_ns step site",

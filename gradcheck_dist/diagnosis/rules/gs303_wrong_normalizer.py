@@ -30,7 +30,7 @@ from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
-from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.context import LOSS_SCALE, StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
@@ -57,6 +57,10 @@ TWICE = (
 NEVER = (
     "Divide by the accumulation steps: neither the loss's lines do nor the framework's backward, or something "
     "multiplies by them again."
+)
+SCALED = (
+    "Step with scaler.step(optimizer), for every optimizer, or call scaler.unscale_(optimizer) before what reads its "
+    "gradients and steps: a GradScaler's scale stays in them until then."
 )
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
@@ -227,6 +231,8 @@ def _named(powers: dict[str, int]) -> str:
     if powers.get(TOKENS) == 1 and over <= RANKS and all(powers[name] == -1 for name in over):
         times = f", times the {' * '.join(sorted(over))} over which the reduction averages" if over else ""
         return UNDIVIDED.format(times=times)
+    if powers.get(LOSS_SCALE) == 1:
+        return SCALED
     steps = powers.get("accumulation_steps") if len(powers) == 1 else None
     return {-1: TWICE, 1: NEVER}.get(steps or 0, NAMED)
 

@@ -8,7 +8,7 @@ from math import prod
 
 from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.diagnosis.weights.mesh import Mesh, exchanging, infer_mesh
-from gradcheck_dist.events import Backward, Event, Loss, PipelineStep
+from gradcheck_dist.events import AmpScale, AmpUnscale, Backward, Event, Loss, OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
 
@@ -16,6 +16,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes along which ranks hold other tokens."""
 RANKS_PER_BATCH = "ranks_per_batch"
 """How many ranks evaluate each batch, of all or of a reduction's group, where no axis is known to be that."""
+LOSS_SCALE = "loss_scale"
 RANKS_PER_EXCHANGE, EXCHANGE_GROUPS = "ranks_per_exchange", "exchange_groups"
 """How many ranks with tokens of their own exchange activations (context or expert parallel), and how many such groups
 there are, where no axis of the mesh is known to be either."""
@@ -94,6 +95,16 @@ def _unnamed_degrees(context: StepContext, events: dict[int, list[Event]]) -> di
     return {name: size for name, size in found.items() if size not in (1, context.world_size)}
 
 
+def _scale_left(events: dict[int, list[Event]]) -> float | None:
+    """The scale of a GradScaler that did not unscale for every optimizer that stepped; None where it did."""
+    scales = set()
+    for of_rank in events.values():
+        unscaled, stepped = (sum(isinstance(event, kind) for event in of_rank) for kind in (AmpUnscale, OptimizerStep))
+        if unscaled < stepped:
+            scales |= {event.scale for event in of_rank if isinstance(event, AmpScale)}
+    return scales.pop() if len(scales) == 1 else None
+
+
 def step_context(
     run: Run,
     step: int,
@@ -128,6 +139,8 @@ def step_context(
     quantities["microbatches"] = float(num_microbatches)
     if contributions.num_tokens:
         quantities["num_tokens"] = float(contributions.num_tokens)
+    if scale := _scale_left(events):
+        quantities[LOSS_SCALE] = scale
     data_ranks = contributions.num_coordinates
     if data_ranks > 1 and data_ranks != run.world_size and prod(mesh.axes[name] for name in DATA_AXES) == 1:
         quantities["data_ranks"] = float(data_ranks)  # no reduction was seen that would tell their axes

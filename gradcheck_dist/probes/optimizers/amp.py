@@ -1,4 +1,4 @@
-"""GradScaler: when gradients are unscaled, and steps that it skips. Its scale itself is seen at the loss."""
+"""GradScaler: what it multiplies by, when gradients are unscaled, and steps that it skips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradcheck_dist.events import AmpUnscale
+from gradcheck_dist.events import AmpScale, AmpUnscale
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -17,6 +17,17 @@ from gradcheck_dist.probes.recording.sites import caller_site
 
 def install(recorder: Recorder, patches: Patches) -> None:
     scaler = torch.amp.GradScaler
+    scaled_in: dict[int, int] = {}  # by scaler, the last step in which it scaled
+
+    def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(self: Any, outputs: Any) -> Any:
+            result = original(self, outputs)
+            if self.is_enabled():
+                scaled(recorder, scaled_in, self)
+            return result
+
+        return scale
 
     def watch_unscale(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -36,8 +47,18 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return step
 
+    patches.replace(scaler, "scale", watch_scale)
     patches.replace(scaler, "unscale_", watch_unscale)
     patches.replace(scaler, "step", watch_step)
+
+
+@guarded("amp")
+def scaled(recorder: Recorder, scaled_in: dict[int, int], scaler: Any) -> None:
+    step = recorder.step
+    if not recorder.recording or recorder.upcoming_step != step or scaled_in.get(id(scaler)) == step:
+        return  # where no loss of the step has been seen, something else is scaled
+    scaled_in[id(scaler)] = step
+    recorder.emit(AmpScale, site=caller_site(), scale=scaler._scale.detach().double())
 
 
 @guarded("amp")

@@ -8,6 +8,7 @@ from textual.widgets import Static
 from gradcheck_dist.diagnosis.finding import FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.events import (
+    AmpScale,
     AmpUnscale,
     Clip,
     GradientNorm,
@@ -99,6 +100,8 @@ def _facts(mark: Mark) -> list[str]:
     elif isinstance(event, GradWrite):
         by = f"by {number(event.factor)}" if event.factor is not None else "by no one number"
         facts.append(f"a line of the trainer's multiplies in place {by}")
+    elif isinstance(event, AmpScale):
+        facts.append(f"multiplies by the loss scale {event.scale:g}")
     elif isinstance(event, AmpUnscale):
         facts.append(f"divides by the loss scale {event.scale:g}" + (", found inf" if event.found_inf else ""))
     elif isinstance(event, Clip):
