@@ -77,3 +77,12 @@ def test_a_factor_is_called_after_the_named_axis() -> None:
 def test_nothing_is_placed_along_axes_of_another_order() -> None:
     assert set(mesh_places(judged(BY_HAND, ("mesh_dp", 2), ("mesh_cp", 2)))) == {"dp_replicate", "cp"}
     assert mesh_places(judged(BY_HAND, ("mesh_cp", 2), ("mesh_dp", 2))) == {}
+
+
+def test_an_axis_of_which_a_rank_has_two_groups_and_another_none_is_not_known() -> None:
+    run = World(BY_HAND).run()
+    for rank, groups in enumerate([[(0, 1), (0, 2)], [], [(2, 3)], [(2, 3)]]):
+        for axis in ("mesh_cp", "mesh_dp"):
+            for group in groups if axis == "mesh_cp" else [(rank % 2, rank % 2 + 2)]:
+                run.ranks[rank].named_groups[axis, group] = NamedGroup(name=axis, group=group)
+    assert degrees(diagnose(run)) == {}

@@ -94,15 +94,13 @@ def exchanging(events: dict[int, list[Event]], contributions: Contributions) -> 
 
 def _named(run: Run, shards: bool) -> dict[str, list[tuple[int, ...]]]:
     """Groups by their names: of axes of which every rank has exactly one, all of one size."""
-    of_axis: dict[str, list[tuple[int, ...]]] = {}
-    for trace in run.ranks.values():
-        for axis, groups in _of_rank(trace.named_groups).items():
-            of_axis.setdefault(axis, []).extend(groups)
-    found = {
-        axis: groups
-        for axis, groups in of_axis.items()
-        if len(groups) == len(run.ranks) and len({len(group) for group in groups}) == 1
-    }
+    of_ranks = [_of_rank(trace.named_groups) for trace in run.ranks.values()]
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for axis in _NAMES:
+        groups = [group for of_rank in of_ranks for group in of_rank.get(axis, ())]
+        one_each = all(len(of_rank.get(axis, ())) == 1 for of_rank in of_ranks)
+        if one_each and len({len(group) for group in groups}) == 1:
+            found[axis] = groups
     if DATA in found:
         found.setdefault("dp_shard" if shards else "dp_replicate", found[DATA])
         del found[DATA]
