@@ -30,6 +30,11 @@ class Site(msgspec.Struct, array_like=True, frozen=True):
     function: str
     called_from: str | None = None
 
+    @property
+    def short(self) -> str:
+        """The file's name and the line, "train.py:12"."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
 
 class Record(msgspec.Struct, tag_field="kind", omit_defaults=True, kw_only=True):
     """Base of all records. Records that are no events (tables, samples) have no place in time."""

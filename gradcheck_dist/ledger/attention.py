@@ -50,7 +50,9 @@ def unbalanced(events: Mapping[int, list[Event]]) -> Iterator[Unbalanced]:
         read = [np.frombuffer(event.values, np.float32).astype(np.float64) for event in of_group.values()]
         if any(len(one) != 8 or not np.isfinite(one).all() for one in read):
             continue
-        counts = np.array([(*event.counts, 1, 1, 1, 1)[:4] for event in of_group.values()], np.float64)
+        if any(len(event.counts) != 4 for event in of_group.values()):
+            continue
+        counts = np.array([event.counts for event in of_group.values()], np.float64)
         noise = max(EPSILON.get(event.dtype, EPSILON["bfloat16"]) for event in of_group.values())
         products = np.sum([one[:4] for one in read], 0)
         spread = np.sum([one[4:] ** 2 for one in read] / np.maximum(counts, 1), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
+from typing import Any
 
 from gradcheck_dist.events import Event, HandedOn, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, losses_of_rank
@@ -37,7 +38,7 @@ def changed_on_the_way(data: StepData) -> list[str]:
 
 
 def _line(event: Event) -> str:
-    return f"{event.site.file.rpartition('/')[2]}:{event.site.line}" if event.site is not None else "an unknown line"
+    return event.site.short if event.site is not None else "an unknown line"
 
 
 def with_handed_on(data: StepData) -> StepData:
@@ -96,24 +97,18 @@ def _loss(event: HandedOn, pairs: list[tuple[LossGradient, Loss | None]]) -> lis
         if value is not None
     ]
     known = [str(one).encode() for one in hashes if one is not None]
+    here: dict[str, Any] = {name: getattr(event, name) for name in ("seq", "t_ns", "step", "site")}
+    here["loss_id"] = -event.seq
     return [
         Loss(
-            seq=event.seq,
-            t_ns=event.t_ns,
-            step=event.step,
-            site=event.site,
-            loss_id=-event.seq,
+            **here,
             op=counted[0][2].op,
             reduction="none",
             num_tokens=num_tokens,
             label_hash=zlib.crc32(b" ".join(known)) if len(known) == len(hashes) else None,
         ),
         LossGradient(
-            seq=event.seq,
-            t_ns=event.t_ns,
-            step=event.step,
-            site=event.site,
-            loss_id=-event.seq,
+            **here,
             accumulation_step=event.accumulation_step,
             microbatch=event.microbatch,
             weight=event.multiple * sum(gradient.weight * count for gradient, count, _ in counted) / num_tokens,

@@ -13,20 +13,23 @@ WRITTEN = 0.002
 
 def open_attention(data: StepData) -> list[str]:
     """Why the verdict on a step is open: a reason for each function of which what came back is no attention's."""
-    found: dict[tuple[str, str], Unbalanced] = {}
+    found: dict[tuple[str, Site | None], Unbalanced] = {}
     for one in unbalanced(data.events):
-        found.setdefault((one.first.function, _where(one.first.site)), one)
-    return [_reason(function, where, one) for (function, where), one in found.items()]
+        found.setdefault((one.first.function, one.first.site), one)
+    return [_reason(one) for one in found.values()]
 
 
-def _reason(function: str, where: str, one: Unbalanced) -> str:
+def _reason(one: Unbalanced) -> str:
+    first = one.first
+    where = first.site.short if first.site is not None else "line unknown"
+    written = f" ({first.defined_at.short})" if first.defined_at is not None else ""
     wholes = [_whole(ratio) for ratio in (one.of_values, one.of_keys) if ratio is not None]
     times = next((f" (x {whole:.4g})" for whole in wholes if whole is not None), "")
     return (
-        f"the gradients that {function} ({where}) gives back are not those of attention over ranks "
+        f"the gradients that {first.function} ({where}) gives back are not those of attention over ranks "
         f"{', '.join(map(str, sorted(one.events)))}: <gradient, values> is not <gradient, output>, or <gradient, keys> "
         f"not <gradient, queries>, summed over these ranks{times}. If it is attention, its "
-        f"backward{_where_written(one.first.defined_at)} loses, or counts more than once, what other ranks want: "
+        f"backward{written} loses, or counts more than once, what other ranks want: "
         f"{VERIFY} with central differences whether the gradient is right"
     )
 
@@ -37,11 +40,3 @@ def _whole(ratio: float) -> float | None:
         return None
     near = round(ratio) if ratio >= 1 else 1 / round(1 / ratio)
     return near if abs(near / ratio - 1) < WRITTEN else None
-
-
-def _where(site: Site | None) -> str:
-    return f"{site.file.rsplit('/', 1)[-1]}:{site.line}" if site is not None else "line unknown"
-
-
-def _where_written(at: Site | None) -> str:
-    return f" ({_where(at)})" if at is not None else ""

@@ -38,7 +38,7 @@ class Faulty:
     @property
     def where(self) -> str:
         site = self.passed.first.site
-        return f"{site.file.rsplit('/', 1)[-1]}:{site.line}" if site is not None else "line unknown"
+        return site.short if site is not None else "line unknown"
 
     @property
     def place(self) -> tuple[object, ...]:

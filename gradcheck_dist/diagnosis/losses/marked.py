@@ -25,6 +25,6 @@ def marked_aside(data: StepData) -> str:
         aside = [event for event in declared if event.requires_grad]
         if aside and not place and any(isinstance(event, Backward) for event in events):
             site = aside[0].site
-            place = f" at {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+            place = f" at {site.short}" if site is not None else ""
             place = f"mark_loss{place} was given a tensor {ASIDE}: compute the loss from it, as in {ON_THE_WAY}"
     return place

@@ -140,7 +140,7 @@ def _place(contribution: Contribution) -> Place:
 
 def _line(event: Event | None) -> str:
     site = event.site if event is not None else None
-    return f"{site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+    return site.short if site is not None else ""
 
 
 def _fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:

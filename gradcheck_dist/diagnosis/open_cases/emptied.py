@@ -21,7 +21,7 @@ def frozen(case: Case, data: StepData) -> str | None:
     shown = in_short(names)
     event = case.culprit.event
     site = event.site if event is not None else None
-    where = f" after {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+    where = f" after {site.short}" if site is not None else ""
     return (
         f"{shown}: the gradient arrives, but `.grad` is empty (None or zeros) when the optimizer comes. Lines of the "
         f"trainer's{where} take it away on all ranks, so that these parameters stay as they are: where a layer is "

@@ -20,7 +20,7 @@ def stepped_together(data: StepData) -> str | None:
     reduced = [event for event in inside if event is not None]
     if len(reduced) == len(inside) > 1:
         site = reduced[0].site
-        line = f" at {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+        line = f" at {site.short}" if site is not None else ""
         how = f"gradients are reduced{line} when the optimizer has begun its step"
     elif _moved_alike(data):
         how = "no gradient is reduced before the optimizer reads it, and yet it moves the parameters alike on all ranks"

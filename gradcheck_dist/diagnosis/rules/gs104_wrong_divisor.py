@@ -125,7 +125,7 @@ def undivided_means(case: Case) -> tuple[str, str]:
 
 def _at(event: Event | None) -> str:
     site = event.site if event is not None else None
-    return f" at {site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+    return f" at {site.short}" if site is not None else ""
 
 
 def _average(event: Reduce, size: int) -> str:

@@ -171,7 +171,7 @@ def _adds_up(case: Case) -> str:
     if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > max(EXACT, 2 * case.pattern.tolerance):
         return ""
     event = min(sums, key=lambda event: event.seq)
-    place = f" at {event.site.file.rpartition('/')[2]}:{event.site.line}" if event.site is not None else ""
+    place = f" at {event.site.short}" if event.site is not None else ""
     return (
         f"The reduction{place} adds up the gradients of {max(sizes)} ranks: losses that are multiplied by this number "
         "ask for an average."

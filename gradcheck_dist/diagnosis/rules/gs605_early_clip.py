@@ -106,7 +106,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     call, later = min(early, key=lambda one: (one[0].rank, one[0].event.seq))
     used = sorted(one.event.coefficient for one, _ in early)
     what = "combined over ranks" if isinstance(later, Reduce) else "added to by another backward"
-    where = f" ({later.site.file.rpartition('/')[2]}:{later.site.line})" if later.site else ""
+    where = f" ({later.site.short})" if later.site else ""
     yield Remark(
         answer=Answer(
             explanation=f"Gradients were clipped and only then {what}{where}: parts of one step's gradient were "

@@ -147,7 +147,7 @@ def _num(count: int) -> str:
 
 def _written(fault: Faulty) -> str:
     at = fault.passed.first.defined_at
-    return f" ({at.file.rsplit('/', 1)[-1]}:{at.line})" if at is not None else ""
+    return f" ({at.short})" if at is not None else ""
 
 
 def _pattern(fault: Faulty) -> str:

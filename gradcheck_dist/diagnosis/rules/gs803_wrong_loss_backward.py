@@ -127,7 +127,7 @@ _BESIDE = " The table's weights are those that arrive at the loss."
 def _explain(found: list[OwnBackward], table: str) -> str:
     first = found[0]
     event = first.first
-    called = f" (called at {event.site.file.rsplit('/', 1)[-1]}:{event.site.line})" if event.site else ""
+    called = f" (called at {event.site.short})" if event.site else ""
     owed = (
         f"Each loss of {event.function}{called} is a cross-entropy, so its logits are owed softmax minus onehot, times "
         "what arrives. "

@@ -254,7 +254,7 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
             before, factor = factor / own, factor if unit else own
             reason = _normalised(norm, before) if unit else ""
         place = case.culprit.event.site if case.culprit.event is not None else None
-        line = f" after {place.file.rpartition('/')[2]}:{place.line}" if place else ""
+        line = f" after {place.short}" if place else ""
         text = (
             f"step {data.step}: gradients were clipped by hand to norm {float(f'{norm:.2g}'):g} (x "
             f"{factor:.4g}){line}; weights are freed of it"

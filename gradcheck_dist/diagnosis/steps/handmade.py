@@ -319,7 +319,7 @@ def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
 
 def _line_of(event: object) -> str:
     site = getattr(event, "site", None)
-    return f"{site.file.rpartition('/')[2]}:{site.line}" if site is not None else ""
+    return site.short if site is not None else ""
 
 
 def _words(kind: str, line: str, before: msgspec.Struct | None) -> str:
