@@ -3,12 +3,23 @@
 One Struct a kind, encoded as msgpack maps whose `kind` names the Struct; fields with their default value are left
 out, unknown fields are ignored, so a newer minor writer stays readable. Units stand in the field names (`_ns`, `_s`,
 `_bytes`); counts begin with `num_`; indices are 0-based; ranks are global ranks. What has no place in time (parameters,
-samples, the header) is defined in `records.py` and named here too.
+samples, the header) is defined in `records.py`, what losses and activations did in `model_events.py`; both named here.
 """
 
 from __future__ import annotations
 
-from gradcheck_dist.records import Count, Index, Rank, Step
+from gradcheck_dist.model_events import FUNCTION as FUNCTION
+from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
+from gradcheck_dist.model_events import Backward as Backward
+from gradcheck_dist.model_events import Event as Event
+from gradcheck_dist.model_events import Exchange as Exchange
+from gradcheck_dist.model_events import HandedOn as HandedOn
+from gradcheck_dist.model_events import Loss as Loss
+from gradcheck_dist.model_events import LossBackward as LossBackward
+from gradcheck_dist.model_events import LossGradient as LossGradient
+from gradcheck_dist.model_events import LossTerm as LossTerm
+from gradcheck_dist.model_events import StageGradient as StageGradient
+from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header
 from gradcheck_dist.records import NamedGroup as NamedGroup
 from gradcheck_dist.records import Norms as Norms
@@ -38,211 +49,6 @@ SHARDING = frozenset({"fsdp", "hsdp", "replicate", "fsdp1"})
 DATA_PARALLEL = SHARDING | {"ddp", "fsdp1_no_shard"}
 
 BY_AUTOGRAD = "redistribute"  # `hook` of a reduction that is the backward of a DTensor's redistribution
-
-
-class Event(Record, kw_only=True):
-    """Something that happened at one time on one rank. `seq` orders the events of a rank."""
-
-    seq: int
-    t_ns: int
-    step: Step
-    site: Site | None = None
-
-
-FUNCTION = "function "
-"""Begins the op of a loss that is what an autograd function of the program's own gives, of which nothing is known."""
-
-
-class Loss(Event, tag="loss"):
-    """A loss was evaluated on labels (forward). `loss_id` joins it with its LossGradient.
-
-    A second Loss of the same `loss_id` corrects the first: the user declared more about it. `coefficient` is the factor
-    of the term in the objective, None where nobody declared it. `num_weighted_tokens` is the sum of the class weights
-    of the valid labels, where there are any.
-    """
-
-    loss_id: int
-    term: str = "main"
-    coefficient: float | None = None
-    op: str = "cross_entropy"
-    reduction: str = "mean"
-    num_tokens: Count | None = None
-    num_labels: Count | None = None
-    label_hash: int | None = None
-    value: float | None = None
-    requires_grad: bool = True
-    dtype: str = "float32"
-    num_weighted_tokens: float | None = None
-
-
-class LossGradient(Event, tag="loss_gradient"):
-    """The gradient that arrived at a loss in backward, as the weight of one token's loss in the backward root.
-
-    For reduction "mean" the arriving gradient is divided by num_tokens; for "none" `weight` is the mean over tokens
-    with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them. `other_losses`
-    counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
-    multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
-    `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to, NaN where its targets are one number, or one class, for a whole pass. `num_reduced`: the root is one
-    `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
-    `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
-    it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
-    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average. `label_share`:
-    how much of the weight falls on the labels, where the trainer smooths these by hand.
-    """
-
-    loss_id: int
-    accumulation_step: Index
-    microbatch: Index
-    weight: float
-    weight_min: float | None = None
-    weight_max: float | None = None
-    num_tokens: Count | None = None
-    stage: Index | None = None
-    other_losses: Count = 0
-    computed: bool = False
-    mean_weight: float | None = None
-    num_factors: Count = 0
-    label_share: float | None = None
-    reduced_by: str | None = None
-    compares: bool = False
-    num_reduced: Count | None = None
-    num_rows: Count | None = None
-    reduced_weight: float | None = None
-    num_elements: Count | None = None
-    element_min: float | None = None
-    element_max: float | None = None
-    element_share: float | None = None
-
-
-class LossTerm(Event, tag="loss_term"):
-    """A summand of a backward root that is no loss with a count of tokens (a balance loss, a penalty).
-
-    `weight` is the gradient that arrived at it, behind all constants that multiply it; `op` the operation that it comes
-    from, as autograd names it. `ordinal` numbers the terms of one pass. `attached`: it is no summand, and an autograd
-    function called `op`, which was given it beside activations, brings it into backward.
-    """
-
-    accumulation_step: Index
-    microbatch: Index
-    ordinal: Index
-    op: str
-    weight: float
-    stage: Index | None = None
-    attached: bool = False
-
-
-class Backward(Event, tag="backward"):
-    """One backward pass: the leaves of one contribution (accumulation step, microbatch) arrived.
-
-    `sync` is False when a data-parallel wrapper was told not to reduce in this pass. `seq` is taken when the pass
-    begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
-    `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated.
-    """
-
-    accumulation_step: Index
-    microbatch: Index = 0
-    stage: Index | None = None
-    sync: bool | None = None
-    params: int | None = None
-    duration_ns: Count = 0
-    returned: bool = False
-
-
-class StageGradient(Event, tag="stage_gradient"):
-    """A gradient at a pipeline stage's edge, in one backward pass.
-
-    `side` is "input" (as autograd delivered it at what the stage was given, before it is sent on) or "output" (as it
-    entered the stage's graph, after hooks on the output). `values` are float32 bytes of shape (n,): elements at fixed
-    positions of the flattened tensor, equal for equal `shape`.
-    """
-
-    accumulation_step: Index
-    microbatch: Index
-    side: str
-    shape: tuple[Count, ...]
-    dtype: str
-    values: bytes
-    stage: Index | None = None
-
-
-class Exchange(Event, tag="exchange"):
-    """Activations were combined over ranks in a forward pass, and their gradients came back through it.
-
-    `function` is the torch.autograd.Function that did it, `defined_at` its backward; "" where a collective changed a
-    tensor in place and backward hands on what arrives. `index` counts those of `group`, in the order of forward, so
-    that it is equal on its ranks. `input_counts` and `output_counts` are the numbers of values of each part, one part
-    for each rank of the group or one in all. `values` are float32 bytes: elements of the input, of the output, of the
-    gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
-    `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
-    which has no gradient, behind which the rank put its own input back; there is no output then. A `group` of this rank
-    alone: a function that hands its input on, and may scale the gradient that others' backward scaled.
-    """
-
-    function: str
-    group: tuple[Rank, ...]
-    index: Count
-    accumulation_step: Index
-    microbatch: Index
-    input_counts: tuple[Count, ...]
-    output_counts: tuple[Count, ...]
-    values: bytes
-    dtype: str = "float32"
-    collectives: tuple[str, ...] = ()
-    lost: bool = False
-    defined_at: Site | None = None
-    params: int | None = None
-    put_back: bool = False
-
-
-class AttentionBackward(Event, tag="attention_backward"):
-    """Backward ran through a function that ranks of `group` applied together to queries, keys and values.
-
-    `function` is the torch.autograd.Function, `defined_at` its backward, `index` counts its applications in the group.
-    `values` are 8 float32 as bytes: the inner products of output, values, queries and keys with their gradients, and
-    the products of these tensors' norms; `counts` are their numbers of elements (of a part: one sequence, one head).
-    """
-
-    function: str
-    group: tuple[Rank, ...]
-    index: Count
-    accumulation_step: Index
-    microbatch: Index
-    values: bytes
-    counts: tuple[Count, ...]
-    dtype: str = "float32"
-    defined_at: Site | None = None
-
-
-class LossBackward(Event, tag="loss_backward"):
-    """A function of somebody's own gave a cross-entropy for each label, or one sum of them, and its backward was held
-    against the derivative of that on a few of them (probes/losses/loss_backward.py). It follows the LossGradient of the
-    same application.
-
-    `function` is the torch.autograd.Function, `defined_at` its backward, `dtype` what rounds most. `values` are float32
-    bytes of shape (labels, 5): the gradient that arrived at the label's loss, or at the sum; the multiple of the
-    derivative that backward gave; the share of what it gave that is no multiple of it; how far the loss is from a
-    cross-entropy, relative to 1 + loss (-1: the label lies in another rank's shard of the vocabulary, and the
-    derivative is known but for its size; NaN: it is left out); and by how much the label's logit differs from the mean
-    of all, relative to 1 + loss: where logits are alike, the loss is the same at any temperature.
-    """
-
-    function: str
-    accumulation_step: Index
-    microbatch: Index
-    values: bytes
-    dtype: str = "float32"
-    defined_at: Site | None = None
-
-
-class HandedOn(Event, tag="handed_on"):
-    """A backward pass began with the gradient that earlier ones had left at a cut in the graph, times `multiple`.
-    `passes` are these, as (accumulation step, microbatch)."""
-
-    accumulation_step: Index
-    microbatch: Index
-    multiple: float
-    passes: tuple[tuple[Index, Index], ...]
 
 
 class Reduce(Event, tag="reduce"):
