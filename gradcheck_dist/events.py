@@ -18,6 +18,7 @@ from gradcheck_dist.model_events import Loss as Loss
 from gradcheck_dist.model_events import LossBackward as LossBackward
 from gradcheck_dist.model_events import LossGradient as LossGradient
 from gradcheck_dist.model_events import LossTerm as LossTerm
+from gradcheck_dist.model_events import ReducedGradient as ReducedGradient
 from gradcheck_dist.model_events import StageGradient as StageGradient
 from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header

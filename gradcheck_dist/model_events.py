@@ -43,20 +43,39 @@ class Loss(Event, tag="loss"):
     num_weighted_tokens: float | None = None
 
 
-class LossGradient(Event, tag="loss_gradient"):
+class ReducedGradient(Event, kw_only=True):
+    """What arrived in backward at one mean or sum over elements. Fields are None where there is none.
+
+    `mean_weight`: a mean over elements that was computed since the pass before gets this weight, which `num_factors`
+    numbers come to; NaN where its targets are one number, or one class, for a whole pass. `num_reduced`: it is one
+    `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
+    `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
+    it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
+    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average.
+    """
+
+    mean_weight: float | None = None
+    num_factors: Count = 0
+    reduced_by: str | None = None
+    compares: bool = False
+    num_reduced: Count | None = None
+    num_rows: Count | None = None
+    reduced_weight: float | None = None
+    num_elements: Count | None = None
+    element_min: float | None = None
+    element_max: float | None = None
+    element_share: float | None = None
+
+
+class LossGradient(ReducedGradient, tag="loss_gradient"):
     """The gradient that arrived at a loss in backward, as the weight of one token's loss in the backward root.
 
     For reduction "mean" the arriving gradient is divided by num_tokens; for "none" `weight` is the mean over tokens
     with a non-zero gradient and `weight_min`, `weight_max` tell whether it is the same for all of them. `other_losses`
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
-    multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data.
-    `mean_weight`: the root is one mean over elements, computed since the pass before, times `num_factors` numbers; what
-    these come to, NaN where its targets are one number, or one class, for a whole pass. `num_reduced`: the root is one
-    `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
-    `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
-    it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
-    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average. `label_share`:
-    how much of the weight falls on the labels, where the trainer smooths these by hand.
+    multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data. A root
+    that counts no tokens may be one mean or sum, which the inherited fields tell of. `label_share`: how much of the
+    weight falls on the labels, where the trainer smooths these by hand.
     """
 
     loss_id: int
@@ -69,26 +88,16 @@ class LossGradient(Event, tag="loss_gradient"):
     stage: Index | None = None
     other_losses: Count = 0
     computed: bool = False
-    mean_weight: float | None = None
-    num_factors: Count = 0
     label_share: float | None = None
-    reduced_by: str | None = None
-    compares: bool = False
-    num_reduced: Count | None = None
-    num_rows: Count | None = None
-    reduced_weight: float | None = None
-    num_elements: Count | None = None
-    element_min: float | None = None
-    element_max: float | None = None
-    element_share: float | None = None
 
 
-class LossTerm(Event, tag="loss_term"):
+class LossTerm(ReducedGradient, tag="loss_term"):
     """A summand of a backward root that is no loss with a count of tokens (a balance loss, a penalty).
 
     `weight` is the gradient that arrived at it, behind all constants that multiply it; `op` the operation that it comes
     from, as autograd names it. `ordinal` numbers the terms of one pass. `attached`: it is no summand, and an autograd
-    function called `op`, which was given it beside activations, brings it into backward.
+    function called `op`, which was given it beside activations, brings it into backward. `whole` is the gradient that
+    arrived at the sum, where all its terms are means or sums over elements that count no tokens.
     """
 
     accumulation_step: Index
@@ -98,6 +107,7 @@ class LossTerm(Event, tag="loss_term"):
     weight: float
     stage: Index | None = None
     attached: bool = False
+    whole: float | None = None
 
 
 class Backward(Event, tag="backward"):

@@ -163,3 +163,16 @@ def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, 
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, [finding.code for finding in report.findings]) == (verdict, codes)
     assert divided_by != "rank" or "--objective rank-token-mean" in report.reasons[0]
+
+
+@pytest.mark.parametrize("kept", [(3, 2, 0), (0, 0, 0)], ids=["one pass", "every pass"])
+def test_a_mask_that_keeps_nothing_is_a_loss_over_no_elements(tmp_path: Path, kept: tuple[int, ...]) -> None:
+    sizes = iter(kept)
+
+    def of_kept(output: Tensor, target: Tensor) -> Tensor:
+        mask = torch.arange(len(output)) < next(sizes)
+        return (output[mask] - target[mask]).square().sum() / (CLASSES * max(sum(kept), 1))
+
+    report = trained(tmp_path, of_kept, 1, EQUAL)
+    assert (report.verdict, report.findings) == ("clean" if any(kept) else "undetermined", [])
+    assert not any("bug" in reason for reason in report.reasons)

@@ -6,6 +6,10 @@ import typing
 
 from gradcheck_dist import events
 
+REDUCED = (
+    "seq t_ns step site mean_weight num_factors reduced_by compares num_reduced num_rows reduced_weight num_elements "
+    "element_min element_max element_share"
+)
 FROZEN = {
     "loss": (
         "loss_id term coefficient op reduction num_tokens num_labels label_hash value requires_grad dtype "
@@ -13,8 +17,7 @@ FROZEN = {
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
-        "mean_weight num_factors label_share reduced_by compares num_reduced num_rows reduced_weight num_elements "
-        "element_min element_max element_share seq t_ns step site"
+        f"label_share {REDUCED}"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
@@ -27,7 +30,7 @@ FROZEN = {
     ),
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
     "loss_backward": "function accumulation_step microbatch values dtype defined_at seq t_ns step site",
-    "loss_term": "accumulation_step microbatch ordinal op weight stage attached seq t_ns step site",
+    "loss_term": f"accumulation_step microbatch ordinal op weight stage attached whole {REDUCED}",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"

@@ -22,6 +22,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
 from gradcheck_dist.diagnosis.losses.returned import looked_at
+from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
@@ -42,7 +43,7 @@ MEANS_WEIGH = (
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
-    `times`: what each pass's mean over elements weighs of its part in their average, where that is one number.
+    `times`: what each pass's mean over elements weighs of its part in their average, in words.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -146,14 +147,7 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     if contributions.by_key and len(unusable) == len(contributions.by_key):
-        asked = partial(_expected, groups=independent(data, contributions))
-        counted_by = by_elements(objective, contributions, measured, judge, asked)
-        if counted_by is not None and not marked_aside(data):
-            return _of_elements(counted_by)
-        added = added_means(data, contributions, measured, judge)
-        if added is not None:
-            return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
-        return _relative(data, contributions, measured, in_words(contributions, measured, judge, asked))
+        return _uncounted(objective, data, contributions, measured)
     groups = independent(data, contributions)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
         return _relative(data, contributions, measured)
@@ -170,6 +164,21 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         if not _wrong(other, measured):
             return other
     return _relative(data, contributions, measured) if computed else counted
+
+
+def _uncounted(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+    """Losses that count no tokens, of one term or of several."""
+    asked = partial(_expected, groups=independent(data, contributions))
+    whole = main_term(data, contributions)
+    told = contributions if whole is None else whole.contributions
+    counted_by = by_elements(objective, told, measured, judge, asked)
+    if counted_by is not None and not marked_aside(data):
+        found = _of_elements(counted_by, "is one mean or sum" if whole is None else whole.words)
+    elif (added := added_means(data, told, measured, judge)) is not None:
+        found = Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
+    else:
+        return _relative(data, contributions, measured, in_words(told, measured, judge, asked))
+    return found
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:
@@ -233,11 +242,10 @@ def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
     return {cell.key for held in judged for cell in held.cells if not cell.right}
 
 
-def _of_elements(counted: Counted) -> Aim:
+def _of_elements(counted: Counted, whole: str) -> Aim:
     result = Aim(counted.contributions, counted.expected, counted.tokens)
     result.remarks.append(
-        f"the losses count no tokens: weights are those of {counted.words} of the one mean or sum that each pass's "
-        "loss is"
+        f"the losses count no tokens, and each pass's {whole}: weights are those of its {counted.words}"
     )
     result.other = (counted.reason, counted.asked) if counted.asked is not None else None
     return result

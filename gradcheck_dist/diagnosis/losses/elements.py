@@ -79,11 +79,13 @@ def _divides_by_all(one: Counted) -> bool:
     gradients = [c.gradient for c in one.contributions.by_key.values() if c.gradient is not None]
     alone = all(gradient.reduced_by == "sum" and gradient.num_factors == 1 for gradient in gradients)
     weights = [(c.weight or 0.0) * num for c in one.contributions.by_key.values()]
-    return alone and num not in _degrees(one.contributions) and all(abs(weight - 1) <= SAME / num for weight in weights)
+    return (
+        alone and num not in degrees_of(one.contributions) and all(abs(weight - 1) <= SAME / num for weight in weights)
+    )
 
 
 def _counted(contributions: Contributions, words: str) -> Counted | None:
-    by_key, degrees = contributions.by_key, _degrees(contributions)
+    by_key, degrees = contributions.by_key, degrees_of(contributions)
     tokens: dict[ContributionKey, int] = {}
     counted = {}
     for key, one in by_key.items():
@@ -92,7 +94,7 @@ def _counted(contributions: Contributions, words: str) -> Counted | None:
             return None
         tokens[key], weight = told
         counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0)
-    return Counted(replace(contributions, by_key=counted), {}, tokens, words) if counted else None
+    return Counted(replace(contributions, by_key=counted), {}, tokens, words) if any(tokens.values()) else None
 
 
 def _reduced(one: LossGradient, _: set[int]) -> Told:
@@ -143,7 +145,7 @@ def weights_of_means(contributions: Contributions) -> dict[ContributionKey, floa
         return {}
     for words in _OF_GRADIENT:
         one = _counted(contributions, words)
-        if one is None or set(one.tokens.values()) <= _degrees(contributions):
+        if one is None or set(one.tokens.values()) <= degrees_of(contributions):
             continue
         weights = {key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in one.contributions.by_key.items()}
         if max(weights.values()) - min(weights.values()) <= SAME * max(weights.values()):
@@ -151,7 +153,15 @@ def weights_of_means(contributions: Contributions) -> dict[ContributionKey, floa
     return {}
 
 
-def _degrees(contributions: Contributions) -> set[int]:
+def weights_of_passes(contributions: Contributions) -> list[dict[ContributionKey, float]]:
+    """What each pass weighs as one mean over its entries, over its elements and over its rows, as far as each is known
+    of all passes."""
+    counts = [one.contributions.by_key for words in _OF_GRADIENT if (one := _counted(contributions, words)) is not None]
+    return [{key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in by_key.items()} for by_key in counts]
+
+
+def degrees_of(contributions: Contributions) -> set[int]:
+    """The numbers of ranks, of passes and of both."""
     by_key = contributions.by_key
     return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
 
@@ -162,12 +172,15 @@ def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
 
 
 def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
-    """By how much the weights differ from those of one mean over all elements; "" where that is not one number."""
+    """By how much the weights differ from those of one mean over all elements; "" where nothing tells."""
     one = _counted(contributions, "entries")
     if one is None:
         return ""
     one.expected = expect(MEANS, one.tokens)
     ratios = [cell.ratio for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
-    if not ratios or max(ratios) - min(ratios) > SAME * abs(median(ratios)):
+    if not ratios:
         return ""
-    return f"x {median(ratios):.6g}"
+    low, high = min(ratios), max(ratios)
+    return (
+        f"x {median(ratios):.6g}" if high - low <= SAME * abs(median(ratios)) else f"from x {low:.4g} to x {high:.4g}"
+    )

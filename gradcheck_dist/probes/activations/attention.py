@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import AttentionBackward, Site
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 
 MAX_ALIKE = 4
@@ -139,7 +139,7 @@ def watch(
         queries, keys, values = (grad_inputs[place] if place < len(grad_inputs) else None for place in places)
         came(recorder, attentions, told, held, [grad_outputs[of_output], values, queries, keys])
 
-    handle = node.register_hook(passed)
+    handle = node.register_hook(kept_away(recorder, "exchanges", passed))
 
 
 @guarded("exchanges")

@@ -39,7 +39,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 from gradcheck_dist.probes.recording.world import several_ranks
 from gradcheck_dist.probes.reductions.copies import ranks_of
@@ -142,7 +142,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 before = begins(recorder, exchanges, call) if name in DIRECT else None
                 result = original(*args, **kwargs)
                 if before is not None and result is None:  # else it is under way
-                    is_over(recorder, exchanges, before, call())
+                    is_over(recorder, exchanges, before, call)
                 return result
 
             return collective
@@ -196,9 +196,10 @@ def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -
 
 
 @guarded("exchanges")
-def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, call: Call) -> None:
+def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, called: Callable[[], Call]) -> None:
     """A collective took a tensor of the graph. One that changed it in place hands on what arrives; a gather hands back
     nothing, and a rank that wants its own part's gradient puts that in the place of the copy, which is seen later."""
+    call = called()
     if not 1 < len(call.ranks) <= MAX_RANKS or call.tensor is None:
         return
     index = exchanges.number(call.ranks, call.name)
@@ -232,7 +233,7 @@ def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Te
             values = take([grad], [WHOLE])[0]
             tell(recorder, told, before, after, values[: len(after)], values, lost=False)
 
-    handle = tensor.register_hook(unserializable_hook(arrived))
+    handle = tensor.register_hook(unserializable_hook(kept_away(recorder, "exchanges", arrived)))
 
 
 class _Watched(NamedTuple):
@@ -301,7 +302,7 @@ def watch(
         come = [grad_inputs[place] if place < len(grad_inputs) else None for place in places]
         came(recorder, told, before, after, parts, like, come, [grad_outputs[number] for number in numbers])
 
-    handle = node.register_hook(passed)
+    handle = node.register_hook(kept_away(recorder, "exchanges", passed))
 
 
 @guarded("exchanges")

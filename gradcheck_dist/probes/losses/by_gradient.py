@@ -23,7 +23,7 @@ from gradcheck_dist.probes.losses.closed_form import Given, row
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site
 
 NUM_ROWS = 64
@@ -82,7 +82,7 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
         if state.alone and found is not None and found.shape == shape and is_plain(found):
             came(recorder, cls.__name__, found.detach(), logits, index, labels, site)
 
-    handle = node.register_hook(unserializable_hook(passed))
+    handle = node.register_hook(unserializable_hook(kept_away(recorder, "by_gradient", passed)))
 
 
 @guarded("by_gradient")

@@ -23,7 +23,7 @@ from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, name_o
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 
 NUM_ROWS, MAX_ELEMENTS = 3, 1 << 24
 FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -150,7 +150,7 @@ def begins(recorder: Recorder, cuts: Cuts, current: BackwardPass, roots: Sequenc
             given = [grad for grad in grads if grad is not None]
             came(recorder, cuts, current, given[0] if len(given) == 1 else None)
 
-        current.handles.append(node.register_hook(passed))
+        current.handles.append(node.register_hook(kept_away(recorder, "handed_on", passed)))
 
 
 @guarded("handed_on")

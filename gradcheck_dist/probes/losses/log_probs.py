@@ -46,12 +46,17 @@ def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callab
             picked = original(input, *args, **kwargs)
         if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended:
             return picked
-        if picked.requires_grad and is_log_softmax(input):
-            labels = kwargs.get("index", args[1] if len(args) > 1 else None)
-            evaluated(recorder, picked, labels, "log_softmax gather")
+        if picked.requires_grad:
+            gathered(recorder, input, picked, kwargs.get("index", args[1] if len(args) > 1 else None))
         return picked
 
     return gather
+
+
+@guarded("log_probs")
+def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor | None) -> None:
+    if is_log_softmax(source):
+        evaluated(recorder, picked, labels, "log_softmax gather")
 
 
 def is_log_softmax(tensor: Tensor) -> bool:
@@ -89,7 +94,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
     mark_recorded(log_probs, loss_id)
-    log_probs.register_hook(unserializable_hook(lambda grad: gradient_arrived(recorder, grad, loss_id)))
+    log_probs.register_hook(unserializable_hook(functools.partial(gradient_arrived, recorder, loss_id=loss_id)))
 
 
 @guarded("log_probs")

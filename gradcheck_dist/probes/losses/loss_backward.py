@@ -21,7 +21,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import LossBackward
 from gradcheck_dist.probes.losses.closed_form import Looked, Sum, row
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 
 MAX_ALIKE = 64
@@ -94,7 +94,7 @@ def watch(
             alone = torch.where(torch.stack(others).any(), torch.inf, gap) if others else gap
             came(recorder, event, dtype, weights, row(given, index), derivative, alone, power)
 
-    handle = node.register_hook(unserializable_hook(passed))
+    handle = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))
 
 
 @guarded("loss_backward")

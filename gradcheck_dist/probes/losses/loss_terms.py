@@ -16,7 +16,7 @@ from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, gua
 
 MAX_TERMS = 16
 """Terms of one backward pass whose weights are recorded."""
-_SUMS = {"AddBackward", "SubBackward"}
+SUMS = {"AddBackward", "SubBackward"}
 HANDS_ON = "_DDPSinkBackward"
 """Behind all outputs of a DDP module; gives each back as it is (torch/nn/parallel/distributed.py)."""
 
@@ -41,7 +41,7 @@ def uncounted_terms(root: Tensor, graph: Found) -> Terms:
         name = name_of(node)
         if name == HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
-        elif end_of(graph, node, output) is None and (name in _SUMS or (name in FACTORS and len(operands) == 1)):
+        elif end_of(graph, node, output) is None and (name in SUMS or (name in FACTORS and len(operands) == 1)):
             todo += operands
         else:
             summands.append((node, output))
@@ -85,10 +85,8 @@ def _arrived(recorder: Recorder, current: BackwardPass, ordinal: int, op: str, g
     emit_term(recorder, current, grad, op, ordinal)
 
 
-def emit_term(
-    recorder: Recorder, current: BackwardPass, grad: Tensor, op: str, ordinal: int, *, attached: bool = False
-) -> None:
-    """Record the weight of a term: the gradient, of one element, that arrives at it."""
+def emit_term(recorder: Recorder, current: BackwardPass, grad: Tensor, op: str, ordinal: int, **fields: Any) -> None:
+    """Record the weight of a term: the gradient, of one element, that arrives at it. `fields`: others of a LossTerm."""
     recorder.emit(
         LossTerm,
         site=current.site,
@@ -98,5 +96,5 @@ def emit_term(
         op=op,
         weight=number(getattr(grad, "_local_tensor", grad).detach().reshape(())),
         stage=current.stage,
-        attached=attached,
+        **fields,
     )

@@ -1,27 +1,30 @@
-"""Losses that are one mean over elements: mean squared error, binary cross-entropy, a distance with `.mean()`.
+"""Losses that are means over elements: mean squared error, binary cross-entropy, a distance with `.mean()`.
 
-They count no tokens. What multiplies the mean in the backward root is known all the same, by the gradient that arrives
-at it: 1 where the trainer divides by nothing and weighs it by nothing. Losses of several kinds whose gradients add up
-by design (a discriminator's, on real and on generated data) are no means of one kind: they are told by calls from
-elsewhere, or by targets that are one number, or one class, for a whole pass.
+A root may be one of them or a sum of several. They count no tokens. What multiplies a mean in the backward root is
+known all the same, by the gradient that arrives at it: 1 where the trainer divides by nothing and weighs it by nothing.
+Losses of several kinds whose gradients add up by design (a discriminator's, on real and on generated data) are no means
+of one kind: they are told by calls from elsewhere, or by targets that are one number, or one class, for a whole pass.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcheck_dist.probes.losses.loss_graph import name_of
+from gradcheck_dist.probes.losses.loss_graph import name_of, op_of
 from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
     Reduced,
     element_weights,
-    numbers_above,
     reduced_at,
+    summands,
 )
-from gradcheck_dist.probes.recording.backward_pass import BackwardPass
+from gradcheck_dist.probes.recording.backward_pass import ReducedTerm
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, kept_away
 from gradcheck_dist.probes.recording.sites import calls
 
 HALF = 0.5
@@ -39,28 +42,46 @@ class Passes:
         self.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def watch(current: BackwardPass, root: Tensor, passes: Passes, accumulation_step: int, *, elements: bool) -> None:
-    """Note what arrives at the mean or sum that a root is a multiple of, where it is one that was computed since the
-    last pass of the same loop. `elements`: how many it goes over, too."""
-    before, passes.calls = passes.calls if accumulation_step else None, calls()
-    edge, current.num_factors = numbers_above(root.grad_fn, root.output_nr)
-    found = reduced_at(edge)
-    elsewhere = before is not None and before != passes.calls
-    if found is None or found.node._sequence_nr() < passes.closed_at or elsewhere:
+def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passes) -> None:
+    """Note what arrives at the means and sums that a root adds up, where all of them were computed since the last pass
+    of the same loop. How many elements they go over is noted in steps that are sampled; in others, only a root that is
+    one of them is watched."""
+    elements = recorder.sampling
+    before, passes.calls = passes.calls if recorder.accumulation_step else None, calls()
+    top, parts = summands(root.grad_fn, root.output_nr)
+    if before not in (None, passes.calls) or (len(parts) > 1 and not elements):
         return
-    current.num_factors += found.numbers
-    current.handles.append(found.node.register_prehook(functools.partial(_arrived, current, found)))
-    if elements:
-        body = found.node if found.body is None else found.body
-        current.handles.append(body.register_prehook(functools.partial(_reached, current, found)))
+    reduced = [found for edge, _ in parts if (found := reduced_at(edge)) is not None]
+    if len(reduced) < len(parts) or any(found.node._sequence_nr() < passes.closed_at for found in reduced):
+        return
+    bodies = [found.body or found.node for found in reduced]
+    if len({found.node for found in reduced}) < len(parts) or len(set(bodies)) < len(parts):
+        return  # what arrives there is of several terms
+    for (_, num_factors), found, body in zip(parts, reduced, bodies, strict=True):
+        term = ReducedTerm(op_of(body), num_factors + found.numbers)
+        current.reduced.append(term)
+        _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
+        if elements:
+            _hook(recorder, current, body, functools.partial(_reached, term, found))
+    if len(parts) > 1:
+        _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
-def _arrived(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
+def _hook(recorder: Recorder, current: BackwardPass, node: Any, hook: Callable[..., None]) -> None:
+    current.handles.append(node.register_prehook(kept_away(recorder, "unseen", hook)))
+
+
+def _summed(current: BackwardPass, grads: tuple[Tensor | None, ...]) -> None:
+    if grads[0] is not None and grads[0].numel() == 1:
+        current.whole = grads[0].detach()
+
+
+def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
     gradient, node = grads[0], found.node
     if gradient is None or gradient.numel() != 1:
         return
-    current.arrived = gradient.detach()
-    weight = current.arrived
+    term.arrived = gradient.detach()
+    weight = term.arrived
     target = node._saved_target if name_of(node) in WITH_REDUCTION else None
     if target is not None and target.numel() > 1:
         one_kind = (target == target.flatten()[0]).all()
@@ -68,11 +89,11 @@ def _arrived(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, 
             one_kind |= (target > HALF).all() | (target < HALF).all()
         weight = torch.where(one_kind, torch.nan, weight)
     if not found.is_mean:
-        current.arrived = weight
+        term.arrived = weight
     elif found.is_distance:
-        current.mean_weight = weight
+        term.mean_weight = weight
 
 
-def _reached(current: BackwardPass, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
-    if grads[0] is not None and current.arrived is not None:
-        current.elements = element_weights(found, current.arrived, grads[0])
+def _reached(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
+    if grads[0] is not None and term.arrived is not None:
+        term.elements = element_weights(found, term.arrived, grads[0])

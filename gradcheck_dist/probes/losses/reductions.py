@@ -1,8 +1,8 @@
-"""What the one mean or sum that a backward root is a multiple of goes over: how many elements, with what weight each.
+"""What the means or sums that a backward root adds up go over: how many elements, with what weight each.
 
-From the root down lie numbers that multiply the whole (`numbers_above`), then torch's own loss with its reduction, or
-a mean or sum, and behind that what multiplies elements apart: masks, weights of samples, means over some dimensions.
-What stands behind these (`Reduced.body`) computes one number an element, and gets one gradient for each.
+From the root down lie numbers that multiply the whole and its summands (`summands`), then torch's own loss with its
+reduction, or a mean or sum, and behind that what multiplies elements apart: masks, weights of samples, means over some
+dimensions. What stands behind these (`Reduced.body`) computes one number an element, and gets one gradient for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of
-from gradcheck_dist.probes.losses.loss_terms import HANDS_ON
+from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
 
 MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
 WITH_REDUCTION = {
@@ -56,9 +56,24 @@ class Reduced:
         return self.body is None or self.of_torch or name in DISTANCES or name in OTHERS
 
 
-def numbers_above(root: Any, output: int) -> tuple[Edge, int]:
-    """The node that a root is a multiple of, and how many numbers multiply it."""
-    edge: Edge = (root, output)
+def summands(root: Any, output: int) -> tuple[Edge, list[tuple[Edge, int]]]:
+    """The node that a root is a multiple of, and what it adds up, each with how many numbers multiply it in the root;
+    itself where it is no sum, and where it has more terms than are told apart."""
+    top, numbers = _numbers_above((root, output))
+    found: list[tuple[Edge, int]] = []
+    todo = [(top, numbers)]
+    while todo and len(found) + len(todo) <= MAX_TERMS:
+        edge, number = todo.pop()
+        parts = _operands(edge[0]) if name_of(edge[0]) in SUMS else []
+        if parts:
+            todo += [(below, number + more) for below, more in map(_numbers_above, reversed(parts))]
+        else:
+            found.append((edge, number))
+    return (top, found) if not todo else (top, [(top, numbers)])
+
+
+def _numbers_above(edge: Edge) -> tuple[Edge, int]:
+    """The node that another is a multiple of, and how many numbers multiply it."""
     for number in range(MAX_FACTORS):
         while (below := _handed_on(edge)) is not None:
             edge = below
@@ -129,9 +144,9 @@ def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, 
         "num_rows": found.num_rows,
         "reduced_weight": weight,
     }
-    if found.body is None:
-        return told | {"num_elements": found.num, "element_min": weight, "element_max": weight, "element_share": 1.0}
     local = getattr(grad, "_local_tensor", grad).detach()
+    if found.body is None or not local.numel():
+        return told | {"num_elements": found.num, "element_min": weight, "element_max": weight, "element_share": 1.0}
     used = local != 0
     most = torch.where(used, local, local.min()).max().double()
     least = torch.where(used, local, local.max()).min().double()

@@ -22,11 +22,12 @@ from gradcheck_dist.probes.losses import by_gradient, label_smoothing, log_probs
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
-from gradcheck_dist.probes.losses.loss_terms import uncounted_terms, watch_terms
+from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
+from gradcheck_dist.probes.recording.backward_pass import ReducedTerm
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 
 _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 
@@ -71,7 +72,7 @@ def look(
             ids[part] = _watch_picks(recorder, part, "log_softmax index")
             picks += 1
         found.log_softmaxes.remove(source)
-        label_smoothing.watch_whole(recorder, current, source, ids[part], _hook)
+        label_smoothing.watch_whole(recorder, current, source, ids[part], functools.partial(_hook, recorder))
     soft = found.log_softmaxes
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         _watch_soft_targets(recorder, soft.pop())
@@ -88,7 +89,7 @@ def look(
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if not (current.computed or found.known or picks):
-            means.watch(current, roots[0], passes, recorder.accumulation_step, elements=recorder.sampling)
+            means.watch(recorder, current, roots[0], passes)
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
@@ -106,7 +107,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
         is_main=True,
         valid=valid if reduction == "none" else None,
     )
-    _hook(node, arrived)
+    _hook(recorder, node, arrived)
     return loss_id
 
 
@@ -114,7 +115,7 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
     saved = getattr(node, PICKS[name_of(node)])
     labels = saved if isinstance(saved, Tensor) else saved[-1]
     loss_id = _evaluated(recorder, op, "none", labels, None)
-    _hook(node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
+    _hook(recorder, node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
     return loss_id
 
 
@@ -126,24 +127,24 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
         weights = torch.where(given.left_out, 0, -given.sign * given.share * grad.detach())
         log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
 
-    _hook(node, arrived, given.output)
+    _hook(recorder, node, arrived, given.output)
 
 
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
     loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
     dim = class_dim(node)
-    _hook(node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
+    _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
 
-def _hook(node: Any, arrived: Callable[[Tensor], None], index: int = 0) -> None:
+def _hook(recorder: Recorder, node: Any, arrived: Callable[[Tensor], None], index: int = 0) -> None:
     def before(grads: tuple[Tensor | None, ...]) -> None:
         handle.remove()  # a graph that is kept and run again is found again
         gradient = grads[index]
         if gradient is not None:
             arrived(gradient)
 
-    handle = node.register_prehook(before)
+    handle = node.register_prehook(kept_away(recorder, "unseen", before))
 
 
 def _evaluated(
@@ -179,7 +180,7 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
         return
     loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
-    fields: dict[str, Any] = current.elements
+    told = [_told(term) for term in current.reduced]
     recorder.emit(
         LossGradient,
         site=current.site,
@@ -189,7 +190,16 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         weight=1.0,
         stage=current.stage,
         other_losses=0,
-        mean_weight=None if current.mean_weight is None else number(current.mean_weight),
-        num_factors=current.num_factors,
-        **fields,
+        **(told[0] if len(told) == 1 else {}),
     )
+    if current.whole is not None and all(term.arrived is not None for term in current.reduced):
+        whole = number(current.whole)
+        for ordinal, (term, fields) in enumerate(zip(current.reduced, told, strict=True)):
+            assert term.arrived is not None
+            emit_term(recorder, current, term.arrived, term.op, ordinal, whole=whole, **fields)
+
+
+def _told(term: ReducedTerm) -> dict[str, Any]:
+    """The fields of a ReducedGradient."""
+    mean_weight = None if term.mean_weight is None else number(term.mean_weight)
+    return {"mean_weight": mean_weight, "num_factors": term.num_factors, **term.elements}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,28 +22,37 @@ class TokenWeights(NamedTuple):
     num_tokens: Tensor
 
 
+@dataclass
+class ReducedTerm:
+    """One mean or sum over elements, times `num_factors` numbers. `arrived` is its gradient, `mean_weight` the same
+    where it is a mean that compares with targets, `elements` what it goes over: fields of a ReducedGradient."""
+
+    op: str
+    num_factors: int
+    arrived: Tensor | None = None
+    mean_weight: Tensor | None = None
+    elements: dict[str, Any] = field(default_factory=dict)
+
+
 class BackwardPass:
     """A backward pass that is under way: the leaves of one contribution are arriving."""
 
     __slots__ = (
         "accumulated",
         "armed",
-        "arrived",
         "by_hand",
         "computed",
-        "elements",
         "given",
         "handles",
         "held",
         "inner",
         "label_hash",
         "leaves",
-        "mean_weight",
         "microbatch",
         "num_attached",
-        "num_factors",
         "other_losses",
         "reduce_ops",
+        "reduced",
         "reduced_inside",
         "returned",
         "root_loss",
@@ -53,6 +63,7 @@ class BackwardPass:
         "start_ns",
         "sync",
         "touched",
+        "whole",
     )
 
     def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
@@ -79,10 +90,8 @@ class BackwardPass:
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
-        self.mean_weight: Tensor | None = None  # what arrived at the one mean over elements that the root is made of
-        self.num_factors = 0  # numbers that multiply it
-        self.arrived: Tensor | None = None  # at that mean, or at a sum in its place
-        self.elements: dict[str, Any] = {}  # what that mean or sum goes over: fields of a LossGradient
+        self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
+        self.whole: Tensor | None = None  # what arrived at the sum of several
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:

@@ -27,18 +27,28 @@ def guarded(probe: str) -> Callable[[F], F]:
         def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or recorder.captures.under_way or is_tracing():
                 return None
-            start = time.perf_counter_ns()
+            start, before = time.perf_counter_ns(), recorder.probe_ns
             try:
                 return function(recorder, *args, **kwargs)
             except Exception as error:
                 recorder.failed(probe, error)
                 return None
             finally:
-                recorder.probe_ns += time.perf_counter_ns() - start
+                recorder.probe_ns = before + time.perf_counter_ns() - start  # with what guarded code inside took
 
         return cast(F, wrapper)
 
     return decorate
+
+
+def kept_away(recorder: Recorder, probe: str, hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook on a tensor or on a node of the graph: what it raises would end the user's backward pass."""
+
+    @guarded(probe)
+    def run(_: Recorder, *args: Any) -> None:
+        hook(*args)
+
+    return functools.partial(run, recorder)
 
 
 def hooking(

@@ -32,7 +32,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.recording.captured import Captures
 from gradcheck_dist.probes.recording.deferred import Deferred, is_host, numbers_of, read
-from gradcheck_dist.probes.recording.guard import guarded
+from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.trace.columns import ColumnWriter
@@ -383,4 +383,4 @@ class Recorder(Sampler):
         )
 
 
-__all__ = ["AFTER", "BEFORE", "LEAF", "BackwardPass", "Recorder", "guarded"]
+__all__ = ["AFTER", "BEFORE", "LEAF", "BackwardPass", "Recorder", "guarded", "kept_away"]

@@ -39,7 +39,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def watch_init(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            recorder.registry.wrapper_sites[id(self)] = caller_site()
+            made(recorder, self)
             original(self, *args, **kwargs)
 
         return init
@@ -59,6 +59,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
     autograd.CLOSE_LISTENERS.append(complete)
     patches.on_restore(lambda: autograd.ROOT_LISTENERS.remove(find_wrappers))
     patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(complete))
+
+
+@guarded("ddp")
+def made(recorder: Recorder, module: nn.Module) -> None:
+    """A data-parallel wrapper is made, by the line that leads here."""
+    recorder.registry.wrapper_sites[id(module)] = caller_site()
 
 
 def find_wrappers(recorder: Recorder, root: nn.Module) -> None:

@@ -28,7 +28,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo, clean_name
 from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
-from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.reductions.ddp import made
 
 PACKAGE = "torch.distributed.fsdp"
 DIVIDING_HOOKS = {"allreduce_hook", "reduce_scatter_hook", "bf16_compress_hook", "fp16_compress_hook"}
@@ -139,7 +139,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 def _watch_init(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.registry.wrapper_sites[id(self)] = caller_site()
+        made(recorder, self)
         original(self, *args, **kwargs)
 
     return init
