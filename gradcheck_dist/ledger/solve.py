@@ -108,12 +108,20 @@ def solve(
     rounding = ROUNDING * epsilon * float(np.linalg.norm(summands)) / np.sqrt(num_rows)
     sigma = max(rest / np.sqrt(freedom), rounding)
     determined = rank == len(kept)
+    alone = len(kept) == len(seen)  # no two are parallel: hundreds of ranks' columns need no loop
+    beside = np.zeros((num_rows, 0))
+    if not alone:
+        beside = _off_direction(
+            columns[:, seen], unit, kept, member_of, x, nominal if nominal is None else nominal[seen]
+        )
     spread = np.diag(np.full(len(kept), np.inf))
     if determined:
         inverse = np.linalg.inv(basis.T @ basis)
         spread = max(inverse * sigma**2, _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
+        # What lies beside a direction is in y too, and other directions that are nearly as close take it up.
+        moved = inverse @ (basis.T @ beside)
+        spread = spread + moved @ moved.T + np.outer(moved.sum(axis=1), moved.sum(axis=1))
     shares = np.zeros((num_columns, len(kept)))
-    alone = len(kept) == len(seen)  # no two are parallel: hundreds of ranks' columns need no loop
     if alone:
         coefficients[seen] = x / norms[seen]
         stderr[seen] = np.sqrt(np.diag(spread)) / norms[seen]
@@ -132,10 +140,7 @@ def solve(
         shares[column, group] = 1.0 / total
     covariance = shares @ spread @ shares.T if determined else None
     gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance
-    if not alone:
-        gate += _off_direction(
-            columns[:, seen], unit, kept, member_of, x, nominal if nominal is None else nominal[seen]
-        )
+    gate += float(np.linalg.norm(beside, axis=0).sum())
     fits = rest <= gate if size else residual <= RESIDUAL_FACTOR * epsilon
     solution = Solution(
         coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, float(gate), freedom
@@ -163,9 +168,9 @@ def _off_direction(
     member_of: np.ndarray,
     x: np.ndarray,
     nominal: np.ndarray | None,
-) -> float:
-    """How far columns that count as one direction may take y out of it: the bias of two classes gets g and -g, but for
-    rounding in sums that cancelled, which is larger than that of y.
+) -> np.ndarray:
+    """How far columns that count as one direction may take y out of it, each for itself, shape (num_rows, num_columns):
+    the bias of two classes gets g and -g, but for rounding in sums that cancelled, which is larger than that of y.
 
     Args:
         columns, unit: shape (num_rows, num_columns), as they are and of length 1.
@@ -173,12 +178,12 @@ def _off_direction(
         nominal: shape (num_columns,), coefficients as documented, NaN where unknown.
     """
     along = (unit * unit[:, kept][:, member_of]).sum(axis=0)
-    beside = np.linalg.norm(columns - unit[:, kept][:, member_of] * (along * np.linalg.norm(columns, axis=0)), axis=0)
+    beside = columns - unit[:, kept][:, member_of] * (along * np.linalg.norm(columns, axis=0))
     totals = np.bincount(member_of, np.linalg.norm(columns, axis=0), minlength=len(kept))
     coefficients = np.abs(x / totals)[member_of]
     if nominal is not None:
         coefficients = np.maximum(coefficients, np.abs(np.nan_to_num(nominal)))
-    return float(beside @ coefficients)
+    return np.asarray(beside * coefficients)
 
 
 def _scale(predicted: np.ndarray, meant: np.ndarray, y: np.ndarray) -> float:

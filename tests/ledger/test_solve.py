@@ -120,3 +120,17 @@ def test_columns_of_one_direction_but_for_their_rounding_explain_their_sum(oppos
     assert np.isnan(found.coefficients).all() if opposite else found.coefficients == pytest.approx([0.5, 0.5], rel=1e-4)
     more = solve(columns, columns @ [0.5, 0.5] + [1e-6, 1e-6], EPSILON["float32"], nominal=np.array([0.5, 0.5]))
     assert more is not None and not more.fits
+
+
+def test_a_direction_beside_two_that_count_as_one_is_no_better_known_than_their_difference() -> None:
+    """Three passes over nearly one batch (a physics-informed network's points of the boundary): the second lies between
+    the other two, near enough to the first to count as parallel, and the third takes up what that leaves out."""
+    first, aside = np.linalg.qr(COLUMNS[:, :2])[0].T
+    columns = np.stack([first, first + 3e-5 * aside, first + 8e-5 * aside], axis=1)
+    found = solve(columns, columns.sum(axis=1), SINGLE)
+    assert found is not None and found.fits
+    assert np.all(np.abs(found.coefficients - 1) < 6 * found.stderr)
+    assert found.coefficients.sum() == pytest.approx(3, abs=1e-6)
+    apart = solve(columns[:, [0, 2]], columns[:, [0, 2]] @ [1.0, 0.5], SINGLE)
+    assert apart is not None and apart.coefficients == pytest.approx([1.0, 0.5], abs=1e-4)
+    assert np.all(apart.stderr < 1e-2)
