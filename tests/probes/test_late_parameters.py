@@ -50,3 +50,27 @@ def test_what_comes_late_is_judged_like_everything_else(kind: str, tmp_path: Pat
     assert (right.verdict, right.coverage.unidentifiable) == ("clean", [])
     (finding,) = trained(tmp_path / "wrong", kind, factor=0.25).findings
     assert (finding.code, finding.factor.exact, finding.num_parameters) == ("GS000", "1/4", 1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_weights_that_are_computed_for_a_call_are_no_parameters(factor: float, tmp_path: Path) -> None:
+    """Meta-learning: what the module is called with is the parameters after a step of an inner loop, tasks in turn."""
+    torch.manual_seed(0)
+    with attach(tmp_path / "run", steps=range(STEPS)):
+        model = nn.Linear(DIM, VOCAB)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            for _ in range(2):
+                weights = {name: param.clone() for name, param in model.named_parameters()}
+                for inner in (True, False):
+                    x, y = torch.randn(24, DIM), torch.randint(VOCAB, (24,))
+                    loss = nn.functional.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+                    if inner:
+                        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+                        weights = {n: w - 0.1 * s for (n, w), s in zip(weights.items(), slopes, strict=True)}
+                (factor * loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.coverage.unidentifiable) == ("clean" if factor == 1 else "findings", [])
+    assert [one.factor.observed for one in report.findings] == ([] if factor == 1 else [pytest.approx(factor)])

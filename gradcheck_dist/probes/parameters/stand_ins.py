@@ -1,4 +1,5 @@
-"""Tensors without values: inside of torch.func's transforms (grad, vjp, vmap), on the meta device, lazy ones."""
+"""What lies in a parameter's place and is none: without values (inside of torch.func's transforms, on the meta device,
+lazy ones), or computed."""
 
 from __future__ import annotations
 
@@ -22,5 +23,6 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def stands_in(param: Tensor) -> bool:
-    """Whether a real parameter will take its place."""
-    return param.is_meta or is_lazy(param) or is_transformed(param)
+    """Whether a real parameter will take its place. A tensor that was computed from one (meta-learning's fast weights,
+    lent to the module for a call) is none: no optimizer steps it, and it is another one in each call."""
+    return param.is_meta or is_lazy(param) or is_transformed(param) or not param.is_leaf
