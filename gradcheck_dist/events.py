@@ -9,6 +9,7 @@ samples, the header) is defined in `records.py`, what losses and activations did
 from __future__ import annotations
 
 from gradcheck_dist.model_events import FUNCTION as FUNCTION
+from gradcheck_dist.model_events import SENT as SENT
 from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
 from gradcheck_dist.model_events import Backward as Backward
 from gradcheck_dist.model_events import Event as Event

@@ -144,6 +144,9 @@ class StageGradient(Event, tag="stage_gradient"):
     stage: Index | None = None
 
 
+SENT = "send"
+
+
 class Exchange(Event, tag="exchange"):
     """Activations were combined over ranks in a forward pass, and their gradients came back through it.
 
@@ -154,7 +157,8 @@ class Exchange(Event, tag="exchange"):
     gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
     `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
     which has no gradient, behind which the rank put its own input back; there is no output then. A `group` of this rank
-    alone: a function that hands its input on, and may scale the gradient that others' backward scaled.
+    alone: a function that hands its input on, and may scale the gradient that others' backward scaled. `collectives`
+    are those that it called in forward, or SENT alone: it sent to single ranks, and each of its tensors is a part.
     """
 
     function: str

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradcheck_dist.events import Event, Exchange
+from gradcheck_dist.events import SENT, Event, Exchange
 from gradcheck_dist.ledger.solve import EPSILON
 
 ALIKE = 1e-4
@@ -27,6 +27,8 @@ OTHERWISE = 0.2
 """Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
 
 SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
+MOVE = "move"
+"""Each tensor that a rank gets is one of another rank: a ring's neighbours."""
 
 Parts = dict[int, list[np.ndarray]]
 """By rank: the sampled elements of each part."""
@@ -82,14 +84,20 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
         return None
     given, made, arrived, back = ({rank: one[i] for rank, one in read.items() if one} for i in range(4))
     near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
-    forward = _forward(given, made, near, any(event.collectives for event in events.values()))
+    if any(event.collectives == (SENT,) for event in events.values()):
+        forward = (MOVE, 1.0) if _sources(given, made, near) else None
+    else:
+        forward = _forward(given, made, near, any(event.collectives for event in events.values()))
     if forward is None:
         return None
     kind, scale = forward
     whole = _alike(arrived, near)
     if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
         return None
-    expected = _transposed(kind, scale, arrived, summed=not whole)
+    if kind == MOVE:
+        expected = _sent_back(given, arrived, _sources(given, made, near))
+    else:
+        expected = _transposed(kind, scale, arrived, summed=not whole)
     want, have = _flat(expected), _flat(back)
     if want.shape != have.shape or not np.isfinite(want).all() or not np.isfinite(have).all() or not want.any():
         return None
@@ -166,6 +174,28 @@ def _transposed(kind: str, scale: float, arrived: Parts, *, summed: bool) -> Par
     if kind in (SCATTER, SLICE):
         return {rank: [scale * arrived[one][0] for one in ranks] for rank in ranks}
     return {rank: [arrived[one][place] for one in ranks] for place, rank in enumerate(ranks)}
+
+
+def _sources(given: Parts, made: Parts, near: float) -> dict[tuple[int, int], tuple[int, int]]:
+    """Which rank's which tensor each rank got as which, (rank, place) by (rank, place). Empty unless every tensor that
+    was given came out on another rank: one that goes on elsewhere (another function receives it) is owed more."""
+    held = {(rank, place): part for rank, parts in given.items() for place, part in enumerate(parts)}
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, parts in made.items():
+        for place, part in enumerate(parts):
+            equal = [of for of, one in held.items() if _near({0: [part]}, {0: [one]}, near)]
+            if len(equal) != 1 or equal[0][0] == rank:
+                return {}
+            found[rank, place] = equal[0]
+    return found if set(found.values()) == set(held) else {}
+
+
+def _sent_back(given: Parts, arrived: Parts, sources: dict[tuple[int, int], tuple[int, int]]) -> Parts:
+    """What each tensor that was given is owed: what arrived wherever it came out."""
+    owed = {rank: [np.zeros_like(part) for part in parts] for rank, parts in given.items()}
+    for (rank, place), (of, at) in sources.items():
+        owed[of][at] += arrived[rank][place]
+    return owed
 
 
 def _multiple(kind: str, made: Parts, total: Parts, near: float) -> tuple[str, float] | None:

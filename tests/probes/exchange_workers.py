@@ -31,7 +31,18 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, averaged in backward")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided")
-CONTRASTIVE = ("whole contrastive loss", "statistics in place", "own losses on statistics in place")
+CONTRASTIVE = (
+    "whole contrastive loss",
+    "whole contrastive loss, sliced in backward",
+    "whole contrastive loss, sliced in backward, times ranks",
+    "whole contrastive loss, own put back",
+    "whole contrastive loss, summed twice",
+    "statistics in place",
+    "own losses on statistics in place",
+    "neighbours",
+    "neighbours, handed on in backward",
+    "neighbours, halved in backward",
+)
 VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE)
 
 
@@ -57,6 +68,16 @@ def exchanged(x: Tensor) -> Tensor:
     return result
 
 
+def passed_round(x: Tensor) -> Tensor:
+    """The next rank's, as SigLIP's losses exchange embeddings."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    result = torch.empty_like(x)
+    there = dist.P2POp(dist.isend, x.contiguous(), (rank - 1) % size)
+    for one in dist.batch_isend_irecv([there, dist.P2POp(dist.irecv, result, (rank + 1) % size)]):
+        one.wait()
+    return result
+
+
 def function(name: str, forward: Any, backward: Any) -> Any:
     """A torch.autograd.Function out of what it does in either direction."""
     return type(
@@ -76,6 +97,10 @@ MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad
 Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
 GatherMean = function("GatherMean", gathered, lambda grad: own_part(summed(grad)) / dist.get_world_size())
 GatherSliced = function("GatherSliced", gathered, own_part)
+GatherSummedTwice = function("GatherSummedTwice", gathered, lambda grad: own_part(summed(summed(grad))))
+Neighbour = function("Neighbour", passed_round, passed_round)  # of two ranks the next one is the one before
+NeighbourHandedOn = function("NeighbourHandedOn", passed_round, lambda grad: grad)
+NeighbourHalved = function("NeighbourHalved", passed_round, lambda grad: passed_round(grad) / 2)
 Scatter = function("Scatter", own_part, gathered)
 ReduceScatter = function("ReduceScatter", lambda x: own_part(summed(x)), gathered)
 Repeated = function("Repeated", lambda x: own_part(summed(x)), lambda grad: torch.cat([grad] * 2, 1))
@@ -168,11 +193,28 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
             dist.all_reduce(correlation)
             own = torch.eye(WIDTH) * (1 + dist.get_rank()) if "own" in model.variant else torch.eye(WIDTH)
             return F.cross_entropy(correlation + own, torch.arange(WIDTH)) / PASSES
-        every = GatherSliced.apply(features)[0]
-        return F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
+        if "neighbours" in model.variant:
+            wrong = NeighbourHandedOn if "handed on" in model.variant else NeighbourHalved
+            others = (Neighbour if model.variant == "neighbours" else wrong).apply(features[0])
+            every = torch.cat([features[0], others])
+            return F.cross_entropy(features[0] @ every.T, torch.arange(len(features[0]))) / PASSES
+        every = every_rank(features, model.variant)[0]
+        loss = F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
+        return loss * dist.get_world_size() if "times ranks" in model.variant else loss
     logits = model(ids[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
     return loss / dist.get_world_size() if "added up" in model.variant else loss
+
+
+def every_rank(features: Tensor, variant: str) -> Tensor:
+    if "own put back" in variant:
+        parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, features)
+        parts[dist.get_rank()] = features
+        return torch.cat(parts, 1)
+    how = GatherSliced if "sliced" in variant else GatherSummedTwice if "twice" in variant else Gather
+    result: Tensor = how.apply(features)
+    return result
 
 
 def reduce(model: Model) -> None:

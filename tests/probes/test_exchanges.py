@@ -34,9 +34,37 @@ def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: st
     assert "GS802" in reports[variant].rules.passed
 
 
-@pytest.mark.parametrize("variant", ["whole contrastive loss", "statistics in place"])
-def test_ranks_that_go_on_alike_with_what_they_gathered_need_no_sum(reports: dict[str, Report], variant: str) -> None:
+@pytest.mark.parametrize("variant", ["whole contrastive loss", "neighbours"])
+def test_embeddings_that_ranks_exchange_with_their_gradients_are_clean(
+    reports: dict[str, Report], variant: str
+) -> None:
+    assert reports[variant].verdict == "clean"
     assert "GS802" in reports[variant].rules.passed
+
+
+@pytest.mark.parametrize(
+    ("variant", "factor"), [("sliced in backward", 0.5), ("own put back", 0.5), ("summed twice", 2.0)]
+)
+def test_shares_of_a_loss_that_every_rank_computes_whole_are_not_averaged(
+    reports: dict[str, Report], variant: str, factor: float
+) -> None:
+    """The average over two data ranks is half of the sum of their shares, which is the loss's gradient."""
+    (finding,) = reports[f"whole contrastive loss, {variant}"].findings
+    assert (finding.code, finding.factor.observed) == ("GS802", pytest.approx(factor, rel=1e-5))
+    assert f"leaves x {factor:g} of the gradient" in finding.explanation
+    assert finding.severity == ("warning" if factor < 1 else "error")
+
+
+def test_a_whole_loss_times_the_ranks_that_share_its_gradient_accuses_nobody(reports: dict[str, Report]) -> None:
+    report = reports["whole contrastive loss, sliced in backward, times ranks"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("what enters at the loss makes up for that" in reason for reason in report.reasons)
+
+
+def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["statistics in place"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("leaves x 0.5 of the gradient" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +77,8 @@ def test_ranks_that_go_on_alike_with_what_they_gathered_need_no_sum(reports: dic
         ("sequence parallel, scattered part repeated", "Repeated", None, "no multiple"),
         ("context parallel, sliced in backward", "GatherSliced", None, "each rank's own loss"),
         ("experts, handed on in backward", "SwapHandedOn", None, "hands on what arrives"),
+        ("neighbours, handed on in backward", "NeighbourHandedOn", None, "hands on what arrives"),
+        ("neighbours, halved in backward", "NeighbourHalved", 0.5, "x 0.5"),
     ],
 )
 def test_a_backward_that_is_not_the_transpose_is_found(
@@ -252,6 +282,24 @@ def test_parts_of_unlike_lengths_are_matched_by_rank() -> None:
     half = [[part / 2 for part in of_rank] for of_rank in back]
     found = outcome(*(exchange(sent[r], made[r], grads[r], half[r]) for r in RANKS))
     assert found is not None and (found.outcome, found.factor) == ("scaled", pytest.approx(0.5))
+
+
+def test_what_goes_round_a_ring_is_owed_from_where_it_came_out() -> None:
+    given, arrived = [drawn(rank) for rank in RANKS], [drawn(10 + rank) for rank in RANKS]
+    right = [arrived[rank - 1] for rank in RANKS]  # each rank has the next one's, and sends its gradient there
+
+    def ring(made: list[np.ndarray], back: list[np.ndarray]) -> Passed | None:
+        return outcome(
+            *(exchange([given[r]], [made[r]], [arrived[r]], [back[r]], collectives=("send",)) for r in RANKS)
+        )
+
+    made = [given[(rank + 1) % 3] for rank in RANKS]
+    for back, expected in ((right, "right"), ([2 * one for one in right], "scaled"), (arrived, "other")):
+        found = ring(made, back)
+        assert found is not None and (found.forward, found.outcome) == ("move", expected)
+    assert ring(given, arrived) is None, "what is sent besides comes out elsewhere"
+    assert ring([given[1], given[0], given[0]], right) is None, "the last rank's went elsewhere"
+    assert ring([drawn(30 + rank) for rank in RANKS], right) is None
 
 
 def test_low_precision_is_judged_by_its_own_rounding() -> None:

@@ -13,7 +13,18 @@ from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
-from gradcheck_dist.ledger.exchanges import APART, COPY, GATHER, SCATTER, SLICE, SUM, SWAP, Passed, passed
+from gradcheck_dist.ledger.exchanges import (
+    APART,
+    COPY,
+    GATHER,
+    MOVE,
+    SCATTER,
+    SLICE,
+    SUM,
+    SWAP,
+    Passed,
+    passed,
+)
 from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
@@ -25,10 +36,11 @@ UNDOES = 1e-3
 @dataclass(frozen=True)
 class Faulty:
     """An exchange whose backward is not its forward's transpose. `shared`: its ranks have one loss, on the same
-    tokens."""
+    tokens. `share`: what an average over the ranks leaves of a loss's gradient, where each computes it whole."""
 
     passed: Passed
     shared: bool
+    share: float | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +84,20 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     found = list(passed(data.events))
     unlike = {one.ranks for one in found if one.forward in (SUM, SCATTER)}  # whose inputs are known to differ
     for one in found:
-        if one.outcome == "right" or _behind_the_loss(data, one):
+        if _behind_the_loss(data, one):
+            continue
+        share = _share_of_whole(data, contributions, one)
+        if share is not None:
+            fault = Faulty(one, False, share)
+            if abs(share - 1) <= UNDOES or not weights_right:
+                continue
+            in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
+            if in_place or _inside_a_loss(data, one):
+                result.reasons.append(f"{of_whole(fault)}: {_VERIFY}")
+            else:
+                result.found.append(fault)
+            continue
+        if one.outcome == "right":
             continue
         if len(one.ranks) == 1:
             scalers.append(one.factor)
@@ -89,7 +114,12 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
         elif one.outcome == "scaled":
             # Of what is gathered a mean may be meant where all of the loss depends on it, and nothing else shows.
-            if shared or one.forward in (SWAP, SCATTER, SLICE) or not _is_degree(one) or _is_mean_of_gathered(one):
+            if (
+                shared
+                or one.forward in (SWAP, MOVE, SCATTER, SLICE)
+                or not _is_degree(one)
+                or _is_mean_of_gathered(one)
+            ):
                 scaled.append(fault)
         elif one.outcome == "own" and not shared and not one.first.function:
             result.reasons.append(
@@ -102,7 +132,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     pairs = combinations([*factors.values(), *set(scalers)], 2)
     undone = any(abs(mine * theirs - 1) < UNDOES for mine, theirs in pairs)
     for fault in scaled:
-        known = fault.shared or fault.passed.forward == SWAP
+        known = fault.shared or fault.passed.forward in (SWAP, MOVE)
         if weights_right and known and not undone and not _inside_a_loss(data, fault.passed):
             result.found.append(fault)
         elif weights_right or undone:
@@ -118,12 +148,19 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     """Why a factor may be right: the sum of whole gradients on the way to these parameters multiplies by as much.
 
     One loss that all ranks compute, divided by their number, under an all-reduce that sums in backward too: in front of
-    that a weight at the loss is not what arrives. There lie shards, and copies whose gradients are summands.
+    that a weight at the loss is not what arrives. There lie shards, and copies whose gradients are summands. Or one
+    loss that all compute on what they gathered, times their number: each rank's gradient is its own share alone.
     """
     if case.pattern.kind != "uniform" or case.terms:
         return None
+    near = max(UNDOES, case.pattern.tolerance)
     for one in passed(data.events):
-        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > max(UNDOES, case.pattern.tolerance):
+        share = _share_of_whole(data, case.context.contributions, one)
+        if share is not None and abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near:
+            if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+                return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {_VERIFY}"
+            continue
+        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near:
             continue
         if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
             fault = Faulty(one, shared=True)
@@ -210,6 +247,35 @@ def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, .
     gradients = [leaf.data for _, leaf in tracks[ranks[0]].leaves.values()]
     return any(np.nan_to_num(one).any() for one in gradients) and all(
         one is not None and left[0] is not None and np.allclose(one, left[0], rtol=1e-5, atol=0) for one in left
+    )
+
+
+def _share_of_whole(data: StepData, contributions: Contributions, one: Passed) -> float | None:
+    """What an average over the ranks leaves of a loss's gradient that each of them computes whole on what all have put
+    in, each from data of its own: of as many shares it takes the mean where their sum is due, and what backward summed
+    makes up for that. None where ranks have losses of their own, or are one data rank."""
+    if (
+        one.forward not in (SUM, GATHER)
+        or one.outcome not in ("right", "scaled", "kept")
+        or sum(one.first.input_counts) < 2
+    ):
+        return None
+    data_ranks = {contributions.coordinate.get(rank, rank) for rank in one.ranks}
+    if len(data_ranks) < len(one.ranks) or _losses_differ(data, one):
+        return None
+    slot = (one.first.accumulation_step, one.first.microbatch)
+    known = all(loss_values(data, rank).get(slot) for rank in one.ranks)
+    return one.factor / len(one.ranks) if (known if one.outcome == "kept" else one.whole) else None
+
+
+def of_whole(fault: Faulty) -> str:
+    """What becomes of the gradient of a loss that every rank computes whole, in words."""
+    one = fault.passed
+    times = "its own share" if abs(one.factor - 1) <= UNDOES else f"x {one.factor:.6g} of its own share"
+    return (
+        f"every rank computes the whole loss on what {fault.name} ({fault.where}) gave, and backward gives its input "
+        f"{times} of that loss's gradient: an average over the {len(one.ranks)} ranks leaves x {fault.share:.6g} of "
+        "the gradient to all in front"
     )
 
 

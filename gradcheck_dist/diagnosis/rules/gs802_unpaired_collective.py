@@ -2,10 +2,11 @@
 
 ## What it does
 Compares what a function that combines the ranks' activations (an all-reduce, an all-gather, a reduce-scatter, an
-all-to-all in tensor, sequence, context or expert parallelism) did in forward with what its backward did to the
-gradients. Both are measured on a few elements of all ranks. A sum that every rank goes on with alike hands the gradient
-on; where ranks go on differently with it, their gradients are summands and have to be added up; what was gathered is
-reduce-scattered, what was exchanged is exchanged back.
+all-to-all in tensor, sequence, context or expert parallelism, a ring of neighbours) did in forward with what its
+backward did to the gradients. Both are measured on a few elements of all ranks. A sum that every rank goes on with
+alike hands the gradient on; where ranks go on differently with it, their gradients are summands and have to be added
+up; what was gathered is reduce-scattered, what was exchanged is exchanged back. Data ranks that each compute one whole
+loss on what they gathered have shares of its gradient, of which an average over them is not the sum.
 
 ## Why it matters
 All layers in front of that function learn from another gradient than the loss's: a part of it where a sum is missing,
@@ -27,6 +28,7 @@ arrives at each parameter is reduced and scaled as it should be, so nothing else
     all-gather       <->  slice, where all ranks go on alike; else reduce-scatter
     reduce-scatter   <->  all-gather
     all-to-all       <->  all-to-all, sizes of both sides swapped
+    send to the next <->  send to the one before (a ring)
 torch.distributed.nn.functional.all_reduce sums in backward too: right for losses that the ranks add up, and once too
 much for one loss that all of them compute. Where ranks should go on alike and do not, look behind the function: a
 column-parallel layer without its all-reduce in backward, dropout from unlike seeds.
@@ -45,10 +47,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults
+from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
-from gradcheck_dist.ledger.exchanges import COPY, GATHER, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
 NAME = "unpaired-collective"
@@ -60,6 +62,7 @@ _DOES = {
     SCATTER: "sums the ranks' inputs and leaves each rank a part",
     SLICE: "leaves each rank a part",
     SWAP: "exchanges parts between all ranks",
+    MOVE: "sends each rank's tensors to another rank",
 }
 _OWES = {
     SUM: "hand on what arrives, or sum it over the ranks where they go on with the result differently",
@@ -68,6 +71,7 @@ _OWES = {
     SCATTER: "all-gather what arrives",
     SLICE: "all-gather what arrives",
     SWAP: "exchange what arrives back, with the sizes of both sides swapped",
+    MOVE: "send what arrives back to the rank that the tensor came from",
 }
 
 
@@ -88,7 +92,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                 explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
                 f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step.",
                 fix=(
-                    _KEPT
+                    _whole(first)
+                    if first.share is not None
+                    else _KEPT
                     if first.passed.outcome == "kept"
                     else _SUM_BEHIND
                     if parts
@@ -97,16 +103,22 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                 + (_BEHIND if first.passed.outcome == "own" and first.shared and not parts else "")
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
                 + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
-                severity="warning" if first.passed.outcome in ("own", "kept") and not first.shared else "error",
+                severity="warning"
+                if (first.passed.outcome in ("own", "kept") and not first.shared) or (first.share or 1) < 1
+                else "error",
             ),
             pattern=_pattern(first),
             params=frozenset(),
             ranks=ranks,
             rank=ranks[0],
             event=event,
-            factor=Factor(observed=first.passed.factor if first.passed.outcome == "scaled" else None),
+            factor=Factor(observed=_factor(first)),
             explains=functools.partial(_holds_parts, ranks) if parts else lambda finding: False,
         )
+
+
+def _factor(fault: Faulty) -> float | None:
+    return fault.share or (fault.passed.factor if fault.passed.outcome == "scaled" else None)
 
 
 def _holds_parts(ranks: tuple[int, ...], finding: Finding) -> bool:
@@ -130,6 +142,18 @@ _KEPT = (
     "Gather with a gradient: a torch.autograd.Function whose backward reduce-scatters. (Where every rank computes the "
     "whole loss, putting the own part back is enough; where what others send is a constant on purpose, this is meant.)"
 )
+
+
+def _whole(fault: Faulty) -> str:
+    if (fault.share or 0.0) > 1:
+        return f"Sum once in the backward of {fault.name}{_written(fault)}, or divide by the number of ranks there."
+    return (
+        "Gather with a gradient that is summed over ranks (torch.distributed.nn.functional.all_gather does), add "
+        "gradients up in place of averaging them, or, where no parameter stands behind the gather, multiply the loss "
+        "by the number of ranks."
+    )
+
+
 _TORCH = (
     " It is torch's own, which on gloo exchanges gradients that are not contiguous (of a transposed or sliced tensor) "
     "as if they were: use a function of your own that calls .contiguous() in backward."
@@ -152,6 +176,11 @@ def _written(fault: Faulty) -> str:
 
 def _pattern(fault: Faulty) -> str:
     passed = fault.passed
+    if fault.share is not None:
+        return (
+            f"what comes back through {fault.name} is x {fault.share:.6g} of the loss's gradient, when ranks have been "
+            "averaged"
+        )
     if passed.outcome == "scaled":
         return f"the gradients that come back through {fault.name} are x {passed.factor:.6g}"
     if passed.outcome in ("own", "kept"):
@@ -161,6 +190,11 @@ def _pattern(fault: Faulty) -> str:
 
 def _what(fault: Faulty) -> str:
     passed = fault.passed
+    if fault.share is not None:
+        return (
+            f"Here {of_whole(fault)}. What stands behind it (a temperature, a classifier) has its whole gradient on "
+            "each rank, and keeps it."
+        )
     if passed.outcome == "kept":
         return (
             "It has no gradient. Each rank put its own part back and goes on to a loss of its own, so its input learns "

@@ -20,6 +20,8 @@ from gradcheck_dist.stats.sampling import sample_positions
 NUM_VALUES = 32
 """Of each part, and fewer where there are many parts."""
 MAX_VALUES = 512
+MAX_SENT = 8
+"""Tensors that a function may take and give which sends them to single ranks."""
 
 Box = tuple[int, int, int]
 """(dimension, begin, length) of a part of a tensor; a dimension of -1 is the whole."""
@@ -46,6 +48,11 @@ def boxes(
     if len(made) != 1 or given[0].dim() != made[0].dim():
         return None
     return _of_one(tuple(given[0].shape), tuple(made[0].shape), size, splits)
+
+
+def each_whole(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Box], list[Box]] | None:
+    """Of a function that sends tensors to single ranks each tensor is a part; None where there are too many."""
+    return ([WHOLE] * len(given), [WHOLE] * len(made)) if len(given) + len(made) <= MAX_SENT else None
 
 
 def _of_one(

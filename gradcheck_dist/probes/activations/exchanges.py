@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.events import Exchange, Site
+from gradcheck_dist.events import SENT, Exchange, Site
 from gradcheck_dist.probes.activations.attention import Attentions, is_attention
 from gradcheck_dist.probes.activations.attention import watch as watch_attention
 from gradcheck_dist.probes.activations.exchange_calls import (
@@ -34,7 +34,7 @@ from gradcheck_dist.probes.activations.exchange_calls import (
     Calls,
     call_of,
 )
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, take
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, each_whole, take
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -62,7 +62,7 @@ class Exchanges:
         self.gathered: tuple[Call, _Watched, Tensor] | None = None
         self._step = -1
         self._alike: Counter[tuple[Any, ...]] = Counter()
-        self._indices: Counter[tuple[int, ...]] = Counter()
+        self._indices: Counter[tuple[Any, ...]] = Counter()
 
     @property
     def listens(self) -> bool:
@@ -105,8 +105,9 @@ class Exchanges:
         """Whether a function is being applied."""
         return bool(self._open)
 
-    def number(self, ranks: tuple[int, ...], *alike: Any) -> int | None:
-        """The next number in a group; None where as many were recorded as shall be."""
+    def number(self, ranks: tuple[int, ...], *alike: Any, sent: bool = False) -> int | None:
+        """The next number in a group; None where as many were recorded as shall be. What sends to single ranks has
+        numbers of its own: only some of the ranks may do it."""
         step = self.recorder.upcoming_step
         if step != self._step:
             self._step = step
@@ -115,8 +116,8 @@ class Exchanges:
         self._alike[alike] += 1
         if self._alike[alike] > MAX_ALIKE or self._indices.total() >= MAX_RECORDED:
             return None
-        self._indices[ranks] += 1
-        return self._indices[ranks] - 1
+        self._indices[ranks, sent] += 1
+        return self._indices[ranks, sent] - 1
 
     def group_of(self, cls: type, calls: list[Call]) -> tuple[int, ...] | None:
         if not calls and cls not in self._backward:
@@ -262,7 +263,8 @@ def watch(
     found = results if isinstance(results, tuple | list) else (results,)
     made = [one for one in found if isinstance(one, Tensor) and one.grad_fn is not None and one.is_floating_point()]
     ranks = exchanges.group_of(cls, calls)
-    if calls.sent and not calls:
+    sent = bool(calls.sent) and not calls
+    if sent:
         ranks = calls.sent.pop() if len(calls.sent) == 1 else None
     if ranks is None or not given or not made or not all(is_plain(one) for one in [*tensors, *made]):
         return
@@ -274,18 +276,16 @@ def watch(
     if is_attention(inputs, made):
         watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], _coarsest([*inputs, made[0]]))
         return
-    if not exchanges.may_communicate(cls, args, results, calls):
-        return
     splits = next((call.splits for call in calls if call.splits is not None), None)
-    parts = boxes(inputs, made, len(ranks), splits)
-    if parts is None:
+    parts = each_whole(inputs, made) if sent else boxes(inputs, made, len(ranks), splits)
+    if parts is None or len(ranks) > MAX_RANKS:
         return
-    index = exchanges.number(ranks, cls)
+    index = exchanges.number(ranks, cls, sent=sent)
     if index is None:
         return
     before, input_counts = take(inputs, parts[0])
     after, output_counts = take(made, parts[1])
-    names = tuple(dict.fromkeys(call.name for call in calls))
+    names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
