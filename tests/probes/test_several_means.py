@@ -106,6 +106,7 @@ OPEN: dict[str, Loss] = {
     "elements of both": lambda x, y, k: ((d := (x[:, :HEADS] - y).square()).mean() + 0.1 * d.sum()) / STEPS,
     "a learned weight": lambda x, y, k: (near(x, y) + x.mean() * far(x, y)) / STEPS,
     "one pass twice": lambda x, y, k: (near(x, y) + 0.3 * far(x, y)) / STEPS * (1 + (k == 1)),
+    "a mean of as many terms as passes": lambda x, y, k: (near(x, y) + far(x, y) + x.sigmoid().mean()) / STEPS,
     "divided twice": lambda x, y, k: (near(x, y) + 0.3 * far(x, y)) / STEPS / STEPS,
 }
 

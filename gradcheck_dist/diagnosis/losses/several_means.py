@@ -41,6 +41,8 @@ def main_term(data: StepData, contributions: Contributions) -> MainTerm | None:
     if not terms or not all(_is_written(term, contributions) for term in terms):
         return None
     main = next((term for term in terms if _is_mean(term, contributions)), None)
+    if main is not None and _may_average_terms(terms, contributions):
+        return None
     if main is not None:
         return MainTerm(_told_by(main, contributions), _in_words(terms, main))
     if all(event.reduced_by == "sum" for term in terms for event in term.values()):
@@ -93,6 +95,14 @@ def _is_written(term: Term, contributions: Contributions) -> bool:
 def _is_mean(term: Term, contributions: Contributions) -> bool:
     """Whether a term is, in its sum, a mean over its own elements or rows that nothing multiplies."""
     return any(all(abs(one - 1) <= SAME for one in of.values()) for of in _before_means(term, contributions))
+
+
+def _may_average_terms(terms: list[Term], contributions: Contributions) -> bool:
+    """Whether a sum of means, none of which has a coefficient, is divided by as many passes or ranks as it has terms:
+    the mean of two views' losses, or the division by two accumulation steps."""
+    if len(terms) not in degrees_of(contributions) or not all(_is_mean(term, contributions) for term in terms):
+        return False
+    return all(abs((event.whole or 0.0) * len(terms) - 1) <= SAME for term in terms for event in term.values())
 
 
 def _before(term: Term) -> dict[ContributionKey, float]:
