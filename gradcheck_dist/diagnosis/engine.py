@@ -23,6 +23,7 @@ from gradcheck_dist.diagnosis.steps.other_steps import (
     tell_other_counts,
 )
 from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
+from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
@@ -78,6 +79,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_unmade_open(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
+    lay_to_passes(verdicts)
     tell_by_other_steps(verdicts)
     leave_weighted_open(verdicts)
     leave_coefficients_open(verdicts)

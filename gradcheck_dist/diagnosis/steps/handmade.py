@@ -34,6 +34,7 @@ from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
+from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_written
@@ -91,10 +92,12 @@ def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | 
         effect=effect,
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
-        name=_name(case),
+        name=of_pass(case) or _name(case),
         firm=finding.code == scaled_alike.CODE or parted or _stands_written(case),
         parted=parted,
         makes_up=unexplained.makes_up(culprit, case.pattern),
+        uniform=case.pattern.kind == "uniform",
+        factor=culprit.factor,
     )
 
 
@@ -112,7 +115,8 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
         for verdict, change in members:
             listed = any(finding is change.finding for finding in verdict.findings)
             if constant and not listed:
-                change.finding.explanation += f" It is the same in {len(members)} steps: a constant."
+                if change.name != PER_PASS:
+                    change.finding.explanation += f" It is the same in {len(members)} steps: a constant."
                 verdict.found(change.finding, change.effect)
             elif listed and not constant:
                 verdict.findings = [finding for finding in verdict.findings if finding is not change.finding]

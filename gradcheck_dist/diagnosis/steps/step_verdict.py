@@ -51,7 +51,8 @@ class Change:
     `place` is equal for the same lines in other steps; `factors` are (factor, relative tolerance) of some of the
     weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
     stands among the findings. `parted`: copies of one gradient were changed apart on different ranks. `makes_up`: the
-    weights were off before it.
+    weights were off before it. `uniform`: all weights of the step were changed alike. `factor`: by what the
+    lines multiply.
     """
 
     place: tuple[object, ...]
@@ -64,6 +65,8 @@ class Change:
     firm: bool
     parted: bool
     makes_up: bool = False
+    uniform: bool = False
+    factor: float | None = None
 
 
 @dataclass
