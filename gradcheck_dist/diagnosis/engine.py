@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
+from gradcheck_dist.diagnosis.losses.inferred_terms import tell_terms
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
@@ -77,6 +78,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     leave_unmade_open(verdicts)
+    tell_terms(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
     lay_to_passes(verdicts)

@@ -21,7 +21,7 @@ from gradcheck_dist.diagnosis.losses.aims import Aim, aim
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
-from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
+from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart, spreads_of_losses
 from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
@@ -58,6 +58,7 @@ from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given, own_backwards, words_of
 from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import step_data
@@ -97,6 +98,10 @@ def judge_step(
     if hands_on(verdict.data) and not verdict.comes_out_right:
         verdict = _judge_step(run, step, objective, objective_from, handed=False, **asked)
         verdict.reasons += changed_on_the_way(verdict.data)
+    if adds_up_apart(verdict.spreads) and several_terms(verdict.data) is not None:
+        as_terms = _judge_step(run, step, objective, objective_from, handed=True, terms=True, **asked)
+        if as_terms.comes_out_right and as_terms.all_right:
+            return as_terms
     return verdict
 
 
@@ -110,9 +115,11 @@ def _judge_step(
     alone: bool,
     given: bool,
     handed: bool,
+    terms: bool = False,
 ) -> StepVerdict:
-    """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens."""
-    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given, handed=handed)
+    """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens. `terms`: the losses
+    that a pass adds up are terms with coefficients."""
+    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given, handed=handed, terms=terms)
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
@@ -171,7 +178,7 @@ def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
 
 
 def _read(
-    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool, handed: bool
+    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool, handed: bool, terms: bool
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
@@ -179,6 +186,8 @@ def _read(
     data = without_looks(recorded)
     data = with_handed_on(data) if handed else data
     data = as_given(data) if given else data
+    own_terms = several_terms(data) if terms else None
+    data = own_terms.data if own_terms is not None else data
     contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
@@ -186,7 +195,7 @@ def _read(
     if own is not None:
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
-    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions))
+    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions), own_terms=own_terms)
     verdict.lost = lost(run, recorded)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
@@ -287,7 +296,8 @@ def _tell(
 ) -> None:
     """Turn cases into findings, those of auxiliary loss terms with them."""
     data, target = verdict.data, weighed.target
-    terms = judge_terms(verdict.context, data.events, recorded, target.expected, cases)
+    inferred = verdict.own_terms.shares if verdict.own_terms is not None else {}
+    terms = judge_terms(verdict.context, data.events, recorded, target.expected, cases, inferred)
     verdict.reasons += terms.reasons
     verdict.remarks += terms.remarks
     for case in [*cases, *terms.cases]:

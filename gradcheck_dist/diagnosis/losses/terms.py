@@ -9,7 +9,7 @@ mean over all its positions, over microbatches or over ranks: every consistent c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
@@ -63,12 +63,14 @@ def judge_terms(
     contributions: Contributions,
     expected: Expected,
     cases: Sequence[Case],
+    inferred: Container[str] = (),
 ) -> TermVerdict:
     """Judge the auxiliary terms of a step.
 
     Args:
         expected: weights per token of the main loss.
         cases: what was found wrong with the main loss.
+        inferred: terms that nobody declared, of which other steps tell (inferred_terms.py).
     """
     verdict = TermVerdict([], [], [])
     convention = {
@@ -80,6 +82,8 @@ def judge_terms(
     wrong: dict[tuple[object, ...], list[tuple[Term, _Fit]]] = defaultdict(list)
     readings: dict[str, list[str]] = defaultdict(list)
     for term in auxiliary_terms(events, contributions):
+        if term.name in inferred:
+            continue
         fits = list(_fits(term, context, contributions, convention))
         if not fits:
             # Of a term without a declared coefficient nothing is asked, so nothing hangs on it.

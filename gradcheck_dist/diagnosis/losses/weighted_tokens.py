@@ -7,7 +7,7 @@ weighted by the same line: its weight is one of the program's numbers, and no no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,11 @@ def all_weighted(contributions: Contributions) -> bool:
     """Whether each place of a loss gives the tokens of some contribution different weights."""
     spreads = spreads_of_losses(contributions)
     return bool(spreads) and min(spreads.values()) > MAX_SPREAD
+
+
+def adds_up_apart(spreads: Mapping[Place, float]) -> bool:
+    """Whether some pass adds up several losses whose tokens have several weights."""
+    return any(spread > MAX_SPREAD and num_losses > 1 for (_, _, num_losses), spread in spreads.items())
 
 
 def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:

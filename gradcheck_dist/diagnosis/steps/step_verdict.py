@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 Cause = tuple[object, ...]
@@ -75,7 +76,7 @@ class StepVerdict:
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
-    no recorded pass made."""
+    no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients."""
 
     context: StepContext
     data: StepData
@@ -102,6 +103,12 @@ class StepVerdict:
     conduct: Conduct | None = None
     own_divisors: OwnDivisors | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
+    own_terms: Terms | None = None
+
+    @property
+    def all_right(self) -> bool:
+        """Whether every weight that could be told is what the objective asks for."""
+        return not self.context.relative and all(cell.right for held in self.held for cell in held.cells)
 
     @property
     def comes_out_right(self) -> bool:
