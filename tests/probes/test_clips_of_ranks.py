@@ -27,6 +27,14 @@ def test_a_clip_by_hand_with_each_stages_own_norm_is_local(tmp_path: Path) -> No
     assert finding.first_event is not None and finding.first_event.kind == "grad_write"
 
 
+def test_a_clip_by_hand_with_one_stages_norm_on_all_ranks_names_these_ranks(tmp_path: Path) -> None:
+    config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1)
+    (finding,) = judged(tmp_path / "run", "train_with_one_stages_norm", config, str(tmp_path / "run")).findings
+    assert (finding.code, finding.ranks) == ("GS601", [0, 1])
+    assert "leaves norm 0.1 of what lies on rank(s) 0, where all gradients" in finding.explanation
+    assert finding.factor.observed is not None and finding.factor.observed < 0.99
+
+
 def test_a_clip_by_hand_may_count_a_tied_matrix_once(tmp_path: Path) -> None:
     config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1, tied_embeddings=True, faults=("clip-by-hand",))
     report = judged(tmp_path / "run", "train", config, str(tmp_path / "run"))

@@ -1,8 +1,9 @@
 """Clips that people write themselves and whose norm is a wrong one, told by the norm that they leave behind.
 
 What was clipped to max_norm by the right norm has max_norm as its norm. Where another number is the round one instead
-(the norm of each rank's own part, or that of all ranks' parts with copies counted again), that is the norm that was
-used: its square was not combined over the ranks that hold parts, or what all of them hold was counted by each.
+(the norm of each rank's own part, of one pipeline stage's, or of all ranks' parts with copies counted again), that is
+the norm that was used: its square was not combined over the ranks that hold parts, some of them added nothing to it, or
+what all of them hold was counted by each.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from math import sqrt
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.norms.clips import COPIES, SHARDS, is_round
+from gradcheck_dist.diagnosis.norms.clips import COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Clip, Event, Exchange, OptimizerStep
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 MOST_VAGUE = 5e-4
 """With a tolerance above this, some wrong norm is near to a number that people write too often."""
@@ -29,8 +30,8 @@ FAR = 1e-3
 @dataclass(frozen=True)
 class HandNorm:
     """A clip by hand by a wrong norm. `factors` are the ranks' coefficients, `norm` is what the norm that it took is
-    now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS or COPIES) over `over`.
-    `event` is the line that scales, or the last event before it, on `rank`."""
+    now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS, SOME or COPIES) over
+    `over`. `event` is the line that scales, or the last event before it, on `rank`."""
 
     factors: dict[int, float]
     norm: float
@@ -99,6 +100,13 @@ def _candidates(
     yield SHARDS, (), [local_norm(parts[rank]) for rank in acted]
     if len(acted) < len(factors) or max(factors.values()) > min(factors.values()) * (1 + FAR):
         return
+    stages: dict[frozenset[ParamKey], list[int]] = defaultdict(list)
+    for rank, of_rank in sorted(parts.items()):
+        stages[frozenset(part.key for part in of_rank)].append(rank)
+    for ranks in stages.values() if len(stages) > 1 else ():
+        norm = norm_of(part for rank in ranks for part in parts[rank])
+        if norm.known and norm.exact:
+            yield SOME, tuple(ranks), [norm.middle]
     groups = {tuple(sorted(parts))}
     groups |= {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
     for group in sorted(groups, key=len, reverse=True):

@@ -100,11 +100,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
-    if facts.by_norm is not None and facts.by_norm.meaning == SHARDS:
+    if facts.by_norm is not None and facts.by_norm.meaning in (SHARDS, SOME):
         yield remark_by_hand(facts, facts.by_norm, _by_hand(facts.by_norm))
 
 
 def _by_hand(clip: HandNorm) -> Answer:
+    if clip.meaning == SOME:
+        return Answer(
+            explanation=f"A hand-written clip leaves norm {clip.norm:.4g} of what lies on rank(s) "
+            f"{', '.join(map(str, clip.over))}, where all gradients have norm {clip.truth:.6g}: every rank clips by "
+            "the norm of these ranks' parameters, and what the other stages hold adds nothing to it.",
+            fix=FIX,
+        )
     shown = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(clip.factors.items())[:4])
     return Answer(
         explanation=f"Every rank's gradients were scaled to norm {clip.norm:.4g} of what lies on it ({shown}), by a "
