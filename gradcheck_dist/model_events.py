@@ -51,7 +51,8 @@ class ReducedGradient(Event, kw_only=True):
     `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
     `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
     it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
-    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average.
+    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average. `whole` is the
+    gradient that arrived at the sum of several losses which the root is a multiple of.
     """
 
     mean_weight: float | None = None
@@ -65,6 +66,7 @@ class ReducedGradient(Event, kw_only=True):
     element_min: float | None = None
     element_max: float | None = None
     element_share: float | None = None
+    whole: float | None = None
 
 
 class LossGradient(ReducedGradient, tag="loss_gradient"):
@@ -96,8 +98,8 @@ class LossTerm(ReducedGradient, tag="loss_term"):
 
     `weight` is the gradient that arrived at it, behind all constants that multiply it; `op` the operation that it comes
     from, as autograd names it. `ordinal` numbers the terms of one pass. `attached`: it is no summand, and an autograd
-    function called `op`, which was given it beside activations, brings it into backward. `whole` is the gradient that
-    arrived at the sum, where all its terms are means or sums over elements that count no tokens.
+    function called `op`, which was given it beside activations, brings it into backward. The inherited fields are told
+    where all terms of the root are means or sums over elements that count no tokens.
     """
 
     accumulation_step: Index
@@ -107,7 +109,6 @@ class LossTerm(ReducedGradient, tag="loss_term"):
     weight: float
     stage: Index | None = None
     attached: bool = False
-    whole: float | None = None
 
 
 class Backward(Event, tag="backward"):

@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     uncounted,
     unmade,
     unseen,
+    weighed_apart,
     why_not,
 )
 from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
@@ -124,6 +125,7 @@ def _judge_step(
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     if weighed is None:
+        verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
     norms = step_norms(run, data, recorded.coordinate)
     verdict.remarks += not_finite(step, norms)
@@ -221,12 +223,14 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         verdict.reasons.append(late)
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
+    verdict.reasons += [] if aimed_at.as_written else weighed_apart(contributions)
+    verdict.spreads = {} if aimed_at.as_written else verdict.spreads
     aimed_at.decide(declared=not context.objective_from.startswith("assumed"))
     means = loss_by_loss(aimed_at, context.objective, data, measured)
     target = means.aim
     context.judged_on(target.contributions)
     verdict.contributions = target.contributions
-    context.relative, context.of_means = target.relative, target.of_means
+    context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
     name_places(measured, data, target.contributions, target.expected)
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]

@@ -8,7 +8,7 @@ from gradcheck_dist import events
 
 REDUCED = (
     "seq t_ns step site mean_weight num_factors reduced_by compares num_reduced num_rows reduced_weight num_elements "
-    "element_min element_max element_share"
+    "element_min element_max element_share whole"
 )
 FROZEN = {
     "loss": (
@@ -30,7 +30,7 @@ FROZEN = {
     ),
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
     "loss_backward": "function accumulation_step microbatch values dtype defined_at seq t_ns step site",
-    "loss_term": f"accumulation_step microbatch ordinal op weight stage attached whole {REDUCED}",
+    "loss_term": f"accumulation_step microbatch ordinal op weight stage attached {REDUCED}",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"

@@ -24,6 +24,7 @@ from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
 from gradcheck_dist.diagnosis.losses.returned import looked_at
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
+from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
@@ -44,6 +45,7 @@ class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
     `times`: what each pass's mean over elements weighs of its part in their average, in words.
+    `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -53,6 +55,7 @@ class Aim:
     of_means: bool = False
     aside: str = ""
     times: str = ""
+    as_written: bool = False
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -144,14 +147,18 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
 
 
 def _of_losses(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
-    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
+    groups = independent(data, contributions)
+    counted = _counted(objective, contributions, groups)
+    written = as_written(contributions, data.events)
+    if written is not None and (unusable or _wrong(counted, measured)):
+        without = _without_coefficient(_counted(objective, written.contributions, groups), written, measured)
+        if without is not None:
+            return without
     if contributions.by_key and len(unusable) == len(contributions.by_key):
         return _uncounted(objective, data, contributions, measured)
-    groups = independent(data, contributions)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
         return _relative(data, contributions, measured)
-    counted = Aim(contributions, _expected(objective, tokens, groups), tokens)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
     weighted = _by_class_weights(contributions)
@@ -164,6 +171,22 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         if not _wrong(other, measured):
             return other
     return _relative(data, contributions, measured) if computed else counted
+
+
+def _without_coefficient(found: Aim, written: Written, measured: list[Held]) -> Aim | None:
+    """Losses in sums without what is written before them there; None where that settles nothing."""
+    found.as_written = True
+    right = not _wrong(found, measured)
+    if written.is_certain and (right or not written.may_divide):
+        found.remarks.append(written.remark)
+        return found
+    found.reasons.append(written.reason)
+    return found if right else None
+
+
+def _counted(objective: str, contributions: Contributions, groups: list[set[ContributionKey]]) -> Aim:
+    tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
+    return Aim(contributions, _expected(objective, tokens, groups), tokens)
 
 
 def _uncounted(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:

@@ -54,9 +54,11 @@ def _labels_alone(case: Case) -> bool:
 
 
 def _beside_others(case: Case) -> bool:
-    """Whether a factor below 1 may be a coefficient, since losses that count nothing stand beside all that do."""
+    """Whether a factor below 1 may be a coefficient, since other losses stand beside all that count tokens, or several
+    of these with coefficients of their own, which the whole may be divided by."""
     counted = case.context.contributions.by_key.values()
-    return 0 < case.pattern.factor < 1 and all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
+    beside = all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
+    return 0 < case.pattern.factor < 1 and (beside or case.context.as_written)
 
 
 def _added(case: Case) -> int:

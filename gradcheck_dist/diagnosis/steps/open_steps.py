@@ -103,13 +103,17 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     counted = [c for c in contributions.by_key.values() if c.num_tokens is not None]
     if 0 < len(counted) < len(contributions.by_key):
         reasons.append("the number of tokens of some contributions is unknown: name it with mark_loss")
-    mixed = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
-    if mixed:
-        reasons.append(
-            "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): "
-            "give each loss its own term with mark_loss"
-        )
     return reasons
+
+
+def weighed_apart(contributions: Contributions) -> list[str]:
+    """Why losses that weigh their tokens apart cannot be judged wholly."""
+    if not any(c.spread > MAX_SPREAD for c in contributions.by_key.values()):
+        return []
+    return [
+        "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): give "
+        "each loss its own term with mark_loss"
+    ]
 
 
 def _not_reached(data: StepData) -> str:

@@ -26,8 +26,9 @@ there are, where no axis of the mesh is known to be either."""
 class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
     auxiliary loss terms. `relative`: weights are only compared with one another.
-    `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `num_handed_over`: ranks
-    whose gradients were seen to leave another pipeline stage."""
+    `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
+    several losses are judged by one of them, without its coefficient. `num_handed_over`: ranks whose gradients were
+    seen to leave another pipeline stage."""
 
     step: int
     world_size: int
@@ -41,6 +42,7 @@ class StepContext:
     terms: tuple[str, ...] = ()
     relative: bool = False
     of_means: bool = False
+    as_written: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()

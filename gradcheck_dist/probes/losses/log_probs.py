@@ -146,4 +146,5 @@ def emit_weights(
         other_losses=other_losses,
         computed=current.computed,
         label_share=label_share,
+        whole=current.whole,
     )

@@ -213,4 +213,5 @@ def gradient_arrived(
         stage=recorder.current.stage,
         other_losses=recorder.current.other_losses,
         computed=recorder.current.computed,
+        whole=recorder.current.whole,
     )

@@ -67,13 +67,20 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
+def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor) -> None:
+    """Note what arrives at the sum of losses that a root is a multiple of."""
+    top, parts = summands(root.grad_fn, root.output_nr)
+    if len(parts) > 1:
+        _hook(recorder, current, top[0], functools.partial(_summed, current))
+
+
 def _hook(recorder: Recorder, current: BackwardPass, node: Any, hook: Callable[..., None]) -> None:
     current.handles.append(node.register_prehook(kept_away(recorder, "unseen", hook)))
 
 
 def _summed(current: BackwardPass, grads: tuple[Tensor | None, ...]) -> None:
     if grads[0] is not None and grads[0].numel() == 1:
-        current.whole = grads[0].detach()
+        current.whole = getattr(grads[0], "_local_tensor", grads[0]).detach().reshape(())
 
 
 def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:

@@ -81,6 +81,8 @@ def look(
         terms = uncounted_terms(roots[0], found)
         current.other_losses += len(terms.others)
         watch_terms(recorder, current, [*terms.others, *terms.named])
+        if current.other_losses or len(found.losses) > 1:
+            means.watch_whole(recorder, current, roots[0])
     current.computed = found.is_computed()
     if len(roots) == 1 and not found.losses:
         by_gradient.begins_at(roots[0])
@@ -192,7 +194,7 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         other_losses=0,
         **(told[0] if len(told) == 1 else {}),
     )
-    if current.whole is not None and all(term.arrived is not None for term in current.reduced):
+    if current.whole is not None and current.reduced and all(term.arrived is not None for term in current.reduced):
         whole = number(current.whole)
         for ordinal, (term, fields) in enumerate(zip(current.reduced, told, strict=True)):
             assert term.arrived is not None

@@ -1,0 +1,126 @@
+"""Losses that stand in a sum: what is written before one there is its coefficient, and no part of the pass's weight.
+
+    loss = 2 * F.cross_entropy(classes, labels) + 5 * F.l1_loss(boxes, targets)
+    (loss / accumulation_steps).backward()
+
+The gradient that arrives at the sum tells what the pass weighs, and the one that arrives at a loss, over that, the
+number before its mean. One number in all passes is a coefficient where it is none of those that passes and ranks are
+divided by: those may be a normaliser that stands at the loss itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from gradcheck_dist.diagnosis.losses.elements import degrees_of
+from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
+from gradcheck_dist.events import Event, Loss, LossGradient
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
+
+SAME = 1e-3
+POWERS = (-2, -1, 0, 1, 2)
+LossOfPasses = dict[ContributionKey, tuple[LossGradient, Loss | None]]
+
+
+@dataclass
+class Written:
+    """The contributions as if nothing stood before the loss in its sum, and the `coefficient` that does.
+
+    `is_certain`: it cannot be a normaliser of the loss's own. `may_divide`: it may be a wrong one, where the weights
+    come out wrong without it, too.
+    """
+
+    contributions: Contributions
+    coefficient: float
+    is_certain: bool
+    may_divide: bool
+
+    @property
+    def remark(self) -> str:
+        if self.coefficient == 1:
+            return "several losses stand in a sum: judged by one that nothing multiplies there"
+        return f"{self.coefficient:.4g} x stands before the loss in a sum of several, and is taken for its coefficient"
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"{self.coefficient:.4g} x stands before the loss in a sum of several: all weights are right where that is "
+            "its coefficient, and wrong where it is meant to divide by ranks, passes or tokens. "
+            "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+        )
+
+
+def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> Written | None:
+    """The contributions without the coefficients of their losses. None where the losses stand in no sum, or something
+    else than one number in all passes stands before each of them, or nothing before any."""
+    losses = _losses(contributions, events)
+    before = [_before(loss) for loss in losses]
+    if not losses or None in before:
+        return None
+    numbers = [one for one in before if one is not None]
+    if all(_same(one, numbers[0]) for one in numbers) and (len(numbers) > 1 or _same(numbers[0], 1)):
+        return None  # tasks, or parts of one batch: all weigh alike
+    of_torch = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
+    index = max(range(len(losses)), key=lambda index: (_same(numbers[index], 1), of_torch[index], -index))
+    main = {key: gradient for key, (gradient, _) in losses[index].items()}
+    number = 1.0 if _same(numbers[index], 1) else numbers[index]
+    by_key = {
+        key: replace(one, num_tokens=main[key].num_tokens, weight=main[key].weight / number, spread=0.0)
+        for key, one in contributions.by_key.items()
+    }
+    unequal = len({one.num_tokens for one in main.values()}) > 1
+    certain = (of_torch[index] or unequal) and (_same(number, 1) or not _divides(number, contributions))
+    part = 1 / number if 0 < number < 1 else 0.0
+    may_divide = _same(part, round(part)) and not _same(number, 1)
+    return Written(replace(contributions, by_key=by_key), number, certain, may_divide and number < 1)
+
+
+def _losses(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[LossOfPasses]:
+    """The losses of each pass that count tokens, in order; none where passes have other numbers of them, or one of them
+    has no single weight, or stands in no sum."""
+    if not all(one.gradient is not None and one.gradient.whole for one in contributions.by_key.values()):
+        return []
+    ranks = {one.loss_rank for one in contributions.by_key.values() if one.loss_rank is not None}
+    losses = {rank: losses_of_rank(list(events.get(rank, ()))) for rank in ranks}
+    found: list[LossOfPasses] = []
+    for key, one in contributions.by_key.items():
+        of_rank = losses[one.loss_rank] if one.loss_rank is not None else {}
+        of_pass = sorted(of_rank.get((key[1], key[2]), ()), key=lambda pair: pair[0].loss_id)
+        found = found or [{} for _ in of_pass]
+        if len(of_pass) != len(found) or not all(_in_sum(gradient) for gradient, _ in of_pass):
+            return []
+        for loss, pair in zip(found, of_pass, strict=True):
+            loss[key] = pair
+    return found
+
+
+def _in_sum(one: LossGradient) -> bool:
+    high, low = one.weight_max, one.weight_min
+    alike = high is None or low is None or abs(high - low) <= MAX_SPREAD * abs(high)
+    return bool(one.whole and one.weight and one.num_tokens) and alike and not one.computed
+
+
+def _before(loss: LossOfPasses) -> float | None:
+    """The number before a loss's mean over its tokens, in its sum; None where that is another one in other passes."""
+    numbers = [one.weight * (one.num_tokens or 0) / (one.whole or 1.0) for one, _ in loss.values()]
+    return numbers[0] if all(_same(number, numbers[0]) for number in numbers) else None
+
+
+def _divides(number: float, contributions: Contributions) -> bool:
+    """Whether a number is a product of numbers of passes and ranks, or one over it."""
+    degrees = sorted(degrees_of(contributions) - {1})
+    powers = product(POWERS, repeat=len(degrees))
+    return any(_same(_product(degrees, power), number) for power in powers)
+
+
+def _product(degrees: Sequence[int], powers: Sequence[int]) -> float:
+    result = 1.0
+    for degree, power in zip(degrees, powers, strict=True):
+        result *= float(degree) ** power
+    return result
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME * max(abs(one), abs(other))

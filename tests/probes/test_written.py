@@ -1,0 +1,105 @@
+"""Losses that stand in a sum with others: what is written before them there is a coefficient, no wrong normaliser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+STEPS = 4
+EQUAL, UNEQUAL = (6, 6, 6, 6), (5, 6, 7, 8)
+
+
+def trained(run_dir: Path, loss: Loss, sizes: tuple[int, ...] = EQUAL) -> Report:
+    """One step of batches of these sizes; `loss` gets logits of two heads, and labels."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 10))
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    with attach(run_dir):
+        for size in sizes:
+            one, other = body(torch.randn(size, 6)).chunk(2, dim=1)
+            loss(one, other, torch.randint(5, (size,))).backward()
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+def squared(logits: Tensor) -> Tensor:
+    return F.mse_loss(logits, torch.linspace(-1, 1, logits.numel()).view_as(logits))
+
+
+def distilled(logits: Tensor) -> Tensor:
+    warm = logits / 2
+    return 4 * F.kl_div(warm.log_softmax(-1), warm.detach().roll(1, 1).softmax(-1), reduction="batchmean")
+
+
+WRITTEN: dict[str, Loss] = {
+    "two and a distance": lambda x, z, y: 2 * F.cross_entropy(x, y) + 5 * squared(z),
+    "distillation": lambda x, z, y: 0.7 * F.cross_entropy(x, y) + 0.3 * distilled(x),
+    "a second head": lambda x, z, y: F.cross_entropy(x, y) + 0.3 * F.cross_entropy(z, y),
+    "heads with coefficients": lambda x, z, y: 3 * F.cross_entropy(x, y) + 5 * F.cross_entropy(z, y),
+    "log-probabilities": lambda x, z, y: (
+        -1.7 * x.log_softmax(-1).gather(1, y[:, None]).mean() + 0.1 * squared(z) + 0.2 * F.cross_entropy(z, y)
+    ),
+}
+IN_EQUAL = [name for name in WRITTEN if name != "log-probabilities"]
+
+
+@pytest.mark.parametrize("name", IN_EQUAL)
+def test_a_coefficient_is_no_normaliser(tmp_path: Path, name: str) -> None:
+    report = trained(tmp_path, lambda x, z, y: WRITTEN[name](x, z, y) / STEPS)
+    assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
+
+
+@pytest.mark.parametrize("name", IN_EQUAL)
+def test_a_missing_division_is_told_without_the_coefficient(tmp_path: Path, name: str) -> None:
+    (finding,) = trained(tmp_path, WRITTEN[name]).findings
+    assert (finding.code, finding.factor.expression, finding.factor.observed) == (
+        "GS303",
+        "accumulation_steps",
+        pytest.approx(STEPS, rel=1e-3),
+    )
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_means_over_unequal_batches_stay_what_they_are(tmp_path: Path, name: str) -> None:
+    report = trained(tmp_path, lambda x, z, y: WRITTEN[name](x, z, y) / STEPS, UNEQUAL)
+    assert [finding.code for finding in report.findings] == ["GS301"]
+
+
+OPEN: dict[str, Loss] = {
+    "as much as passes": lambda x, z, y: (4 * F.cross_entropy(x, y) + squared(z)) / STEPS,
+    "a mean by hand": lambda x, z, y: (1.7 * F.cross_entropy(x, y, reduction="sum") / 6 + squared(z)) / STEPS,
+    "divided by all coefficients": lambda x, z, y: (3 * F.cross_entropy(x, y) + 5 * F.cross_entropy(z, y)) / 8 / STEPS,
+    "divided by a number that none explains": lambda x, z, y: F.cross_entropy(x, y) / 8 + squared(z),
+    "divided twice at the loss": lambda x, z, y: F.cross_entropy(x, y) / STEPS / STEPS + squared(z),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_may_be_a_normaliser_is_left_open(tmp_path: Path, name: str) -> None:
+    report = trained(tmp_path, OPEN[name])
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def test_a_sum_over_the_step_beside_a_penalty_stays_right(tmp_path: Path) -> None:
+    def loss(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y, reduction="sum") / sum(UNEQUAL) + 0.01 * z.abs().mean() / STEPS
+
+    report = trained(tmp_path, loss, UNEQUAL)
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_a_loss_twice_in_the_sum_is_not_taken_for_heads(tmp_path: Path) -> None:
+    """Halves of one batch whose means are added, where they should be averaged, or heads: nobody knows."""
+    report = trained(tmp_path, lambda x, z, y: (F.cross_entropy(x, y) + F.cross_entropy(z, y)) / STEPS)
+    assert (report.verdict, report.findings) == ("undetermined", [])
