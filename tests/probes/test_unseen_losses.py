@@ -204,7 +204,7 @@ def test_terms_that_count_nothing_are_counted(
     assert {one.other_losses for one in found} == {others}
 
 
-def test_a_coefficient_beside_a_term_that_counts_nothing_may_be_meant(tmp_path: Path) -> None:
+def test_a_coefficient_beside_a_term_that_counts_nothing_is_no_normaliser(tmp_path: Path) -> None:
     model = nn.Linear(4, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradcheck_dist.attach(tmp_path / "run"):
@@ -214,8 +214,9 @@ def test_a_coefficient_beside_a_term_that_counts_nothing_may_be_meant(tmp_path: 
             optimizer.step()
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path / "run"))
-    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert (report.verdict, report.findings) == ("clean", [])
     assert any("1 other term(s) enter a backward pass" in problem for problem in report.coverage.problems)
+    assert any("0.7 x stands before the loss" in problem for problem in report.coverage.problems)
 
 
 def test_class_weights_are_summed(tmp_path: Path) -> None:
