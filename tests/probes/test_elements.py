@@ -55,7 +55,11 @@ MEANS: dict[str, Loss] = {
     "min-SNR": min_snr,
     "ctc": ctc,
 }
-NAMELESS: dict[str, Loss] = {"dice": dice, "log cosh": lambda output, target: (output - target).cosh().log().mean()}
+NAMELESS: dict[str, Loss] = {
+    "dice": dice,
+    "log cosh": lambda output, target: (output - target).cosh().log().mean(),
+    "preference": lambda output, target: -F.logsigmoid(output[:, 0] - output[:, 1]).mean(),
+}
 
 
 def trained(
@@ -120,6 +124,11 @@ def test_weights_of_elements_may_hold_the_division(tmp_path: Path) -> None:
 
     report = trained(tmp_path, weighted, 1, EQUAL)
     assert report.findings == []
+
+
+def test_an_error_that_is_made_larger_is_not_called_right(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda output, target: -F.mse_loss(output, target), 1 / len(EQUAL), EQUAL)
+    assert (report.verdict, report.findings) == ("undetermined", [])
 
 
 def test_sums_on_real_and_on_generated_data_accuse_nobody(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ is not known, and neither is whether elements, rows or microbatches are to weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import median
@@ -21,6 +21,8 @@ Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], l
 Expect = Callable[[str, Mapping[ContributionKey, int]], dict[ContributionKey, Fraction]]
 MEANS = "microbatch-mean"
 SAME = 1e-3
+GAINS = frozenset({"logsigmoid"})
+"""Losses of torch's own that are log-probabilities, and enter with a minus."""
 DECLARE = "all elements of the step should weigh alike"
 OPEN = {
     MEANS: "each pass's loss is a mean over its own elements, of which passes have unequal numbers, and all these "
@@ -94,7 +96,20 @@ def _counted(contributions: Contributions, words: str) -> Counted | None:
             return None
         tokens[key], weight = told
         counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0)
+    if _is_gain(contributions, [one.weight or 0.0 for one in counted.values()]):
+        counted = {key: replace(one, weight=-(one.weight or 0.0)) for key, one in counted.items()}
     return Counted(replace(contributions, by_key=counted), {}, tokens, words) if any(tokens.values()) else None
+
+
+def _is_gain(contributions: Contributions, weights: Sequence[float]) -> bool:
+    """Whether every pass makes its mean larger: of a gain (a log-probability, a similarity) the sign is the program's.
+    Nobody makes an error larger on purpose in all of them."""
+    errors = [
+        one
+        for one in contributions.by_key.values()
+        if one.gradient is not None and one.gradient.compares and (one.loss is None or one.loss.op not in GAINS)
+    ]
+    return not errors and bool(weights) and max(weights) < 0
 
 
 def _reduced(one: LossGradient, _: set[int]) -> Told:
