@@ -302,6 +302,20 @@ def test_what_goes_round_a_ring_is_owed_from_where_it_came_out() -> None:
     assert ring([drawn(30 + rank) for rank in RANKS], right) is None
 
 
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, "right"), (0.5, "scaled"), (0.0, "lost")])
+def test_one_tensor_that_goes_to_both_neighbours_is_owed_both_gradients(factor: float, expected: str) -> None:
+    """open_clip's SigLIP loss: each rank's features go to the left and to the right in one application."""
+    given, arrived = [drawn(rank) for rank in RANKS], [[drawn(10 + rank), drawn(20 + rank)] for rank in RANKS]
+
+    def applied(rank: int) -> Exchange:
+        left, right = (rank - 1) % 3, (rank + 1) % 3
+        back = [factor * arrived[left][1], factor * arrived[right][0]]  # whose right and left neighbour this rank is
+        return exchange([given[rank]] * 2, [given[left], given[right]], arrived[rank], back, collectives=("send",))
+
+    found = outcome(*map(applied, RANKS))
+    assert found is not None and (found.forward, found.outcome, found.factor) == ("move", expected, factor)
+
+
 def test_low_precision_is_judged_by_its_own_rounding() -> None:
     parts = [drawn(10 + rank) for rank in RANKS]
     rough = [sum(parts) * (1 + 0.004 * np.sign(drawn(30 + rank))) for rank in RANKS]
