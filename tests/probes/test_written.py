@@ -81,6 +81,9 @@ OPEN: dict[str, Loss] = {
     "a mean by hand": lambda x, z, y: (1.7 * F.cross_entropy(x, y, reduction="sum") / 6 + squared(z)) / STEPS,
     "divided by all coefficients": lambda x, z, y: (3 * F.cross_entropy(x, y) + 5 * F.cross_entropy(z, y)) / 8 / STEPS,
     "divided by a number that none explains": lambda x, z, y: F.cross_entropy(x, y) / 8 + squared(z),
+    "before a sum that is divided there": lambda x, z, y: (
+        5 * F.cross_entropy(x, y, reduction="sum") / (6 * STEPS) + squared(z) / STEPS
+    ),
     "divided twice at the loss": lambda x, z, y: F.cross_entropy(x, y) / STEPS / STEPS + squared(z),
 }
 
@@ -97,6 +100,16 @@ def test_a_sum_over_the_step_beside_a_penalty_stays_right(tmp_path: Path) -> Non
 
     report = trained(tmp_path, loss, UNEQUAL)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_a_coefficient_before_a_sum_over_the_step_is_right(tmp_path: Path) -> None:
+    def loss(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        return (5 * F.cross_entropy(x, y, reduction="sum") + 0.1 * z.square().sum()) / sum(UNEQUAL)
+
+    report = trained(tmp_path / "right", loss, UNEQUAL)
+    assert (report.verdict, report.findings) == ("clean", [])
+    (finding,) = trained(tmp_path / "wrong", lambda x, z, y: STEPS * loss(x, z, y), UNEQUAL).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
 
 
 def test_a_loss_twice_in_the_sum_is_not_taken_for_heads(tmp_path: Path) -> None:

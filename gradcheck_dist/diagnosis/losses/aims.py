@@ -151,9 +151,9 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     groups = independent(data, contributions)
     counted = _counted(objective, contributions, groups)
     written = as_written(contributions, data.events)
-    if written is not None and (unusable or _wrong(counted, measured)):
-        without = _without_coefficient(_counted(objective, written.contributions, groups), written, measured)
-        if without is not None:
+    if written and (unusable or _wrong(counted, measured)):
+        readings = [(one, _counted(objective, one.contributions, groups)) for one in written]
+        if (without := _without_coefficient(readings, measured)) is not None:
             return without
     if contributions.by_key and len(unusable) == len(contributions.by_key):
         return _uncounted(objective, data, contributions, measured)
@@ -173,15 +173,21 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     return _relative(data, contributions, measured) if computed else counted
 
 
-def _without_coefficient(found: Aim, written: Written, measured: list[Held]) -> Aim | None:
+def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held]) -> Aim | None:
     """Losses in sums without what is written before them there; None where that settles nothing."""
-    found.as_written = True
-    right = not _wrong(found, measured)
-    if written.is_certain and (right or not written.may_divide):
-        found.remarks.append(written.remark)
+    right = [(one, found) for one, found in readings if not _wrong(found, measured)]
+    for one, found in sorted(right, key=lambda pair: not pair[0].is_certain)[:1]:
+        found.as_written = True
+        (found.remarks if one.is_certain else found.reasons).append(one.remark if one.is_certain else one.reason)
         return found
-    found.reasons.append(written.reason)
-    return found if right else None
+    for one, found in readings:
+        ratios = [cell.ratio for held in judge(measured, found.contributions, found.expected) for cell in held.cells]
+        degrees = one.of_sum and all(one.explains(ratio) for ratio in ratios)
+        if one.is_certain and (degrees or not one.may_divide):
+            found.as_written = True
+            found.remarks.append(one.remark)
+            return found
+    return None
 
 
 def _counted(objective: str, contributions: Contributions, groups: list[set[ContributionKey]]) -> Aim:

@@ -29,13 +29,14 @@ class Written:
     """The contributions as if nothing stood before the loss in its sum, and the `coefficient` that does.
 
     `is_certain`: it cannot be a normaliser of the loss's own. `may_divide`: it may be a wrong one, where the weights
-    come out wrong without it, too.
+    come out wrong without it, too. `of_sum`: it stands before a sum over tokens, and not before their mean.
     """
 
     contributions: Contributions
     coefficient: float
     is_certain: bool
     may_divide: bool
+    of_sum: bool
 
     @property
     def remark(self) -> str:
@@ -51,19 +52,28 @@ class Written:
             "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
         )
 
+    def explains(self, ratio: float) -> bool:
+        """Whether what is wrong without the coefficient is a number of passes and ranks."""
+        return not _same(ratio, 1) and divides(ratio, self.contributions)
 
-def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> Written | None:
-    """The contributions without the coefficients of their losses. None where the losses stand in no sum, or something
-    else than one number in all passes stands before each of them, or nothing before any."""
+
+def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[Written]:
+    """The contributions without the coefficients of their losses, as means and as sums. Empty where the losses stand in
+    no sum, or something else than one number in all passes stands before each of them, or nothing before any."""
     losses = _losses(contributions, events)
-    before = [_before(loss) for loss in losses]
-    if not losses or None in before:
-        return None
+    found = [_without(contributions, losses, of_sum=of_sum) for of_sum in (False, True)] if losses else []
+    return [one for one in found if one is not None]
+
+
+def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of_sum: bool) -> Written | None:
+    before = [_before(loss, of_sum=of_sum) for loss in losses]
     numbers = [one for one in before if one is not None]
+    if len(numbers) < len(before):
+        return None
     if all(_same(one, numbers[0]) for one in numbers) and (len(numbers) > 1 or _same(numbers[0], 1)):
         return None  # tasks, or parts of one batch: all weigh alike
-    of_torch = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
-    index = max(range(len(losses)), key=lambda index: (_same(numbers[index], 1), of_torch[index], -index))
+    means = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
+    index = max(range(len(losses)), key=lambda index: (_same(numbers[index], 1), means[index] != of_sum, -index))
     main = {key: gradient for key, (gradient, _) in losses[index].items()}
     number = 1.0 if _same(numbers[index], 1) else numbers[index]
     by_key = {
@@ -71,10 +81,10 @@ def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event
         for key, one in contributions.by_key.items()
     }
     unequal = len({one.num_tokens for one in main.values()}) > 1
-    certain = (of_torch[index] or unequal) and (_same(number, 1) or not _divides(number, contributions))
+    certain = (means[index] != of_sum or unequal) and (_same(number, 1) or not divides(number, contributions))
     part = 1 / number if 0 < number < 1 else 0.0
-    may_divide = _same(part, round(part)) and not _same(number, 1)
-    return Written(replace(contributions, by_key=by_key), number, certain, may_divide and number < 1)
+    may_divide = of_sum or (number < 1 and _same(part, round(part)))
+    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum)
 
 
 def _losses(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[LossOfPasses]:
@@ -102,13 +112,15 @@ def _in_sum(one: LossGradient) -> bool:
     return bool(one.whole and one.weight and one.num_tokens) and alike and not one.computed
 
 
-def _before(loss: LossOfPasses) -> float | None:
-    """The number before a loss's mean over its tokens, in its sum; None where that is another one in other passes."""
-    numbers = [one.weight * (one.num_tokens or 0) / (one.whole or 1.0) for one, _ in loss.values()]
+def _before(loss: LossOfPasses, *, of_sum: bool) -> float | None:
+    """The number before a loss's mean over its tokens, or before their sum, in the sum of losses; None where that is
+    another one in other passes."""
+    told = [one for one, _ in loss.values()]
+    numbers = [one.weight / (one.whole or 1.0) * (1 if of_sum else one.num_tokens or 0) for one in told]
     return numbers[0] if all(_same(number, numbers[0]) for number in numbers) else None
 
 
-def _divides(number: float, contributions: Contributions) -> bool:
+def divides(number: float, contributions: Contributions) -> bool:
     """Whether a number is a product of numbers of passes and ranks, or one over it."""
     degrees = sorted(degrees_of(contributions) - {1})
     powers = product(POWERS, repeat=len(degrees))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.losses.written import divides
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -54,11 +55,15 @@ def _labels_alone(case: Case) -> bool:
 
 
 def _beside_others(case: Case) -> bool:
-    """Whether a factor below 1 may be a coefficient, since other losses stand beside all that count tokens, or several
-    of these with coefficients of their own, which the whole may be divided by."""
-    counted = case.context.contributions.by_key.values()
-    beside = all(c.gradient is not None and c.gradient.other_losses > 0 for c in counted)
-    return 0 < case.pattern.factor < 1 and (beside or case.context.as_written)
+    """Whether a factor may be a coefficient, since other losses stand beside all that count tokens, or several of these
+    with coefficients of their own, which the whole may be divided by. Above 1 it is no number of passes and ranks."""
+    counted = case.context.contributions
+    gradients = [c.gradient for c in counted.by_key.values()]
+    if case.pattern.factor > 1:
+        in_sum = all(one is not None and one.whole is not None for one in gradients)
+        return in_sum and not case.context.as_written and not divides(case.pattern.factor, counted)
+    beside = all(one is not None and one.other_losses > 0 for one in gradients)
+    return case.pattern.factor > 0 and (beside or case.context.as_written)
 
 
 def _added(case: Case) -> int:
