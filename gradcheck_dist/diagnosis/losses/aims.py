@@ -182,8 +182,7 @@ def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Hel
         return found
     for one, found in readings:
         ratios = [cell.ratio for held in judge(measured, found.contributions, found.expected) for cell in held.cells]
-        degrees = one.of_sum and all(one.explains(ratio) for ratio in ratios)
-        if one.is_certain and (degrees or not one.may_divide):
+        if one.is_certain and (all(map(one.explains, ratios)) or not one.may_divide):
             found.as_written = True
             found.remarks.append(one.remark)
             return found

@@ -14,6 +14,7 @@ from fractions import Fraction
 from statistics import median
 
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.events import LossGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 
@@ -173,12 +174,6 @@ def weights_of_passes(contributions: Contributions) -> list[dict[ContributionKey
     of all passes."""
     counts = [one.contributions.by_key for words in _OF_GRADIENT if (one := _counted(contributions, words)) is not None]
     return [{key: (c.weight or 0.0) * (c.num_tokens or 0) for key, c in by_key.items()} for by_key in counts]
-
-
-def degrees_of(contributions: Contributions) -> set[int]:
-    """The numbers of ranks, of passes and of both."""
-    by_key = contributions.by_key
-    return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
 
 
 def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:

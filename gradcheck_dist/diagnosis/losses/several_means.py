@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gradcheck_dist.diagnosis.losses.elements import degrees_of, weights_of_passes
+from gradcheck_dist.diagnosis.losses.elements import weights_of_passes
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.events import Event, LossTerm, ReducedGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData

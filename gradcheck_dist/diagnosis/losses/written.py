@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
-from gradcheck_dist.diagnosis.losses.elements import degrees_of
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
+from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 
-SAME = 1e-3
-POWERS = (-2, -1, 0, 1, 2)
+HALF = 0.5
 LossOfPasses = dict[ContributionKey, tuple[LossGradient, Loss | None]]
 
 
@@ -53,8 +51,9 @@ class Written:
         )
 
     def explains(self, ratio: float) -> bool:
-        """Whether what is wrong without the coefficient is a number of passes and ranks."""
-        return not _same(ratio, 1) and divides(ratio, self.contributions)
+        """Whether what is wrong without a number before a sum, which is no 1 / tokens, is one of passes and ranks."""
+        by_degrees = not same(ratio, 1) and is_of_degrees(ratio, self.contributions)
+        return self.of_sum and self.coefficient > HALF and by_degrees
 
 
 def as_written(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[Written]:
@@ -70,20 +69,20 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     numbers = [one for one in before if one is not None]
     if len(numbers) < len(before):
         return None
-    if all(_same(one, numbers[0]) for one in numbers) and (len(numbers) > 1 or _same(numbers[0], 1)):
+    if all(same(one, numbers[0]) for one in numbers) and (len(numbers) > 1 or same(numbers[0], 1)):
         return None  # tasks, or parts of one batch: all weigh alike
     means = [all(loss is not None and loss.reduction == "mean" for _, loss in one.values()) for one in losses]
-    index = max(range(len(losses)), key=lambda index: (_same(numbers[index], 1), means[index] != of_sum, -index))
+    index = max(range(len(losses)), key=lambda index: (same(numbers[index], 1), means[index] != of_sum, -index))
     main = {key: gradient for key, (gradient, _) in losses[index].items()}
-    number = 1.0 if _same(numbers[index], 1) else numbers[index]
+    number = 1.0 if same(numbers[index], 1) else numbers[index]
     by_key = {
         key: replace(one, num_tokens=main[key].num_tokens, weight=main[key].weight / number, spread=0.0)
         for key, one in contributions.by_key.items()
     }
     unequal = len({one.num_tokens for one in main.values()}) > 1
-    certain = (means[index] != of_sum or unequal) and (_same(number, 1) or not divides(number, contributions))
+    certain = (means[index] != of_sum or unequal) and (same(number, 1) or not is_of_degrees(number, contributions))
     part = 1 / number if 0 < number < 1 else 0.0
-    may_divide = of_sum or (number < 1 and _same(part, round(part)))
+    may_divide = of_sum or (number < 1 and same(part, round(part)))
     return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum)
 
 
@@ -117,22 +116,4 @@ def _before(loss: LossOfPasses, *, of_sum: bool) -> float | None:
     another one in other passes."""
     told = [one for one, _ in loss.values()]
     numbers = [one.weight / (one.whole or 1.0) * (1 if of_sum else one.num_tokens or 0) for one in told]
-    return numbers[0] if all(_same(number, numbers[0]) for number in numbers) else None
-
-
-def divides(number: float, contributions: Contributions) -> bool:
-    """Whether a number is a product of numbers of passes and ranks, or one over it."""
-    degrees = sorted(degrees_of(contributions) - {1})
-    powers = product(POWERS, repeat=len(degrees))
-    return any(_same(_product(degrees, power), number) for power in powers)
-
-
-def _product(degrees: Sequence[int], powers: Sequence[int]) -> float:
-    result = 1.0
-    for degree, power in zip(degrees, powers, strict=True):
-        result *= float(degree) ** power
-    return result
-
-
-def _same(one: float, other: float) -> bool:
-    return abs(one - other) <= SAME * max(abs(one), abs(other))
+    return numbers[0] if all(same(number, numbers[0]) for number in numbers) else None

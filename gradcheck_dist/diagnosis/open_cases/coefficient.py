@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.losses.written import divides
 from gradcheck_dist.diagnosis.norms.clips import is_round
+from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
@@ -61,7 +61,7 @@ def _beside_others(case: Case) -> bool:
     gradients = [c.gradient for c in counted.by_key.values()]
     if case.pattern.factor > 1:
         in_sum = all(one is not None and one.whole is not None for one in gradients)
-        return in_sum and not case.context.as_written and not divides(case.pattern.factor, counted)
+        return in_sum and not case.context.as_written and not is_of_degrees(case.pattern.factor, counted)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
     return case.pattern.factor > 0 and (beside or case.context.as_written)
 

@@ -1,0 +1,33 @@
+"""Numbers of passes and ranks: what a program divides by, or forgets to."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from gradcheck_dist.ledger.contributions import Contributions
+
+SAME = 1e-3
+POWERS = (-2, -1, 0, 1, 2)
+
+
+def degrees_of(contributions: Contributions) -> set[int]:
+    """The numbers of ranks, of passes and of both."""
+    by_key = contributions.by_key
+    return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
+
+
+def is_of_degrees(number: float, contributions: Contributions) -> bool:
+    """Whether a number is a product of such numbers or of one over them, each at most twice."""
+    degrees = sorted(degrees_of(contributions) - {1})
+    for powers in product(POWERS, repeat=len(degrees)):
+        found = 1.0
+        for degree, power in zip(degrees, powers, strict=True):
+            found *= float(degree) ** power
+        if same(found, number):
+            return True
+    return False
+
+
+def same(one: float, other: float) -> bool:
+    """Whether two numbers are one that was written, to rounding."""
+    return abs(one - other) <= SAME * max(abs(one), abs(other))
