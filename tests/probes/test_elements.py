@@ -185,3 +185,33 @@ def test_a_mask_that_keeps_nothing_is_a_loss_over_no_elements(tmp_path: Path, ke
     report = trained(tmp_path, of_kept, 1, EQUAL)
     assert (report.verdict, report.findings) == ("clean" if any(kept) else "undetermined", [])
     assert not any("bug" in reason for reason in report.reasons)
+
+
+def test_gradients_that_lines_of_ones_own_halve_are_accused_and_not_the_others(tmp_path: Path) -> None:
+    """Most parameters are changed by hand: what is usual is wrong, and what the loss's elements ask for is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for size in EQUAL:
+            (F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4)) / len(EQUAL)).backward()
+        for param in list(model.parameters())[1:]:
+            param.grad /= 2
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.num_parameters) == ("GS000", 3)
+    assert finding.factor.observed == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_gradient_that_is_doubled_behind_a_coefficient_is_accused_and_not_the_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for size in EQUAL:
+            (0.5 * F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4)) / len(EQUAL)).backward()
+        model[0].weight.grad *= 2
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.num_parameters) == ("GS000", 1)
+    assert finding.factor.observed == pytest.approx(2, rel=1e-4)

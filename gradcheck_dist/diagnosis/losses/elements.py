@@ -69,10 +69,28 @@ def by_elements(
                     one.asked = expect(objective, one.tokens)
                 return one
     for one in counts:
-        if _divides_by_all(one):
-            one.expected = expect(objective, one.tokens)
+        one.expected = expect(objective, one.tokens)
+        if _divides_by_all(one) or _changed_apart(one, measured, judge):
             return one
     return None
+
+
+def _changed_apart(one: Counted, measured: list[Held], judge: Judge) -> bool:
+    """Whether the weights of some parameters are right, and lines that nobody recorded changed those of all others:
+    else the others' may be a coefficient, and the first the ones that were changed."""
+    judged = [held for held in judge(measured, one.contributions, one.expected) if held.cells]
+    wrong = [held for held in judged if not all(cell.right for cell in held.cells)]
+    return 0 < len(wrong) < len(judged) and not any(map(_as_recorded, wrong))
+
+
+def _as_recorded(held: Held) -> bool:
+    """Whether the gradient that the optimizer read is what recorded operations made of the contributions."""
+    if held.observed is None or held.nominal is None:
+        return False
+    seen = [
+        (value, told) for value, told, is_seen in zip(held.observed, held.nominal, held.visible, strict=True) if is_seen
+    ]
+    return all(abs(value - told) <= SAME * max(abs(value), abs(told)) for value, told in seen)
 
 
 def _divides_by_all(one: Counted) -> bool:
