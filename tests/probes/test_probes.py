@@ -181,7 +181,7 @@ def test_a_loss_that_no_wrapper_sees_is_completed_by_mark_loss(tmp_path: Path) -
         total = -(picked * valid).sum()
         if marked:
             mark_loss(total, int(valid.sum()), labels=labels)
-        return total / valid.sum()
+        return total.square().sqrt() / valid.sum()  # behind a curve nobody knows what the sum weighs
 
     for marked in (False, True):
         run_dir = tmp_path / str(marked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
-from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
+from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
@@ -60,7 +60,8 @@ def _beside_others(case: Case) -> bool:
     counted = case.context.contributions
     gradients = [c.gradient for c in counted.by_key.values()]
     if case.pattern.factor > 1:
-        in_sum = all(one is not None and one.whole is not None for one in gradients)
+        before = [one.weight * (one.num_tokens or 0) / one.whole if one and one.whole else 1.0 for one in gradients]
+        in_sum = not any(same(number, 1) for number in before)
         return in_sum and not case.context.as_written and not is_of_degrees(case.pattern.factor, counted)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
     return case.pattern.factor > 0 and (beside or case.context.as_written)
