@@ -292,6 +292,8 @@ class _Machine:
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
         errors = stderr if stderr is not None else np.zeros(len(self.basis))
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
+        if isinstance(event, Reduce) and event.root not in (None, self.track.rank):
+            foreign = 0.0  # what a reduction to another rank leaves here is nobody's doing, and is not built on
         buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]
 
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:

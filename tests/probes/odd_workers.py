@@ -15,6 +15,8 @@ def train(variant: str, run_dir: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with attach(run_dir):
         model = Net()
+        if "narrow" in variant:  # a bias of so few elements that three contributions nearly make up any values
+            model.inner = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.Linear(4, 16))
         wrapped = DistributedDataParallel(model) if "wrapper" in variant else model
         critic = torch.nn.Linear(4, 12)
         params = [*model.parameters(), *(critic.parameters() if "critic" in variant else ())]

@@ -44,6 +44,14 @@ def test_two_ranks(variant: str, tmp_path: Path) -> None:
         assert any("rank(s) 1 step no optimizer" in reason for reason in report.reasons)
 
 
+def test_what_a_reduction_to_one_rank_leaves_on_the_others_is_no_change_by_hand(tmp_path: Path) -> None:
+    """From three ranks on gloo leaves sums of some ranks in parts of their buffers, no combination of contributions."""
+    warm_up()
+    launch("odd_workers:train", ("narrow, reduced to one, and sent back", str(tmp_path / "run")), 3, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
 def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
     warm_up()
