@@ -42,10 +42,12 @@ def trained(
     hooked: float = 1.0,
     norm_of: Callable[[list[torch.Tensor]], float] = squares,
     behind: bool = False,
+    over: float = 1.0,
 ) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
     clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
-    it as it arrives. `behind`: their norm is taken before the division, and divided as well."""
+    it as it arrives. `behind`: their norm is taken before the division, and divided as well. `over`: what tokens are
+    divided by before gradients are divided by them."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -57,9 +59,9 @@ def trained(
             for part in data:
                 (token_sum(model, part) * (loss_factor if divides else loss_factor / total)).backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]
-            norm = norm_of(grads) / (total if divides else 1) if behind else 0.0
+            norm = norm_of(grads) / (total / over if divides else 1) if behind else 0.0
             for grad in grads:
-                grad.div_(total if divides else 1)
+                grad.div_(total / over if divides else 1)
             norm = norm if behind else norm_of(grads)
             for grad in grads:
                 grad.mul_(min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm))
@@ -111,14 +113,24 @@ def test_tokens_that_a_clip_divides_by_behind_its_norm_are_open_until_a_step_sho
 
 
 def test_a_loss_before_a_clip_that_divides_besides_is_told_with_what_the_clip_may_hide(tmp_path: Path) -> None:
-    (finding,) = trained(tmp_path, 1 / NUM_BATCHES, divides=True, max_norm=0.1).findings
-    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
-    assert [candidate.expression for candidate in finding.factor.candidates] == [
-        "1/accumulation_steps",
-        "num_tokens/accumulation_steps",
-    ]
-    assert "if they do not, the factor is" in finding.explanation
+    """Losses that are multiplied by the tokens of the first step."""
+    (finding,) = trained(tmp_path, 36, divides=True, max_norm=0.1).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "num_tokens^2")
+    assert [candidate.expression for candidate in finding.factor.candidates] == ["num_tokens^2", "num_tokens"]
+    assert "If the same lines divide by 36 besides, the factor is 36 = num_tokens" in finding.explanation
     assert "not clipped" in (finding.suggested_experiment or "")
+
+
+def test_a_loss_that_passes_divide_before_a_clip_that_may_divide_by_tokens_over_them_is_open(tmp_path: Path) -> None:
+    """The first is right and the second lacks the passes: behind the clip no number tells which."""
+    for name, over in (("right", NUM_BATCHES), ("wrong", 1)):
+        report = trained(tmp_path / name, 1 / NUM_BATCHES, divides=True, max_norm=0.05, over=over)
+        assert (report.verdict, report.findings) == ("undetermined", [])
+        assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
+    shown = trained(tmp_path / "shown", 1 / NUM_BATCHES, divides=True, max_norm=(0.05, 1e9), over=NUM_BATCHES)
+    assert (shown.verdict, shown.findings) == ("clean", [])
+    (finding,) = trained(tmp_path / "told", 1 / NUM_BATCHES, divides=True, max_norm=(0.05, 1e9)).findings
+    assert finding.factor.expression == "1/accumulation_steps"
 
 
 def test_a_clip_only_shortens_so_what_is_too_long_behind_it_was_wrong_before(tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 
 PASSES = RANKS | SCHEDULE
-"""What a line divides tokens by that takes another number on each rank, which no clip does: losses are divided by their
-passes often enough (N/(R K))."""
+"""What a line divides tokens by behind losses that were divided by their passes (N/(R K)); not what names a factor
+that no clip would have."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ class Search:
         if edit.mode in ("missing", "elsewhere"):
             return MISSING
         if edit.mode == "clipped":
-            return CLIPPED + DIVIDES_TOO + self.divisor_cost(edit.hand, 1 / edit.reference)
+            return CLIPPED + DIVIDES_TOO + self.divisor_cost(edit.hand, 1 / edit.reference, PASSES)
         return CLIPPED if edit.mode == "never" and edit.hand in self.clips else CAUSE
 
     @cached_property

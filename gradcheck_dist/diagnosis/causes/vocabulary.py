@@ -159,9 +159,11 @@ def follows_norm(hand: Hand) -> bool:
 
 
 def divided_too(hand: Hand, rows: Sequence[Row], quantities: Mapping[str, float]) -> Iterator[Edit]:
-    """A clip that divides besides, as ranks' sums are averaged: its own number is not known, so it may hold another."""
+    """A clip that divides besides, as ranks' sums are averaged: its own number is not known, so it may hold another.
+    Tokens are divided by what a reduction averages over, and by the passes that losses were divided by."""
     numbers = {value for value in quantities.values() if value > 1}
-    numbers |= {quantities.get(TOKENS, 1.0) / quantities[name] for name in RANKS & quantities.keys()}
+    ranks, passes = ({1.0, *(quantities[name] for name in names & quantities.keys())} for names in (RANKS, SCHEDULE))
+    numbers |= {quantities.get(TOKENS, 1.0) / (size * count) for size in ranks for count in passes}
     most = (1 - SAME) / max(prod(row.factors[hand]) for row in rows)
     yield from (Edit(hand, "clipped", 1 / number) for number in sorted(numbers) if 1 < number < most)
 
