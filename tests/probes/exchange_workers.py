@@ -43,7 +43,8 @@ CONTRASTIVE = (
     "neighbours, handed on in backward",
     "neighbours, halved in backward",
 )
-VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE)
+SUMMED = ("losses summed over ranks", "losses summed over ranks, head halved")
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -181,6 +182,8 @@ class Model(nn.Module):
         elif self.variant in EXPERTS:
             there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
+        elif self.variant in SUMMED:
+            h = h + self.keys(h)
         logits: Tensor = self.head(h)
         return logits
 
@@ -203,6 +206,8 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
         return loss * dist.get_world_size() if "times ranks" in model.variant else loss
     logits = model(ids[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
+    if model.variant in SUMMED:  # each rank goes on with the sum of all ranks' shares, as XTuner does
+        return SumTwice.apply(loss / dist.get_world_size())  # type: ignore[no-any-return]
     return loss / dist.get_world_size() if "added up" in model.variant else loss
 
 
@@ -236,6 +241,8 @@ def reduce(model: Model) -> None:
             param.grad /= dist.get_world_size()
         elif model.variant not in TENSOR + SEQUENCE:
             dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        if "head halved" in model.variant and "head" in name:
+            param.grad /= 2
 
 
 def clip(model: Model) -> None:

@@ -107,6 +107,14 @@ def test_a_share_of_one_loss_that_a_sum_in_backward_makes_up_for_accuses_nobody(
     assert any("makes up for it in front of that" in reason for reason in report.reasons)
 
 
+def test_a_sum_of_losses_that_backward_sums_makes_up_for_nothing_behind_it(reports: dict[str, Report]) -> None:
+    """Its factor is in what arrives at each loss."""
+    assert reports["losses summed over ranks"].verdict == "clean"
+    (finding,) = reports["losses summed over ranks, head halved"].findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.5, rel=1e-4))
+    assert finding.first_event is not None and "grad" in finding.first_event.kind
+
+
 def test_statistics_that_are_summed_in_place_leave_the_verdict_open(reports: dict[str, Report]) -> None:
     report = reports["own losses on statistics in place"]
     assert report.verdict == "undetermined"

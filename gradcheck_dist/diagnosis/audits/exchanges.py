@@ -160,8 +160,8 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
                 return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {_VERIFY}"
             continue
-        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near:
-            continue
+        if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):
+            continue  # what a loss weighs has what lies behind it
         if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
             fault = Faulty(one, shared=True)
             return (
