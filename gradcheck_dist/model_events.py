@@ -77,7 +77,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data. A root
     that counts no tokens may be one mean or sum, which the inherited fields tell of. `label_share`: how much of the
-    weight falls on the labels, where the trainer smooths these by hand.
+    weight falls on the labels, where the trainer smooths these by hand. `multipliers` are the numbers that multiply the
+    loss in a sum of several, the outermost first; None for one that lies on an accelerator and is not read.
     """
 
     loss_id: int
@@ -91,6 +92,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     other_losses: Count = 0
     computed: bool = False
     label_share: float | None = None
+    multipliers: list[float | None] | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

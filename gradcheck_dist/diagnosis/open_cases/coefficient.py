@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
+from gradcheck_dist.ledger.contributions import Contribution, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
@@ -64,7 +67,33 @@ def _beside_others(case: Case) -> bool:
         in_sum = not any(same(number, 1) for number in before)
         return in_sum and not case.context.as_written and not is_of_degrees(case.pattern.factor, counted)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
-    return case.pattern.factor > 0 and (beside or case.context.as_written)
+    may_be = case.pattern.factor > 0 and (beside or case.context.as_written)
+    return may_be and not all(_divided_by_all_tokens(one, counted) for one in counted.by_key.values())
+
+
+def _divided_by_all_tokens(one: Contribution, counted: Contributions) -> bool:
+    """Whether one number alone multiplies a loss in its sum, 1 / the tokens of all ranks, in the pass or in the step:
+    no coefficient is written there."""
+    gradient, loss = one.gradient, one.loss
+    if gradient is None or loss is None or not gradient.multipliers or not gradient.num_tokens:
+        return False
+    numbers = list(gradient.multipliers)
+    number = gradient.weight / (gradient.whole or 1.0)
+    if loss.reduction == "mean":
+        number *= gradient.num_tokens
+    if None in numbers:
+        known = prod(value for value in numbers if value is not None)
+        numbers[numbers.index(None)] = number / known if known else 0.0
+    written = [value for value in numbers if value is not None and not same(value, 1)]
+    if None in numbers or not same(prod(written), number):
+        return False
+    of_pass = [other.num_tokens or 0 for key, other in counted.by_key.items() if key[1:] == one.key[1:]]
+    if loss.reduction == "mean":  # of which the tokens of its own make the sum, apart or in one number with the others
+        rest = [value for value in written if not same(value, gradient.num_tokens)]
+        if len(rest) == len(written) and len(set(of_pass)) == 1:
+            return False  # a share of equal counts is 1 / ranks, as a coefficient may be
+        written = rest if len(rest) < len(written) else [value / gradient.num_tokens for value in written]
+    return len(written) == 1 and any(same(written[0] * count, 1) for count in (sum(of_pass), counted.num_tokens or 0))
 
 
 def _added(case: Case) -> int:

@@ -9,7 +9,7 @@ of one kind: they are told by calls from elsewhere, or by targets that are one n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
     Reduced,
     element_weights,
+    leads_to,
+    multiplier,
     reduced_at,
     summands,
 )
@@ -48,7 +50,7 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
     one of them is watched."""
     elements = recorder.sampling
     before, passes.calls = passes.calls if recorder.accumulation_step else None, calls()
-    top, parts = summands(root.grad_fn, root.output_nr)
+    top, above, parts = summands(root.grad_fn, root.output_nr)
     if before not in (None, passes.calls) or (len(parts) > 1 and not elements):
         return
     reduced = [found for edge, _ in parts if (found := reduced_at(edge)) is not None]
@@ -57,8 +59,8 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
     bodies = [found.body or found.node for found in reduced]
     if len({found.node for found in reduced}) < len(parts) or len(set(bodies)) < len(parts):
         return  # what arrives there is of several terms
-    for (_, num_factors), found, body in zip(parts, reduced, bodies, strict=True):
-        term = ReducedTerm(op_of(body), num_factors + found.numbers)
+    for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
+        term = ReducedTerm(op_of(body), len(above) + len(factors) + found.numbers)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
         if elements:
@@ -67,10 +69,14 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
-def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor) -> None:
-    """Note what arrives at the sum of losses that a root is a multiple of."""
-    top, parts = summands(root.grad_fn, root.output_nr)
+def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor, ids: Mapping[Any, int]) -> None:
+    """Note what arrives at the sum of losses that a root is a multiple of, and what multiplies those that count tokens
+    there. `ids`: these losses, by their nodes."""
+    top, _, parts = summands(root.grad_fn, root.output_nr)
     if len(parts) > 1:
+        for edge, factors in parts:
+            if (node := leads_to(edge, ids)) is not None:
+                current.multipliers[ids[node]] = [multiplier(factor) for factor in factors]
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 

@@ -7,6 +7,7 @@ dimensions. What stands behind these (`Reduced.body`) computes one number an ele
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
+from gradcheck_dist.probes.recording.deferred import is_host
 
 MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
 WITH_REDUCTION = {
@@ -56,32 +58,59 @@ class Reduced:
         return self.body is None or self.of_torch or name in DISTANCES or name in OTHERS
 
 
-def summands(root: Any, output: int) -> tuple[Edge, list[tuple[Edge, int]]]:
-    """The node that a root is a multiple of, and what it adds up, each with how many numbers multiply it in the root;
-    itself where it is no sum, and where it has more terms than are told apart."""
-    top, numbers = _numbers_above((root, output))
-    found: list[tuple[Edge, int]] = []
-    todo = [(top, numbers)]
+def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:
+    """The node that a root is a multiple of, the nodes that multiply it by numbers, and what it adds up, each with the
+    nodes that multiply it in the sum; itself where it is no sum, and where it has more terms than are told apart."""
+    top, above = _factors_above((root, output))
+    found: list[tuple[Edge, list[Any]]] = []
+    todo: list[tuple[Edge, list[Any]]] = [(top, [])]
     while todo and len(found) + len(todo) <= MAX_TERMS:
-        edge, number = todo.pop()
+        edge, factors = todo.pop()
         parts = _operands(edge[0]) if name_of(edge[0]) in SUMS else []
         if parts:
-            todo += [(below, number + more) for below, more in map(_numbers_above, reversed(parts))]
+            todo += [(below, [*factors, *more]) for below, more in map(_factors_above, reversed(parts))]
         else:
-            found.append((edge, number))
-    return (top, found) if not todo else (top, [(top, numbers)])
+            found.append((edge, factors))
+    return top, above, found if not todo else [(top, [])]
 
 
-def _numbers_above(edge: Edge) -> tuple[Edge, int]:
-    """The node that another is a multiple of, and how many numbers multiply it."""
-    for number in range(MAX_FACTORS):
+def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
+    """The node that another is a multiple of, and the nodes that multiply it."""
+    factors: list[Any] = []
+    while len(factors) < MAX_FACTORS:
         while (below := _handed_on(edge)) is not None:
             edge = below
         operands = _operands(edge[0])
         if name_of(edge[0]) not in FACTORS or len(operands) != 1:
-            return edge, number
+            break
+        factors.append(edge[0])
         edge = operands[0]
-    return edge, MAX_FACTORS
+    return edge, factors
+
+
+def multiplier(node: Any) -> float | None:
+    """What a node multiplies by; None where that is no one number, or lies on an accelerator."""
+    name, other = name_of(node), _other(node)
+    if name == "NegBackward":
+        return -1.0
+    if other is None or other.numel() != 1 or not is_host(other):
+        return None
+    number = float(other)
+    if name == "DivBackward":
+        return 1 / number if number and node.next_functions[0][0] is not None else None
+    return number
+
+
+def leads_to(edge: Edge, nodes: Container[Any]) -> Any:
+    """The first of some nodes behind an edge, where one path alone goes on from it; None where there is none."""
+    for _ in range(MAX_FACTORS):
+        if edge[0] in nodes:
+            return edge[0]
+        operands = _operands(edge[0])
+        if len(operands) != 1:
+            return None
+        edge = operands[0]
+    return None
 
 
 def reduced_at(edge: Edge) -> Reduced | None:

@@ -82,7 +82,7 @@ def look(
         current.other_losses += len(terms.others)
         watch_terms(recorder, current, [*terms.others, *terms.named])
         if current.other_losses or len(found.losses) > 1:
-            means.watch_whole(recorder, current, roots[0])
+            means.watch_whole(recorder, current, roots[0], ids)
     current.computed = found.is_computed()
     if len(roots) == 1 and not found.losses:
         by_gradient.begins_at(roots[0])

@@ -49,6 +49,7 @@ class BackwardPass:
         "label_hash",
         "leaves",
         "microbatch",
+        "multipliers",
         "num_attached",
         "other_losses",
         "reduce_ops",
@@ -92,6 +93,7 @@ class BackwardPass:
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
         self.whole: Tensor | None = None  # what arrived at the sum of several
+        self.multipliers: dict[int, list[float | None]] = {}  # by loss: the numbers that multiply it in that sum
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:

@@ -1,0 +1,40 @@
+"""DDP averages a loss that was divided by all tokens, beside another loss: what divides it is no coefficient."""
+
+from __future__ import annotations
+
+import pytest
+from beside_workers import LOSSES
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+EQUAL, UNEQUAL = [6, 6], [5, 8]
+
+
+@pytest.fixture(scope="module", params=[EQUAL, UNEQUAL], ids=["equal", "unequal"])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, dict[str, Report]]:
+    folder = tmp_path_factory.mktemp("beside")
+    warm_up()
+    launch("beside_workers:train_all", (list(LOSSES), request.param, str(folder)), 2, timeout_s=90)
+    return request.param == EQUAL, {name: diagnose(read_run(folder / name.replace(" ", "_"))) for name in LOSSES}
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("divided")])
+def test_an_average_of_what_all_tokens_divide_is_accused(reports: tuple[bool, dict[str, Report]], name: str) -> None:
+    equal, of = reports
+    if equal and name == "divided, as a share":  # 1/2 of each rank's mean, as a coefficient makes it
+        assert (of[name].verdict, of[name].findings) == ("undetermined", [])
+        return
+    (finding,) = of[name].findings
+    assert (finding.code, finding.factor.expression) == ("GS101", "1/dp_replicate")
+
+
+def test_a_coefficient_of_one_over_the_ranks_accuses_nobody(reports: tuple[bool, dict[str, Report]]) -> None:
+    equal, of = reports
+    assert (of["right"].verdict, of["right"].findings) == ("clean", [])
+    assert (of["a coefficient"].verdict, of["a coefficient"].findings) == ("undetermined", [])
+    if equal:
+        before = of["a coefficient before the mean"]
+        assert (before.verdict, before.findings) == ("undetermined", [])
