@@ -110,3 +110,42 @@ def test_what_is_no_copy_is_compared_with_so_many_gradients_a_step() -> None:
     assert first is not None and copies.regions(first * 3) == []
     copies.step_begins()
     assert [region.info.name for region in copies.regions(first * 3)] == ["w5"]
+
+
+def many() -> list[ParamInfo]:
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.zeros(size)) for size in ((6, 4), (6,), (1,), (6,), (4, 6), (6,), (4,), (6, 4), (6,))]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+    return [ParamInfo(index, f"w{index}", param, None, 96) for index, param in enumerate(params)]
+
+
+@pytest.mark.parametrize("chosen", [(1, 3, 5, 8), (8, 3, 1), (0, 2, 5), (2, 4), (1, 5)])
+def test_gradients_that_a_trainer_picks_out_are_known_where_they_are_no_neighbours(chosen: tuple[int, ...]) -> None:
+    """Megatron sums those of norms and of some biases over the ranks of sequence parallelism, and of no others."""
+    known = many()
+    copies = FlatCopies(lambda: known)
+    for _ in range(2):
+        found = copies.regions(flat([known[index] for index in chosen]) / 3)
+        assert [region.info.id for region in found] == list(chosen)
+        assert [region.offset for region in found] == [sum(r.length for r in found[:i]) for i in range(len(found))]
+    assert copies.regions(flat([known[index] for index in chosen]) + 1) == []
+    assert copies.regions(flat([known[index] for index in chosen]).reshape(1, -1) + 1) == []
+
+
+def test_a_gradient_of_zeros_among_them_is_known_by_its_neighbours() -> None:
+    known = many()
+    assert known[3].param.grad is not None
+    known[3].param.grad.zero_()
+    assert [region.info.id for region in regions_by_value(flat([known[i] for i in (1, 3, 8)]), known)] == [1, 3, 8]
+    buffer = flat([known[i] for i in (1, 5, 8)])
+    buffer[6:12] = 0
+    assert 5 not in [region.info.id for region in regions_by_value(buffer, known)]
+
+
+def test_gradients_are_known_where_they_are_gathered_in_a_buffer_of_ones_own() -> None:
+    known = many()
+    whole = flat([known[1], known[4]])
+    for info in known:
+        info.param.main_grad, info.param.grad = info.param.grad, None  # type: ignore[attr-defined]
+    assert [region.info.id for region in regions_by_value(whole, known)] == [1, 4]

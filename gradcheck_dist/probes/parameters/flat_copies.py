@@ -1,9 +1,10 @@
 """Copies of gradients, one after the other in a buffer that was made for one collective: known by their values.
 
 Hand-written trainers flatten gradients (`torch.cat`, torch._utils._flatten_dense_tensors), divide them, reduce the
-buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients of neighbours (in
-the order of the model's parameters, or the other way round), whole and times one number. Buffers of another type than
-the gradients are left alone: rounding hides what they hold.
+buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients (in the order of
+the model's parameters, or the other way round), whole and times one number: those of neighbours, or of some that a
+trainer picked out (what sequence parallelism has to sum). Buffers of another type than the gradients are left alone:
+rounding hides what they hold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradcheck_dist.probes.parameters.regions import Region
+from gradcheck_dist.probes.parameters.regions import Region, buffer_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 
 Run = tuple[int, int, int]
@@ -42,6 +43,7 @@ class FlatCopies:
         self._infos = infos
         self._held: dict[torch.dtype, dict[int, list[ParamInfo]]] = {}  # in the model's order (1) and against it (-1)
         self._next = (1, 0)  # direction, and behind how many parameters in it
+        self._picked: list[ParamInfo] = []  # what was in the last buffer of such that are no neighbours
         self._left = MAX_COMPARED
 
     def step_begins(self) -> None:
@@ -56,37 +58,39 @@ class FlatCopies:
         flat = tensor.detach().reshape(-1)
         held = self._held.get(tensor.dtype)
         left = self._left
+        if self._picked and self._is_copy(flat, self._picked):
+            return _regions(self._picked)
         if held is not None:
             order, first = self._next
             run = order, first, _behind(held[order], first, flat.numel())
-            if run[2] and self._is_copy(flat, held, run):
+            if run[2] and self._is_copy(flat, held[order][first : run[2]]):
                 return self._found(held, run, left)
         if left <= 0:
             return []
         infos = self._infos()
-        own = [info for info in infos if _readable(info.param.grad, tensor.dtype)]
+        own = [info for info in infos if _readable(_grad(info), tensor.dtype)]
         held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
         self._left -= len(infos) // ASKED_LIKE_ONE_COMPARED
         for run in _candidates(own, flat):
             if self._left <= 0:
                 break
-            if self._is_copy(flat, held, run):
+            if self._is_copy(flat, held[run[0]][run[1] : run[2]]):
                 return self._found(held, run, left)
+        # Whatever has more dimensions is an activation: there are many, and each would be compared with all.
+        if tensor.dim() == 1 and (picked := self._pick(flat, held)):
+            self._left, self._picked = left, picked
+            return _regions(picked)
         return []
 
     def _found(self, held: dict[int, list[ParamInfo]], run: Run, left: int) -> list[Region]:
         order, first, last = run
         self._next, self._left = (order, last), left
-        found, offset = [], 0
-        for info in held[order][first:last]:
-            found.append(Region(info, 0, offset, info.param.numel()))
-            offset += info.param.numel()
-        return found
+        return _regions(held[order][first:last])
 
-    def _is_copy(self, flat: Tensor, held: dict[int, list[ParamInfo]], run: Run) -> bool:
-        order, first, last = run
-        mine = held[order][first:last]
-        if not all(_readable(info.param.grad, flat.dtype) for info in mine):
+    def _is_copy(self, flat: Tensor, mine: Sequence[ParamInfo]) -> bool:
+        if sum(info.param.numel() for info in mine) > flat.numel():
+            return False
+        if not all(_readable(_grad(info), flat.dtype) for info in mine):
             return False
         allowed = 4 * torch.finfo(flat.dtype).eps
         self._left -= 1
@@ -96,6 +100,39 @@ class FlatCopies:
         grads, values = _values(flat, mine)
         enough = int((values != 0).sum()) >= min(LEAST, flat.numel())
         return enough and bool(grads.any()) and _agree(grads, values, allowed)
+
+    def _pick(self, flat: Tensor, held: dict[int, list[ParamInfo]]) -> list[ParamInfo]:
+        """The gradients that fill a buffer from end to end, whatever lies between them in the model; [] for none."""
+        for own in held.values():
+            total = sum(info.param.numel() for info in own)
+            for first, info in enumerate(own):
+                if total < flat.numel() or self._left <= 0:
+                    break
+                if (picked := self._walk(flat, own[first:])) and self._is_copy(flat, picked):
+                    return picked
+                total -= info.param.numel()
+        return []
+
+    def _walk(self, flat: Tensor, own: Sequence[ParamInfo]) -> list[ParamInfo]:
+        """The first gradient and each later one that is what comes next in the buffer, times the same number."""
+        picked: list[ParamInfo] = []
+        allowed, offset, factor = 8 * torch.finfo(flat.dtype).eps, 0, 0.0
+        for info in own:
+            size = info.param.numel()
+            if self._left <= 0 or (offset + size > flat.numel() and not picked):
+                break
+            if offset + size <= flat.numel():
+                self._left -= 1
+                grads, values = _values(flat[offset:], [info])
+                told = factor or _multiple(grads, values)
+                if _are(values, grads, told, allowed) and (told or not grads.any()):
+                    picked.append(info)
+                    offset, factor = offset + size, told
+                elif not picked:
+                    break
+            if offset == flat.numel():
+                return picked
+        return []
 
 
 def _behind(infos: Sequence[ParamInfo], first: int, num_elements: int) -> int:
@@ -114,6 +151,12 @@ def _candidates(held: list[ParamInfo], flat: Tensor) -> list[Run]:
     if held and not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
         runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
     return runs
+
+
+def _grad(info: ParamInfo) -> Tensor | None:
+    """A gradient of the parameter's size; of a DTensor's there is only a part here."""
+    grad = info.param.grad
+    return buffer_of(info) if grad is None else grad
 
 
 def _readable(grad: Tensor | None, dtype: torch.dtype) -> bool:
@@ -151,8 +194,9 @@ def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
     """Compared elements of gradients, and what stands in their place, as float64."""
     offset, mine, theirs = 0, [], []
     for info in run:
-        assert info.param.grad is not None
-        grad = info.param.grad.detach()
+        grad = _grad(info)
+        assert grad is not None
+        grad = grad.detach()
         which = _compared(info, grad)
         mine.append(grad.take(which))
         theirs.append(flat.take(which + offset))
@@ -162,9 +206,24 @@ def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
 
 def _agree(grads: Tensor, values: Tensor, allowed: float) -> bool:
     """Whether values are gradients times one number that is not zero, within `allowed`."""
+    factor = _multiple(grads, values)
+    return _are(values, grads, factor, allowed) and (factor != 0 or not bool(grads.any()))
+
+
+def _multiple(grads: Tensor, values: Tensor) -> float:
+    """The number that is nearest to being their ratio; 0 for zeros."""
     size = float(grads @ grads)
-    if not size:
-        return not bool(values.any())
-    factor = float(values @ grads) / size
+    return float(values @ grads) / size if size else 0.0
+
+
+def _are(values: Tensor, grads: Tensor, factor: float, allowed: float) -> bool:
     # Element by element: a gradient much smaller than its neighbours is compared at its own size.
-    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs()).all()) and factor != 0
+    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs()).all())
+
+
+def _regions(infos: Sequence[ParamInfo]) -> list[Region]:
+    found, offset = [], 0
+    for info in infos:
+        found.append(Region(info, 0, offset, info.param.numel()))
+        offset += info.param.numel()
+    return found
