@@ -15,6 +15,8 @@ MAX_NORM = 0.1
 TENSOR = (
     "tensor parallel",
     "tensor parallel, summed again in backward",
+    "tensor parallel, summed in place",
+    "tensor parallel, summed in place and again in backward",
     "tensor parallel, no sum in front of the columns",
     "tensor parallel, averaged in backward",
     "tensor parallel, bias divided",
@@ -50,6 +52,12 @@ VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED)
 def summed(x: Tensor) -> Tensor:
     x = x.contiguous().clone()
     dist.all_reduce(x)
+    return x
+
+
+def summed_in_place(x: Tensor) -> Tensor:
+    """As Megatron-LM does: the function's input is its output."""
+    dist.all_reduce(x.contiguous())
     return x
 
 
@@ -94,6 +102,8 @@ def function(name: str, forward: Any, backward: Any) -> Any:
 Copy = function("Copy", lambda x: x.view_as(x), summed)
 Sum = function("Sum", summed, lambda grad: grad)
 SumTwice = function("SumTwice", summed, summed)
+SumInPlace = function("SumInPlace", summed_in_place, lambda grad: grad)
+SumInPlaceTwice = function("SumInPlaceTwice", summed_in_place, summed)
 MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad) / dist.get_world_size())
 Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
 GatherMean = function("GatherMean", gathered, lambda grad: own_part(summed(grad)) / dist.get_world_size())
@@ -135,6 +145,8 @@ class Block(nn.Module):
         else:
             enter = MeanBack if "averaged" in self.variant else Copy
             leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
+            if "in place" in self.variant:
+                leave = SumInPlaceTwice if "again" in self.variant else SumInPlace
         x = self.norm(h)
         if "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)

@@ -27,7 +27,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["tensor parallel", "tensor parallel, one seed", "sequence parallel", "context parallel", "experts"]
+    "variant",
+    [
+        "tensor parallel",
+        "tensor parallel, one seed",
+        "tensor parallel, summed in place",
+        "sequence parallel",
+        "context parallel",
+        "experts",
+    ],
 )
 def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
     assert reports[variant].verdict == "clean"
@@ -71,6 +79,7 @@ def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Re
     ("variant", "name", "factor", "says"),
     [
         ("tensor parallel, summed again in backward", "SumTwice", 2.0, "a sum too many"),
+        ("tensor parallel, summed in place and again in backward", "SumInPlaceTwice", 2.0, "a sum too many"),
         ("tensor parallel, averaged in backward", "MeanBack", 0.5, "x 0.5"),
         ("experts, doubled in backward", "SwapDoubled", 2.0, "x 2"),
         ("sequence parallel, sliced in backward", "GatherSliced", None, "what the others want"),

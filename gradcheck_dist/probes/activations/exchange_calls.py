@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.reductions.copies import ranks_of
 
 COLLECTIVES = (
@@ -31,11 +33,35 @@ class Call(NamedTuple):
 
 
 class Calls(list[Call]):
-    """The collectives of one application of a function; `sent` are the groups in which it sent to single ranks."""
+    """The collectives of one application of a function; `sent` are the groups in which it sent to single ranks.
+    `reduced`: some elements of what it all-reduced as they were before, by address and number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: set[tuple[int, ...]] = set()
+        self.reduced: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, call: Call) -> None:
+        """A collective is about to be called. An all-reduce changes what it is given, which may be the function's
+        input."""
+        self.append(call._replace(tensor=None, parts=None))
+        tensor = call.tensor
+        if call.name == "all_reduce" and tensor is not None and tensor.is_floating_point() and is_plain(tensor):
+            self.reduced.setdefault(_place(tensor), take([tensor], [WHOLE])[0])
+
+    def join(self, others: Calls) -> None:
+        """What a function inside of this one did."""
+        self.extend(others)
+        self.sent |= others.sent
+        self.reduced = others.reduced | self.reduced
+
+    def as_given(self, tensor: Tensor, values: Tensor) -> Tensor:
+        """Elements of an input as they were before it was changed in place; `values` where it was not."""
+        return self.reduced.get(_place(tensor), values)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
 
 
 def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

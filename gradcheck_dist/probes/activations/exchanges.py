@@ -78,8 +78,7 @@ class Exchanges:
     def leave(self) -> None:
         calls = self._open.pop()
         if self._open:
-            self._open[-1].extend(calls)
-            self._open[-1].sent |= calls.sent
+            self._open[-1].join(calls)
 
     def sent(self, ranks: tuple[int, ...]) -> None:
         """The function that is being applied sends to a single one of these ranks, or receives."""
@@ -88,7 +87,7 @@ class Exchanges:
     def called(self, call: Callable[[], Call]) -> None:
         """A collective is called."""
         if self._open:
-            self._open[-1].append(call()._replace(tensor=None, parts=None))
+            self._open[-1].add(call())
         elif self.recorder.current is not None:
             node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
             cls = getattr(type(node), "_forward_cls", None)
@@ -284,6 +283,8 @@ def watch(
     if index is None:
         return
     before, input_counts = take(inputs, parts[0])
+    if parts[0] == [WHOLE]:
+        before = calls.as_given(inputs[0], before)
     after, output_counts = take(made, parts[1])
     names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
