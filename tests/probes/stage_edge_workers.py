@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from probe_workers import with_and_without
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
@@ -14,6 +15,8 @@ TOKENS = MICROBATCHES * ROWS * LENGTH
 VARIANTS = (
     "by hand",
     "by hand, halved before it is sent",
+    "by hand, let go",
+    "by hand, let go, halved before it is sent",
     "by hand, rounded on the way",
     "by hand, one buffer",
     "by hand, one buffer never emptied",
@@ -41,6 +44,20 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / TOKENS
 
 
+def let_go_backward(output: Tensor, grad: Tensor) -> None:
+    """An output that was sent gives its memory back; torch's own backward would ask for its shape (Megatron-LM)."""
+    output.data = torch.empty(1)
+    Variable._execution_engine.run_backward(
+        tensors=(output,),
+        grad_tensors=(grad,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
     rank = dist.get_rank()
     edge = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16 if "rounded" in variant else torch.float32)
@@ -50,7 +67,10 @@ def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
             output = stage(tokens)
             dist.send(output.detach(), 1)
             dist.recv(edge, 1)
-            output.backward(edge.float())
+            if "let go" in variant:
+                let_go_backward(output, edge)
+            else:
+                output.backward(edge.float())
         else:
             given = buffer if "buffer" in variant else torch.empty(ROWS, LENGTH, WIDTH)
             dist.recv(given.data, 0)

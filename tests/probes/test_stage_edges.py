@@ -19,7 +19,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return judged_beside(tmp_path_factory, "stage_edge_workers:train_all", VARIANTS)
 
 
-@pytest.mark.parametrize("variant", ["by hand", "by hand, rounded on the way", "by hand, one buffer", "schedule"])
+@pytest.mark.parametrize(
+    "variant", ["by hand", "by hand, let go", "by hand, rounded on the way", "by hand, one buffer", "schedule"]
+)
 def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
     assert report.verdict == "clean"
@@ -29,7 +31,11 @@ def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, R
 
 @pytest.mark.parametrize(
     ("variant", "factor", "line"),
-    [("by hand, halved before it is sent", 0.5, "loss_of("), ("schedule, hook", 3.0, "schedule.step")],
+    [
+        ("by hand, halved before it is sent", 0.5, "loss_of("),
+        ("by hand, let go, halved before it is sent", 0.5, "loss_of("),
+        ("schedule, hook", 3.0, "schedule.step"),
+    ],
 )
 def test_a_factor_on_the_way_is_told_with_both_its_ends(
     reports: dict[str, Report], variant: str, factor: float, line: str

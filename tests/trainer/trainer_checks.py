@@ -1,7 +1,6 @@
 """What the right gradient is, computed by one process, and how far a job is from it."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from trainer_workers import Gradients, step_gradients
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.data import DataLoader
 from gradcheck_dist.trainer.launch import launch
@@ -65,18 +63,6 @@ def run(config: TrainConfig) -> tuple[list[Gradients], list[TrainResult]]:
 
 @lru_cache
 def _run_planned(world_size: int) -> list[list[Any]]:
-    try:
-        return _launch_planned(world_size)
-    except GradcheckError as error:
-        if error.code not in {"E232", "E233"}:
-            raise
-        # No probe runs here. In a hundred launches on a loaded machine torch 2.13 crashed once while it waited for a
-        # collective, and hung once while gloo connected its ranks.
-        warnings.warn(f"tried again: {error}", stacklevel=1)
-        return _launch_planned(world_size)
-
-
-def _launch_planned(world_size: int) -> list[list[Any]]:
     return launch("trainer_workers:several", (_planned[world_size],), world_size, timeout_s=110)
 
 

@@ -63,7 +63,7 @@ def _opened(
         return  # inside another backward pass: a checkpointed module that runs again
     if has_gradients:
         for root in roots:
-            if root.grad_fn is not None and root.numel() > 1:  # a loss is given its gradient too, by some schedules
+            if root.grad_fn is not None:
                 _watch_output(recorder, edges, root)
     given = current.given
     if given is None and edges.searches_left:
@@ -79,8 +79,11 @@ def _watch_output(recorder: Recorder, edges: _Edges, root: Tensor) -> None:
 
     def entered(grads: tuple[Tensor | None, ...]) -> None:
         handle.remove()
-        if output < len(grads):
-            _tell(recorder, edges, "output", grads[output])
+        grad = grads[output] if output < len(grads) else None
+        # A loss is given its gradient too, by some schedules. An output that was sent on may hold no memory any more
+        # (Megatron-LM's deallocate_output_tensor leaves one element): only its gradient has its size.
+        if grad is not None and grad.numel() > 1:
+            _tell(recorder, edges, "output", grad)
 
     handle = node.register_prehook(entered)
 
