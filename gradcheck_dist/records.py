@@ -49,7 +49,8 @@ class Param(Record, tag="param"):
     the parameter was first seen: two ranks' plain tensors of one name and unequal values are not copies of one
     parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
     `start` is such a checksum of whatever part this rank holds, None where that is empty or all one number;
-    `looked_up`: it is the weight of an embedding.
+    `looked_up`: it is the weight of an embedding. `partitioned`: whether its module says that each tensor-parallel rank
+    holds a part of its own (Megatron's `tensor_model_parallel`), None where it says nothing.
     """
 
     id: int
@@ -65,6 +66,7 @@ class Param(Record, tag="param"):
     sampled_every: Degree = 1
     start: int | None = None
     looked_up: bool = False
+    partitioned: bool | None = None
 
 
 class ParamValues(Record, tag="param_values"):

@@ -17,8 +17,9 @@ from gradcheck_dist.trace.run import Run
 def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
     parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
-    named after their first rank. A bias that began as zeros everywhere is as different as its module's weight. A rank
-    that never has a loss is another stage of a pipeline by hand: its names are its own."""
+    named after their first rank. A bias that began as zeros everywhere is as different as its module's weight, unless
+    the module says which of its parameters are partitioned. A rank that never has a loss is another stage of a pipeline
+    by hand: its names are its own."""
     found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
     called = moved(run)
     for rank, trace in sorted(run.ranks.items()):
@@ -32,9 +33,13 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     names: dict[tuple[int, int], ParamKey] = {}
     for (stage, name), params in found.items():
         apart = parts[stage, name]
-        weight = parts.get((stage, f"{name.removesuffix('bias')}weight"), [])
+        of_module = (stage, f"{name.removesuffix('bias')}weight")
+        weight = parts.get(of_module, [])
         if len(apart) == 1 and len(weight) > 1 and all(map(_is_constant, params.values())):
-            apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
+            if _all_partitioned(params):
+                apart = merge([{rank} for rank in params], weight)
+            elif not _all_partitioned(found[of_module]):
+                apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
         for part in apart:
             own = name if len(apart) == 1 else as_on_rank(name, min(part))
             names |= {(rank, params[rank].id): (stage, own) for rank in part}
@@ -75,10 +80,11 @@ def crossed(
         for rank, other in zip(group[1:], others, strict=True):
             for mine, theirs in zip(sum(first, ()), sum(other, ()), strict=True):
                 key, name = names.get((group[0], mine)), names.get((rank, theirs))
-                shapes = [
-                    run.ranks[at].params[id].shape for at, id in ((group[0], mine), (rank, theirs)) if key and name
-                ]
-                if key is not None and key != name and len(set(shapes)) == 1:
+                pair = [run.ranks[at].params[id] for at, id in ((group[0], mine), (rank, theirs)) if key and name]
+                if key is None or name is None or key == name or pair[0].shape != pair[1].shape:
+                    continue
+                told_apart = plain_name(key[1]) == plain_name(name[1]) and all(one.partitioned for one in pair)
+                if not told_apart:
                     found[rank, theirs] = key
     own = {(rank, key): id for (rank, id), key in names.items()}
     # Where the rank holds one of that name too, and that stays what it is, nothing is renamed.
@@ -120,6 +126,10 @@ def _sharded_apart(params: dict[int, Param], reduced: Iterable[Iterable[int]]) -
     sizes = {len(starts) for starts in began}
     told = all(any(start is not None for start in starts) for starts in began)
     return list(began.values()) if len(began) > 1 and len(sizes) == 1 and min(sizes) > 1 and told else []
+
+
+def _all_partitioned(params: dict[int, Param]) -> bool:
+    return all(param.partitioned is True for param in params.values())
 
 
 def _is_constant(param: Param) -> bool:

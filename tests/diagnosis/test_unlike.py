@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 
 import msgspec
@@ -131,3 +132,24 @@ def test_experts_of_one_seed_need_no_reduction(places: dict[str, int], ranks: tu
     report = diagnose(run)
     assert report.verdict == verdict
     assert codes(report) == (["GS103"] if verdict == "findings" else [])
+
+
+@pytest.mark.parametrize(("partitioned", "codes_found"), [(True, ["GS105"]), (None, [])])
+def test_parts_of_a_bias_that_began_as_zeros_are_told_by_their_module(
+    partitioned: bool | None, codes_found: list[str]
+) -> None:
+    """A column-parallel layer's bias that is marked for the sum over sequence-parallel ranks."""
+    world = World(TRAINER)
+    run = world.run()
+    for rank, trace in run.ranks.items():
+        weight, bias = (world.ranks[rank].ids[name] for name in (EXPERT, "norm.weight"))
+        began = {weight: 7 + rank, bias: zlib.crc32(bytes(4 * trace.params[bias].num_positions))}
+        for id, fingerprint in began.items():
+            told = {"fingerprint": fingerprint, "partitioned": partitioned, "dtype": "float32"}
+            trace.params[id] = msgspec.structs.replace(trace.params[id], **told)
+        trace.add([ParamSet(id=100, params=(bias,))])
+        trace.events[:] = [
+            msgspec.structs.replace(event, params=100) if isinstance(event, Reduce) else event for event in trace.events
+        ]
+        trace.params[bias] = msgspec.structs.replace(trace.params[bias], name="layers.0.bias")
+    assert [one.code for one in diagnose(run).findings if "layers.0.bias" in one.explanation] == codes_found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.events import Event, Reduce
+from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
 
 APART = 0.5
@@ -22,12 +24,14 @@ _SHARDED = {"fsdp", "hsdp", "replicate"}
 
 @dataclass(frozen=True)
 class Unlike:
-    """A parameter, a reduction of its gradient on `rank`, and the ranks of its group by the values that they hold."""
+    """A parameter, a reduction of its gradient on `rank`, and the ranks of its group by the values that they hold, or
+    by the parts that their modules say they are (`declared`)."""
 
     param: ParamKey
     rank: int
     event: Reduce
     holders: tuple[tuple[int, ...], ...]
+    declared: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class Mixed:
             bool(self.unlike)
             and not self.alike
             and all(
-                all(len(ranks) == 1 for ranks in one.holders)
+                not one.declared
+                and all(len(ranks) == 1 for ranks in one.holders)
                 and len({self.coordinate.get(rank, rank) for (rank,) in one.holders}) == len(one.holders)
                 for one in self.unlike
             )
@@ -75,7 +80,29 @@ def mixed(facts: StepFacts) -> Mixed:
                 alike.append(key)
             elif key not in unlike or len(group) > len(unlike[key].event.group):
                 unlike[key] = Unlike(key, rank, event, holders)
+    for one in _declared(facts.data):
+        unlike.setdefault(one.param, one)
     return Mixed(list(unlike.values()), [key for key in alike if key not in unlike], facts.contributions.coordinate)
+
+
+def _declared(data: StepData) -> Iterator[Unlike]:
+    """Reductions over ranks that each hold a part of their own, as modules say of what began as zeros."""
+    parts: dict[ParamKey, dict[ParamKey, dict[int, Track]]] = defaultdict(dict)
+    for (stage, name), of_rank in data.tracks.items():
+        if plain_name(name) != name and all(track.param.partitioned for track in of_rank.values()):
+            parts[stage, plain_name(name)][stage, name] = of_rank
+    for family in parts.values():
+        for key, of_rank in family.items():
+            for rank, track in sorted(of_rank.items()):
+                for event in data.events[rank]:
+                    if not isinstance(event, Reduce) or track.param.id not in data.params_of(rank, event.params):
+                        continue
+                    group = set(_peers(event))
+                    holders = tuple(
+                        tuple(sorted(group & set(one))) for one in family.values() if not group.isdisjoint(one)
+                    )
+                    if len(holders) > 1:
+                        yield Unlike(key, rank, event, holders, declared=True)
 
 
 def _reductions(

@@ -31,6 +31,15 @@ def start(param: Tensor, sample_size: int) -> int | None:
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
+def partitioned(param: Tensor) -> bool | None:
+    """Whether its module says that each tensor-parallel rank holds a part of its own; None where it says nothing.
+
+    Source: set_tensor_model_parallel_attributes in megatron/core/tensor_parallel/layers.py; Transformer Engine's, too.
+    """
+    told = vars(param).get("tensor_model_parallel") if hasattr(param, "__dict__") else None
+    return told if isinstance(told, bool) else None
+
+
 def embeddings_of(root: nn.Module) -> set[int]:
     """Weights of embeddings, torch's and others' (Megatron's VocabParallelEmbedding)."""
     modules = [m for m in root.modules() if isinstance(m, nn.Embedding) or "Embedding" in type(m).__name__]
