@@ -1,6 +1,7 @@
 """Ranks of a hand-made trainer in the style of large frameworks, for test_framework_style.py."""
 
 import zlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,8 +60,10 @@ def own_part(param: Tensor) -> slice:
 
 def train(variant: str) -> int:
     """Variants: "right", "mean" (each microbatch is divided by its own tokens too), "own tokens" (each rank divides
-    by the tokens of its own), "mean of sums, own tokens" (and makes up for a division by passes)."""
-    dtype = torch.float32 if "own tokens" in variant else torch.bfloat16  # that is lost in bfloat16's noise
+    by the tokens of its own), "mean of sums, own tokens" (and makes up for a division by passes), "coalesced" (all
+    buffers are reduced at once), "coalesced twice"."""
+    exact = "own tokens" in variant or "coalesced" in variant
+    dtype = torch.float32 if exact else torch.bfloat16  # own tokens are lost in bfloat16's noise
     passes = ACCUMULATION if "mean of sums" in variant else 1
     model = model_with_buffers(dtype)
     params: list[Any] = list(model.parameters())[::-1]  # not in the order in which the model shows them
@@ -84,8 +87,11 @@ def train(variant: str) -> int:
                 param.grad = None
         if "own tokens" not in variant:
             dist.all_reduce(num_tokens)
+        for _ in range(2 if "twice" in variant else 1):
+            with dist._coalescing_manager() if "coalesced" in variant else nullcontext():
+                for param in params:
+                    dist.all_reduce(param.main_grad)
         for param, shard in zip(params, shards, strict=True):
-            dist.all_reduce(param.main_grad)
             param.main_grad.mul_(passes / num_tokens)
             shard.grad = param.main_grad.flatten()[own_part(param)]
         optimizer.step()

@@ -15,6 +15,8 @@ EXPECTED = {
     "mean": ("findings", [("GS303", "n_c^-1")]),
     "own tokens": ("findings", [("GS305", "num_tokens/N_r")]),
     "mean of sums, own tokens": ("findings", [("GS305", "num_tokens/N_r")]),
+    "coalesced": ("clean", []),
+    "coalesced twice": ("findings", [("GS102", "world_size")]),
 }
 SHARED = {
     "shared": ("clean", []),

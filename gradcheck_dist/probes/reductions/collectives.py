@@ -24,6 +24,8 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.reductions import coalesced as coalescing
+from gradcheck_dist.probes.reductions.coalesced import Coalesced
 from gradcheck_dist.probes.reductions.group_names import GroupNames
 
 LATEST = 4
@@ -41,6 +43,7 @@ class _Pending:
 
 def install(recorder: Recorder, patches: Patches) -> None:
     pending: dict[int, _Pending] = {}
+    coalesced = coalescing.install(recorder, patches)
     recorder.group_names = GroupNames(recorder)
 
     def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +56,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
-                after_manual(recorder, pending, opened, tensor, opened, async_op)
+                after_manual(recorder, pending, opened, tensor, opened, async_op, coalesced, coalesced.holds(group))
             return result
 
         return all_reduce
@@ -70,7 +73,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if opened is not None:
                 low = dist.get_rank(group) * output.numel()
                 parts = [region.part(low, low + output.numel()) for region in opened]
-                after_manual(recorder, pending, opened, output, [part for part in parts if part], async_op)
+                own = [part for part in parts if part]
+                after_manual(recorder, pending, opened, output, own, async_op, coalesced, coalesced.holds(group))
             return result
 
         return reduce_scatter
@@ -89,7 +93,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 opened = before_manual(recorder, pending, tensor, "reduce", call["op"], group, root=root_of(call))
             result = original(*args, **kwargs)
             if opened is not None and call is not None:
-                after_manual(recorder, pending, opened, call["tensor"], opened, call["async_op"])
+                after_manual(recorder, pending, opened, call["tensor"], opened, call["async_op"], coalesced)
             return result
 
         return reduce
@@ -112,7 +116,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             result = original(*args, **kwargs)
             for tensor, regions in opened:
                 if regions is not None and call is not None:
-                    after_manual(recorder, pending, regions, tensor, regions, call["async_op"])
+                    after_manual(recorder, pending, regions, tensor, regions, call["async_op"], coalesced)
             return result
 
         return all_reduce_coalesced
@@ -218,8 +222,10 @@ def after_manual(
     output: Tensor,
     regions: list[Region],
     async_op: bool,
+    coalesced: Coalesced,
+    held: bool = False,
 ) -> None:
-    """A parameter's reduction is told when all pieces of its buffer are through."""
+    """A parameter's reduction is told when all pieces of its buffer are through. `held`: it runs only later."""
     for region in opened:
         pending[region.info.id].length += region.length
     for region in regions:
@@ -235,7 +241,8 @@ def after_manual(
         if async_op:
             continue
         for part, tensor in done.outputs:
-            recorder.sample_parts(done.seq, AFTER, info, [part], tensor)
+            sample = functools.partial(recorder.sample_parts, done.seq, AFTER, info, [part], tensor)
+            coalesced.afterwards(held, sample)
 
 
 def _local_size(info: ParamInfo) -> int:
