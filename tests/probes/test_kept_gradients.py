@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from probe_workers import Net, batch, token_sum
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -30,3 +35,36 @@ def test_what_rounding_leaves_in_an_emptied_buffer_is_no_weight(reports: dict[st
     report = reports[variant]
     found = [(finding.code, round(finding.factor.observed or 0, 4)) for finding in report.findings]
     assert (report.verdict, found) == EXPECTED[variant]
+
+
+def add_to_buffer(param: torch.Tensor) -> None:
+    param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+    param.grad = None
+
+
+@pytest.mark.parametrize(("emptied", "found"), [(True, []), (False, ["GS402"])])
+def test_a_buffer_beside_the_gradient_that_nobody_empties_is_stale(
+    tmp_path: Path, emptied: bool, found: list[str]
+) -> None:
+    """Megatron's main_grad: the optimizer reads it as .grad, which zero_grad() takes away, and it is still there."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+        param.register_post_accumulate_grad_hook(add_to_buffer)
+    with attach(tmp_path):
+        for step in range(3):
+            data = [batch(0, 3 * step + k) for k in range(2)]
+            count = sum((labels >= 0).sum() for _, labels in data)
+            for param in model.parameters() if emptied else ():
+                param.main_grad.zero_()  # type: ignore[attr-defined]
+            for part in data:
+                (token_sum(model, part) / count).backward()  # type: ignore[no-untyped-call]
+            for param in model.parameters():
+                param.grad = param.main_grad  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert [finding.code for finding in report.findings] == found, report.reasons
+    assert not report.coverage.problems

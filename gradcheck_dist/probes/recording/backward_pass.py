@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Site
-from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.parameters.regions import main_grad_of
+from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
 
 
 class TokenWeights(NamedTuple):
@@ -154,6 +155,12 @@ class ReadGradients:
         # On an accelerator nobody waits to see whether a gradient was filled with zeros by hand.
         self._kept = step + 1, {key: info for key, info in left.items() if _is_there(info.param.grad)}
         return [left[key] for key in sorted(left)]
+
+    def in_buffers(self, step: int) -> list[tuple[ParamInfo, Tensor]]:
+        """Buffers of parameters that were read in `step` which still hold something, though `.grad` is empty."""
+        read = {one.id: one for infos in self._read if self._step == step for info in infos for one in originals(info)}
+        held = [(read[key], main_grad_of(read[key])) for key in sorted(read) if read[key].param.grad is None]
+        return [(info, kept) for info, kept in held if kept is not None and (not kept.is_cpu or _is_there(kept))]
 
 
 def _is_there(grad: Tensor | None) -> bool:

@@ -312,6 +312,8 @@ class Recorder(Sampler):
             left = self.read.left(self.step - 1) if self.sampling else []
             if left:
                 self.sample_grads(self.current.seq, BEFORE, left)
+            for info, kept in self.read.in_buffers(self.step - 1) if self.sampling else ():
+                self.sample(self.current.seq, BEFORE, info, kept)
         return self.current
 
     def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:
