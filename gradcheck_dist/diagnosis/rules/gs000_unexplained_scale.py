@@ -116,6 +116,7 @@ def judge(case: Case) -> Answer:
             fix = "Wait for an asynchronous reduction (work.wait()) before the gradient is read; write a copy back."
         elif culprit.kind == "loss" and culprit.gradient is not None:
             where += " It or the loss is to blame: which of the two has the wrong number, these weights do not tell."
+            fix = f"{LOOK_BETWEEN[:-1]}, and at the numbers by which the loss is divided in front of them."
     elif culprit.absent:
         where = "Everything recorded was right up to here; something that should have followed did not happen."
         fix = "Look for the reduction or scaling that this parameter's gradient should still have gone through."
