@@ -1,7 +1,6 @@
 """Two or more ranks of DDP whose loss over tokens has another one beside it, for test_beside.py."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
