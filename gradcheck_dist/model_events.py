@@ -77,8 +77,9 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     counts the losses of other kinds behind the same backward root. `computed`: something that has a gradient itself
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data. A root
     that counts no tokens may be one mean or sum, which the inherited fields tell of. `label_share`: how much of the
-    weight falls on the labels, where the trainer smooths these by hand. `multipliers` are the numbers that multiply the
-    loss in a sum of several, the outermost first; None for one that lies on an accelerator and is not read.
+    weight falls on the labels, where the trainer smooths these by hand. `multipliers` and `divisors` are the numbers
+    that multiply and divide the loss in a sum of several, the outermost first (None for one that lies on an accelerator
+    and is not read), `sum_before` is what these come to before all losses of that sum together.
     """
 
     loss_id: int
@@ -93,6 +94,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     computed: bool = False
     label_share: float | None = None
     multipliers: list[float | None] | None = None
+    divisors: list[float | None] | None = None
+    sum_before: float | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

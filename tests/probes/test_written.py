@@ -45,6 +45,7 @@ def distilled(logits: Tensor) -> Tensor:
 WRITTEN: dict[str, Loss] = {
     "two and a distance": lambda x, z, y: 2 * F.cross_entropy(x, y) + 5 * squared(z),
     "distillation": lambda x, z, y: 0.7 * F.cross_entropy(x, y) + 0.3 * distilled(x),
+    "halves": lambda x, z, y: 0.5 * F.cross_entropy(x, y) + 0.5 * distilled(x),
     "a second head": lambda x, z, y: F.cross_entropy(x, y) + 0.3 * F.cross_entropy(z, y),
     "heads with coefficients": lambda x, z, y: 3 * F.cross_entropy(x, y) + 5 * F.cross_entropy(z, y),
     "log-probabilities": lambda x, z, y: (
@@ -70,6 +71,16 @@ def test_a_missing_division_is_told_without_the_coefficient(tmp_path: Path, name
     )
 
 
+@pytest.mark.parametrize("name", IN_EQUAL)
+def test_a_second_division_of_the_whole_is_none_by_a_coefficient(tmp_path: Path, name: str) -> None:
+    (finding,) = trained(tmp_path, lambda x, z, y: WRITTEN[name](x, z, y) / STEPS / STEPS).findings
+    assert (finding.code, finding.factor.expression, finding.factor.observed) == (
+        "GS303",
+        "1/accumulation_steps",
+        pytest.approx(1 / STEPS, rel=1e-3),
+    )
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_means_over_unequal_batches_stay_what_they_are(tmp_path: Path, name: str) -> None:
     report = trained(tmp_path, lambda x, z, y: WRITTEN[name](x, z, y) / STEPS, UNEQUAL)
@@ -80,6 +91,9 @@ OPEN: dict[str, Loss] = {
     "as much as passes": lambda x, z, y: (4 * F.cross_entropy(x, y) + squared(z)) / STEPS,
     "a mean by hand": lambda x, z, y: (1.7 * F.cross_entropy(x, y, reduction="sum") / 6 + squared(z)) / STEPS,
     "divided by all coefficients": lambda x, z, y: (3 * F.cross_entropy(x, y) + 5 * F.cross_entropy(z, y)) / 8 / STEPS,
+    "a mean of losses, by as much as passes": lambda x, z, y: (F.cross_entropy(x, y) + 3 * squared(z)) / 4 / STEPS,
+    "a quarter, which may be a share": lambda x, z, y: (1 / STEPS * F.cross_entropy(x, y) + squared(z)) / STEPS,
+    "a quarter": lambda x, z, y: (F.cross_entropy(x, y) / 4 + squared(z)) / STEPS,
     "divided by a number that none explains": lambda x, z, y: F.cross_entropy(x, y) / 8 + squared(z),
     "before a sum that is divided there": lambda x, z, y: (
         5 * F.cross_entropy(x, y, reduction="sum") / (6 * STEPS) + squared(z) / STEPS

@@ -17,7 +17,7 @@ FROZEN = {
     ),
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
-        f"label_share multipliers {REDUCED}"
+        f"label_share multipliers divisors sum_before {REDUCED}"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",

@@ -5,7 +5,8 @@
 
 The gradient that arrives at the sum tells what the pass weighs, and the one that arrives at a loss, over that, the
 number before its mean. One number in all passes is a coefficient where it is none of those that passes and ranks are
-divided by: those may be a normaliser that stands at the loss itself.
+divided by, which may be a normaliser that stands at the loss itself, or where the loss is multiplied by it, it is below
+1 and no equal share of the tokens: normalisers are divided by.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
-from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of, is_of_degrees, same
 from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 
@@ -80,10 +81,19 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
         for key, one in contributions.by_key.items()
     }
     unequal = len({one.num_tokens for one in main.values()}) > 1
-    certain = (means[index] != of_sum or unequal) and (same(number, 1) or not is_of_degrees(number, contributions))
+    product = all(_is_product(one, number, contributions) for one in main.values())
+    own = same(number, 1) or product or not is_of_degrees(number, contributions)
     part = 1 / number if 0 < number < 1 else 0.0
-    may_divide = of_sum or (number < 1 and same(part, round(part)))
+    may_divide = of_sum or (number < 1 and same(part, round(part)) and not product)
+    certain = (means[index] != of_sum or unequal) and own
     return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum)
+
+
+def _is_product(one: LossGradient, number: float, contributions: Contributions) -> bool:
+    """Whether a number below 1 is one that the loss is multiplied by in its sum, and no equal share of the tokens."""
+    if number >= 1 or any(same(number * degree, 1) for degree in degrees_of(contributions)):
+        return False
+    return any(value is not None and same(value, number) for value in one.multipliers or ())
 
 
 def _losses(contributions: Contributions, events: Mapping[int, Sequence[Event]]) -> list[LossOfPasses]:

@@ -67,17 +67,32 @@ def _beside_others(case: Case) -> bool:
         in_sum = not any(same(number, 1) for number in before)
         return in_sum and not case.context.as_written and not is_of_degrees(case.pattern.factor, counted)
     beside = all(one is not None and one.other_losses > 0 for one in gradients)
-    may_be = case.pattern.factor > 0 and (beside or case.context.as_written)
-    return may_be and not all(_divided_by_all_tokens(one, counted) for one in counted.by_key.values())
+    if not case.pattern.factor > 0 or not (beside or case.context.as_written):
+        return False
+    each = counted.by_key.values()
+    if all(_divided_by_all_tokens(one, counted) for one in each):
+        return False
+    return not is_of_degrees(case.pattern.factor, counted) or not all(_multiplied_as_a_whole(one, case) for one in each)
+
+
+def _multiplied_as_a_whole(one: Contribution, case: Case) -> bool:
+    """Whether nothing stands before a loss's mean in its sum, or a coefficient that was taken away, so that the factor
+    is the whole sum's; not as a mean of losses has one, which divides by all their coefficients."""
+    gradient = one.gradient
+    if gradient is None or not gradient.whole or gradient.sum_before is None:
+        return False
+    bare = same(gradient.weight * (gradient.num_tokens or 0) / gradient.whole, 1)
+    return (bare or case.context.as_written) and not same(case.pattern.factor * gradient.sum_before, 1)
 
 
 def _divided_by_all_tokens(one: Contribution, counted: Contributions) -> bool:
     """Whether one number alone multiplies a loss in its sum, 1 / the tokens of all ranks, in the pass or in the step:
     no coefficient is written there."""
     gradient, loss = one.gradient, one.loss
-    if gradient is None or loss is None or not gradient.multipliers or not gradient.num_tokens:
+    if gradient is None or loss is None or gradient.multipliers is None or not gradient.num_tokens:
         return False
-    numbers = list(gradient.multipliers)
+    divided = [1 / value if value else value for value in gradient.divisors or ()]
+    numbers = [*gradient.multipliers, *divided]
     number = gradient.weight / (gradient.whole or 1.0)
     if loss.reduction == "mean":
         number *= gradient.num_tokens

@@ -147,5 +147,5 @@ def emit_weights(
         computed=current.computed,
         label_share=label_share,
         whole=current.whole,
-        multipliers=current.multipliers.get(loss_id),
+        **current.told_of_sum(loss_id),
     )

@@ -214,5 +214,5 @@ def gradient_arrived(
         other_losses=recorder.current.other_losses,
         computed=recorder.current.computed,
         whole=recorder.current.whole,
-        multipliers=recorder.current.multipliers.get(loss_id),
+        **recorder.current.told_of_sum(loss_id),
     )

@@ -21,7 +21,7 @@ from gradcheck_dist.probes.losses.reductions import (
     Reduced,
     element_weights,
     leads_to,
-    multiplier,
+    numbers_at,
     reduced_at,
     summands,
 )
@@ -75,8 +75,7 @@ def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor, ids: Ma
     top, _, parts = summands(root.grad_fn, root.output_nr)
     if len(parts) > 1:
         for edge, factors in parts:
-            if (node := leads_to(edge, ids)) is not None:
-                current.multipliers[ids[node]] = [multiplier(factor) for factor in factors]
+            current.before[ids.get(leads_to(edge, ids), -len(current.before) - 1)] = numbers_at(factors)
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 

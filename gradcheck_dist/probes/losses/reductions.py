@@ -18,6 +18,7 @@ from torch import Tensor
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
+from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
 from gradcheck_dist.probes.recording.deferred import is_host
 
 MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
@@ -88,17 +89,21 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
     return edge, factors
 
 
-def multiplier(node: Any) -> float | None:
-    """What a node multiplies by; None where that is no one number, or lies on an accelerator."""
+def numbers_at(factors: list[Any]) -> NumbersBefore:
+    """What nodes multiply and divide by."""
+    found = NumbersBefore([], [])
+    for node in factors:
+        (found.divisors if name_of(node) == "DivBackward" else found.multipliers).append(_number_at(node))
+    return found
+
+
+def _number_at(node: Any) -> float | None:
     name, other = name_of(node), _other(node)
     if name == "NegBackward":
         return -1.0
     if other is None or other.numel() != 1 or not is_host(other):
         return None
-    number = float(other)
-    if name == "DivBackward":
-        return 1 / number if number and node.next_functions[0][0] is not None else None
-    return number
+    return None if name == "DivBackward" and node.next_functions[0][0] is None else float(other)
 
 
 def leads_to(edge: Edge, nodes: Container[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,28 @@ class ReducedTerm:
     elements: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class NumbersBefore:
+    """The numbers that multiply and divide a loss in a sum of several; None for one that is not read."""
+
+    multipliers: list[float | None]
+    divisors: list[float | None]
+
+    @property
+    def product(self) -> float | None:
+        known = [one for one in (*self.multipliers, *self.divisors) if one is not None]
+        if len(known) < len(self.multipliers) + len(self.divisors) or 0 in self.divisors:
+            return None
+        return prod(one or 0.0 for one in self.multipliers) / prod(one or 1.0 for one in self.divisors)
+
+
 class BackwardPass:
     """A backward pass that is under way: the leaves of one contribution are arriving."""
 
     __slots__ = (
         "accumulated",
         "armed",
+        "before",
         "by_hand",
         "computed",
         "given",
@@ -50,7 +67,6 @@ class BackwardPass:
         "label_hash",
         "leaves",
         "microbatch",
-        "multipliers",
         "num_attached",
         "other_losses",
         "reduce_ops",
@@ -94,7 +110,9 @@ class BackwardPass:
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
         self.whole: Tensor | None = None  # what arrived at the sum of several
-        self.multipliers: dict[int, list[float | None]] = {}  # by loss: the numbers that multiply it in that sum
+        self.before: dict[
+            int, NumbersBefore
+        ] = {}  # by loss, of those that it adds up; below 0 those that count nothing
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:
@@ -108,6 +126,16 @@ class BackwardPass:
     def not_brought(self) -> list[tuple[ParamInfo, Tensor]]:
         """What such functions were given for parameters that nothing else arrived at."""
         return [one for held in self.held.values() for one in held]
+
+    def told_of_sum(self, loss_id: int) -> dict[str, Any]:
+        """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together."""
+        before = self.before.get(loss_id)
+        if before is None:
+            return {}
+        products = [one.product for one in self.before.values()]
+        known = [one for one in products if one is not None]
+        total = sum(known) if len(known) == len(products) else None
+        return {"multipliers": before.multipliers, "divisors": before.divisors, "sum_before": total}
 
     def not_reduced(self) -> list[ParamInfo]:
         """The parameters whose gradient buffers hold what the pass itself has left in them."""
