@@ -33,6 +33,20 @@ def discarded(data: StepData, contributions: Contributions) -> set[ContributionK
     return lost if kept & set(contributions.by_key) else set()
 
 
+def emptied_at(data: StepData) -> str:
+    """Where gradients were emptied before the step's optimizer came, as words to go into a sentence; "" where no such
+    line was recorded."""
+    for events in data.events.values():
+        seen = False
+        for event in events:
+            if isinstance(event, OptimizerStep):
+                break
+            seen = seen or isinstance(event, Backward)
+            if seen and isinstance(event, ZeroGrad) and event.site is not None:
+                return f" ({event.site.short})"
+    return ""
+
+
 def without(contributions: Contributions, dropped: set[ContributionKey]) -> Contributions:
     by_key = {key: contribution for key, contribution in contributions.by_key.items() if key not in dropped}
     return replace(contributions, by_key=by_key)

@@ -27,7 +27,7 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
-from gradcheck_dist.ledger.discarded import discarded, evaluated_again, without
+from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, without
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -126,13 +126,14 @@ def _of_passes(
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
     meant = _aim(objective, data, without(contributions, left_out), measured)
-    if not _wrong(meant, measured):
+    wrong = _wrong(meant, measured)
+    if not wrong and not (meant.relative and left_out & lost):  # weights that are relative tell nothing of others
         return meant
-    if kept.relative or _wrong(kept, measured) - lost - left_out:
+    if not wrong or kept.relative or _wrong(kept, measured) - lost - left_out:
         meant.reasons.append(
             f"{len(left_out)} contribution(s) were multiplied by zero at the loss, or their gradients emptied before "
-            "the optimizer came and their labels not seen: whether that was meant, or their tokens are missing in the "
-            "step, cannot be told"
+            f"the optimizer came{emptied_at(data)} and their labels not seen: whether that was meant, or their tokens "
+            "are missing in the step, cannot be told"
         )
         return meant
     return kept
