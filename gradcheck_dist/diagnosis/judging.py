@@ -32,6 +32,7 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
+from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
 from gradcheck_dist.diagnosis.steps.open_steps import (
@@ -240,6 +241,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         *uncounted(verdict.held, data, target.contributions.coordinate),
     ]
     verdict.units = unit_of(verdict.held)
+    verdict.apart = sets_apart(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
     return _Weighed(measured, target, on_the_way)

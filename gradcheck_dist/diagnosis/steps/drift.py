@@ -6,9 +6,12 @@ their activations differ in the next one, and what arrives at copies and behind 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.ledger.tracks import ParamKey
 
 SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
@@ -16,8 +19,20 @@ FOLLOWS = frozenset({"GS000", "GS103", "GS703", "GS802"})
 """What copies that have drifted apart look like."""
 
 
+def sets_apart(judged: Iterable[Held]) -> bool:
+    """Whether the optimizers of two ranks read other weights of one contribution in copies of one parameter."""
+    first: dict[tuple[ParamKey, ContributionKey], Cell] = {}
+    for held in judged:
+        for cell in held.cells:
+            other = first.setdefault((held.param, cell.key), cell)
+            if abs(cell.ratio - other.ratio) > cell.margin + other.margin:
+                return True
+    return False
+
+
 def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
-    """Take findings away that no step showed up to the first in which copies were set apart."""
+    """Take findings away that no step showed up to the first in which copies were set apart, be that a finding or left
+    open."""
     known: set[object] = set()
     since: tuple[int, str] | None = None
     for verdict in sorted(verdicts, key=lambda one: one.context.step):
@@ -31,5 +46,5 @@ def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
             ]
         known |= {cause(finding) for finding in verdict.findings}
         apart = [one.code for one in verdict.findings if one.code in SETS_APART and one.severity == "error"]
-        if since is None and apart:
-            since = verdict.context.step, apart[0]
+        if since is None and (apart or verdict.apart):
+            since = verdict.context.step, apart[0] if apart else "unequal gradients of copies"

@@ -76,7 +76,8 @@ class StepVerdict:
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
-    no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients."""
+    no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
+    parameters got unequal gradients on different ranks."""
 
     context: StepContext
     data: StepData
@@ -104,6 +105,7 @@ class StepVerdict:
     own_divisors: OwnDivisors | None = None
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
+    apart: bool = False
 
     @property
     def all_right(self) -> bool:
