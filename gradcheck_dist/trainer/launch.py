@@ -168,6 +168,8 @@ def _rank_error(failure: worker.RankFailure, nproc: int, timeout_s: float, folde
         what, code = f"ended with exit code {exit_code}", "E232"
     log, tail = worker.log_path(folder, rank, "stderr"), worker.read_log(folder, rank)[-_LOG_TAIL_CHARS:]
     message = f"rank {rank} of {nproc} {what}; the other ranks were stopped. Its log is {log}"
+    if crash := worker.read_crash(folder, rank):
+        return GradcheckError(f"{message} and says:\n{crash[:_LOG_TAIL_CHARS].strip()}", code=code)
     return GradcheckError(f"{message} and ends:\n{tail}" if tail else f"{message} (empty).", code=code)
 
 

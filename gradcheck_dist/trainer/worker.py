@@ -26,6 +26,8 @@ from gradcheck_dist.errors import GradcheckError
 
 _FAREWELL_S = 0.5
 _TIMEOUT_MARK = "Timeout ("  # how faulthandler begins its dump, innermost frame first
+_CRASH = re.compile(r"^Fatal Python error: .*\n", re.MULTILINE)
+_CRASHED_THREAD = re.compile(r"^Current thread .*\n(?:  .*\n?)*", re.MULTILINE)
 _left: list[Any] = []
 _LAUNCHER_FRAMES = re.compile(r"( line \d+ in run_rank\n)(?:  File .*\n)+")
 
@@ -63,6 +65,19 @@ def read_log(folder: Path, rank: int) -> str:
     path = log_path(folder, rank, "stderr")
     text = path.read_text(errors="replace") if path.exists() else ""
     return _LAUNCHER_FRAMES.sub(r"\1", text).strip()
+
+
+def read_crash(folder: Path, rank: int) -> str:
+    """What faulthandler wrote about the signal that ended the rank, with the stack of the thread that got it.
+
+    Of a thread that no Python runs in (gloo's, autograd's) there is no stack; "" where there was no such signal.
+    """
+    text = read_log(folder, rank)
+    crash = _CRASH.search(text)
+    if crash is None:
+        return ""
+    thread = _CRASHED_THREAD.search(text, crash.end())
+    return crash[0] + (thread[0] if thread else "in a thread that runs no Python")
 
 
 def timed_out(folder: Path, rank: int) -> bool:

@@ -124,6 +124,18 @@ def test_a_dying_rank_is_named_within_seconds_and_the_others_are_gone(
     assert_gone(read_pids(tmp_path, 3), timeout_s=0.5)
 
 
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("call", r"killed by SIGSEGV(.|\n)*says:\nFatal Python error: Seg.*\nCurrent thread .*\n.* in crash\n"),
+        ("thread", r"killed by SIGABRT(.|\n)*says:\nFatal Python error: Aborted\nin a thread that runs no Python$"),
+    ],
+)
+def test_of_a_rank_that_crashes_the_thread_that_did_is_told(where: str, words: str) -> None:
+    with pytest.raises(GradcheckError, match=words):
+        launch("trainer_workers:crash", (where,), 1, timeout_s=60)
+
+
 def test_a_problem_that_a_rank_explains_comes_as_it_is() -> None:
     with pytest.raises(GradcheckError, match=r"^not like this$") as caught:
         launch("trainer_workers:refuse", (), 2, timeout_s=60)

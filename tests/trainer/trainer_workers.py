@@ -127,6 +127,17 @@ def refuse() -> None:
     raise GradcheckError("not like this", code="E999")
 
 
+def crash(where: str) -> None:
+    """As libraries do: in a call from Python, or in a thread of their own."""
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    if where == "call":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
+    time.sleep(60)
+
+
 def cpu_time_s() -> float:
     """Seconds of CPU that this process has cost before its target began."""
     return time.process_time()
