@@ -78,8 +78,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     multiplies a loss of this pass, or a curve is drawn over it, so that the weight is a function of the data. A root
     that counts no tokens may be one mean or sum, which the inherited fields tell of. `label_share`: how much of the
     weight falls on the labels, where the trainer smooths these by hand. `multipliers` and `divisors` are the numbers
-    that multiply and divide the loss in a sum of several, the outermost first (None for one that lies on an accelerator
-    and is not read), `sum_before` is what these come to before all losses of that sum together.
+    that multiply and divide the loss in a sum of several, the outermost first (None for one that is not read: on an
+    accelerator, or of a DTensor), `sum_before` is what these come to before all losses of that sum together.
     """
 
     loss_id: int

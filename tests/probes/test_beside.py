@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from beside_workers import LOSSES
+import torch
+from beside_workers import LOSSES, Unread
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes.losses.reductions import numbers_at
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -38,3 +40,14 @@ def test_a_coefficient_of_one_over_the_ranks_accuses_nobody(reports: tuple[bool,
     if equal:
         before = of["a coefficient before the mean"]
         assert (before.verdict, before.findings) == ("undetermined", [])
+
+
+def test_a_number_that_may_call_a_collective_is_not_read() -> None:
+    """A DTensor is gathered from the ranks where it is turned into a number."""
+    loss = torch.ones((), requires_grad=True)
+    plain = numbers_at([(loss / torch.tensor(2.0)).grad_fn])
+    assert (plain.multipliers, plain.divisors, plain.product) == ([], [2.0], 0.5)
+    node = (loss / torch.tensor(2.0).as_subclass(Unread)).grad_fn
+    assert node is not None
+    unread = numbers_at([node.next_functions[0][0]])
+    assert (unread.multipliers, unread.divisors, unread.product) == ([], [None], None)

@@ -74,8 +74,7 @@ def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor, ids: Ma
     there. `ids`: these losses, by their nodes."""
     top, _, parts = summands(root.grad_fn, root.output_nr)
     if len(parts) > 1:
-        for edge, factors in parts:
-            current.before[ids.get(leads_to(edge, ids), -len(current.before) - 1)] = numbers_at(factors)
+        current.before = [(ids.get(leads_to(edge, ids)), numbers_at(factors)) for edge, factors in parts]
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 

@@ -101,8 +101,8 @@ def _number_at(node: Any) -> float | None:
     name, other = name_of(node), _other(node)
     if name == "NegBackward":
         return -1.0
-    if other is None or other.numel() != 1 or not is_host(other):
-        return None
+    if type(other) is not Tensor or other.numel() != 1 or not is_host(other):
+        return None  # reading a DTensor may call a collective
     return None if name == "DivBackward" and node.next_functions[0][0] is None else float(other)
 
 

@@ -45,10 +45,11 @@ class NumbersBefore:
 
     @property
     def product(self) -> float | None:
-        known = [one for one in (*self.multipliers, *self.divisors) if one is not None]
-        if len(known) < len(self.multipliers) + len(self.divisors) or 0 in self.divisors:
+        multipliers = [one for one in self.multipliers if one is not None]
+        divisors = [one for one in self.divisors if one]
+        if len(multipliers) < len(self.multipliers) or len(divisors) < len(self.divisors):
             return None
-        return prod(one or 0.0 for one in self.multipliers) / prod(one or 1.0 for one in self.divisors)
+        return prod(multipliers) / prod(divisors)
 
 
 class BackwardPass:
@@ -110,9 +111,7 @@ class BackwardPass:
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are
         self.reduced: list[ReducedTerm] = []  # the means and sums over elements that the root adds up
         self.whole: Tensor | None = None  # what arrived at the sum of several
-        self.before: dict[
-            int, NumbersBefore
-        ] = {}  # by loss, of those that it adds up; below 0 those that count nothing
+        self.before: list[tuple[int | None, NumbersBefore]] = []  # by loss; None for what counts no tokens
         self.root_loss: str | None = None  # what a scalar root is made of, when it is no recorded loss
 
     def holds(self, info: ParamInfo, grad: Tensor) -> bool:
@@ -129,13 +128,13 @@ class BackwardPass:
 
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
         """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together."""
-        before = self.before.get(loss_id)
-        if before is None:
-            return {}
-        products = [one.product for one in self.before.values()]
+        own = [one for known, one in self.before if known == loss_id]
+        if len(own) != 1:
+            return {}  # in no sum, or several times in one
+        products = [one.product for _, one in self.before]
         known = [one for one in products if one is not None]
         total = sum(known) if len(known) == len(products) else None
-        return {"multipliers": before.multipliers, "divisors": before.divisors, "sum_before": total}
+        return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total}
 
     def not_reduced(self) -> list[ParamInfo]:
         """The parameters whose gradient buffers hold what the pass itself has left in them."""
