@@ -49,11 +49,11 @@ def install(recorder: Recorder, patches: Patches) -> Coalesced:
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         @contextlib.contextmanager
-        def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        def manager(*args: Any, **kwargs: Any) -> Iterator[Any]:
             coalesced.take()  # of a manager that broke off
-            with original(group, device, async_ops) as work:
-                yield work
-            _left(recorder, coalesced, async_ops)
+            with original(*args, **kwargs) as held:
+                yield held
+            _left(recorder, coalesced, bool(getattr(held, "works", ())))
 
         return manager
 
@@ -67,7 +67,7 @@ def install(recorder: Recorder, patches: Patches) -> Coalesced:
 
 
 @guarded("collectives")
-def _left(_: Recorder, coalesced: Coalesced, async_ops: bool) -> None:
+def _left(_: Recorder, coalesced: Coalesced, under_way: bool) -> None:
     for call in coalesced.take():
-        if not async_ops:  # else they are under way
+        if not under_way:
             call()
