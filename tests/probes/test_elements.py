@@ -187,31 +187,25 @@ def test_a_mask_that_keeps_nothing_is_a_loss_over_no_elements(tmp_path: Path, ke
     assert not any("bug" in reason for reason in report.reasons)
 
 
-def test_gradients_that_lines_of_ones_own_halve_are_accused_and_not_the_others(tmp_path: Path) -> None:
-    """Most parameters are changed by hand: what is usual is wrong, and what the loss's elements ask for is not."""
+@pytest.mark.parametrize(
+    ("coefficient", "factor", "changed"),
+    [(1.0, 0.5, slice(1, None)), (0.5, 2.0, slice(0, 1))],
+    ids=["most are halved", "one is doubled behind a coefficient"],
+)
+def test_gradients_that_lines_of_ones_own_change_are_accused_and_not_the_others(
+    tmp_path: Path, coefficient: float, factor: float, changed: slice
+) -> None:
+    """Where most are changed by hand, what is usual is wrong, and what the loss's elements ask for is not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())[changed]
     with attach(tmp_path):
         for size in EQUAL:
-            (F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4)) / len(EQUAL)).backward()
-        for param in list(model.parameters())[1:]:
-            param.grad /= 2
+            (coefficient * F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4)) / len(EQUAL)).backward()
+        for param in params:
+            param.grad *= factor
         optimizer.step()
     (finding,) = diagnose(read_run(tmp_path)).findings
-    assert (finding.code, finding.num_parameters) == ("GS000", 3)
-    assert finding.factor.observed == pytest.approx(0.5, rel=1e-4)
-
-
-def test_a_gradient_that_is_doubled_behind_a_coefficient_is_accused_and_not_the_others(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path):
-        for size in EQUAL:
-            (0.5 * F.mse_loss(model(torch.randn(size, 6)), torch.randn(size, 4)) / len(EQUAL)).backward()
-        model[0].weight.grad *= 2
-        optimizer.step()
-    (finding,) = diagnose(read_run(tmp_path)).findings
-    assert (finding.code, finding.num_parameters) == ("GS000", 1)
-    assert finding.factor.observed == pytest.approx(2, rel=1e-4)
+    assert (finding.code, finding.num_parameters) == ("GS000", len(params))
+    assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
