@@ -54,6 +54,7 @@ from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
+from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on, with_handed_on
 from gradcheck_dist.ledger.leaves import same_tokens
@@ -186,7 +187,7 @@ def _read(
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
-    data = without_looks(recorded)
+    data = with_chunks(without_looks(recorded))
     data = with_handed_on(data) if handed else data
     data = as_given(data) if given else data
     own_terms = several_terms(data) if terms else None
@@ -203,7 +204,7 @@ def _read(
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
     verdict.reasons += not_summed(data)
-    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems]
+    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]

@@ -35,11 +35,11 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
         apart = parts[stage, name]
         of_module = (stage, f"{name.removesuffix('bias')}weight")
         weight = parts.get(of_module, [])
-        if len(apart) == 1 and len(weight) > 1 and all(map(_is_constant, params.values())):
+        if len(weight) > 1 and all(map(_is_constant, params.values())):
             if _all_partitioned(params):
-                apart = merge([{rank} for rank in params], weight)
+                apart = _both(apart, weight)
             elif not _all_partitioned(found[of_module]):
-                apart = merge([{rank} for rank in params], [*weight, *reduced[stage, name]])
+                apart = _both(apart, merge(weight, reduced[stage, name]))
         for part in apart:
             own = name if len(apart) == 1 else as_on_rank(name, min(part))
             names |= {(rank, params[rank].id): (stage, own) for rank in part}
@@ -126,6 +126,13 @@ def _sharded_apart(params: dict[int, Param], reduced: Iterable[Iterable[int]]) -
     sizes = {len(starts) for starts in began}
     told = all(any(start is not None for start in starts) for starts in began)
     return list(began.values()) if len(began) > 1 and len(sizes) == 1 and min(sizes) > 1 and told else []
+
+
+def _both(parts: list[set[int]], others: list[set[int]]) -> list[set[int]]:
+    """Ranks that are together in both; those of which the others know nothing stay as they are."""
+    known = set[int]().union(*others)
+    shared = [part & other for part in parts for other in others]
+    return [part for part in [*shared, *(part - known for part in parts)] if part]
 
 
 def _all_partitioned(params: dict[int, Param]) -> bool:

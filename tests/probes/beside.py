@@ -12,9 +12,11 @@ from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch
 
 
-def judged_beside(folders: pytest.TempPathFactory, worker: str, variants: Iterable[str]) -> dict[str, Report]:
-    """Train every variant on two ranks, hold that probes changed no bit of it, and judge what they recorded."""
+def judged_beside(
+    folders: pytest.TempPathFactory, worker: str, variants: Iterable[str], num_ranks: int = 2
+) -> dict[str, Report]:
+    """Train every variant, hold that probes changed no bit of it, and judge what they recorded."""
     folder = folders.mktemp("variants")
-    checksums = launch(worker, (str(folder),), 2, timeout_s=100)
+    checksums = launch(worker, (str(folder),), num_ranks, timeout_s=100)
     assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
     return {variant: diagnose(read_run(folder / variant)) for variant in variants}

@@ -20,6 +20,8 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     judged = {held.param for step in steps for held in step}
     apart = {(stage, plain_name(name)) for stage, name in judged} - judged
     apart |= {copy for copy, first in ties(run).items() if first in judged | apart}
+    # Stages of a pipeline by hand have numbers where a step is judged (ledger/chunks.py), and not where it is recorded.
+    apart |= {(-1, plain_name(name)) for stage, name in judged if stage >= 0} - judged
     all_params = (set(params) - apart) | judged
     observed: set[ParamKey] = set()
     reasons: dict[ParamKey, str] = {}
