@@ -1,8 +1,11 @@
 """Ranks whose clips are wrong only together. No postponed annotations, as in probe_workers."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from probe_workers import Net, batch, token_sum
+from torch import Tensor, nn
 
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.result import TrainResult
@@ -56,3 +59,68 @@ def train_with_one_stages_norm(config: TrainConfig, run_dir: str) -> TrainResult
 
     clip.clip_gradients = clip_gradients
     return train(config, run_dir)
+
+
+class Copied(torch.autograd.Function):
+    """The same on all ranks; their gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Added(torch.autograd.Function):
+    """The sum over ranks; each gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        given = given.clone()
+        dist.all_reduce(given)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def train_tensor_parallel(run_dir: str, clip: str) -> None:
+    """Two ranks hold halves of two layers and copies of the others. They divide by all tokens behind the backward pass
+    and clip by the norm of all ("shared") or of their own ("own"); "counted once": one rank leaves the copies out."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    copies = nn.ModuleList([nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32)])
+    torch.manual_seed(1 + rank)
+    shards = nn.ModuleList([nn.Linear(16, 24), nn.Linear(24, 16, bias=False)])
+    params = [*copies.parameters(), *shards.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    with attach(run_dir):
+        for _ in range(2):
+            ids, labels = torch.randint(32, (2, 4, 6), generator=data)
+            hidden = copies[1](copies[0](ids))
+            hidden = hidden + Added.apply(shards[1](torch.tanh(shards[0](Copied.apply(hidden)))))
+            loss = torch.nn.functional.cross_entropy(copies[2](hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+            loss.backward()
+            for param in params:
+                assert param.grad is not None
+                param.grad.div_(24)
+            counted = params if rank == 0 or "once" not in clip else list(shards.parameters())
+            norm = torch.stack([param.grad.norm() for param in counted if param.grad is not None]).square().sum()
+            if "shared" in clip:
+                dist.all_reduce(norm)
+            scale = min(1.0, 0.1 / norm.sqrt().item())
+            for param in params:
+                assert param.grad is not None
+                param.grad.mul_(scale)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()

@@ -49,3 +49,16 @@ def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, co
         event = report.findings[0].first_event
         assert event is not None and event.kind == "clip"
         assert "before they were complete" in report.findings[0].explanation
+
+
+@pytest.mark.parametrize("clip", ["own", "own, copies counted once"])
+def test_a_clip_by_each_tensor_parallel_ranks_own_norm_is_local(clip: str, tmp_path: Path) -> None:
+    (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), clip).findings
+    assert (finding.code, finding.ranks) == ("GS601", [0, 1])
+    assert "to norm 0.1 of what lies on it" in finding.explanation
+    assert finding.first_event is not None and (finding.first_event.file or "").endswith("clip_workers.py")
+
+
+def test_copies_that_a_rank_leaves_out_of_the_norm_are_clipped_by_it_all_the_same(tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "shared, copies counted once")
+    assert (report.verdict, report.findings) == ("clean", [])

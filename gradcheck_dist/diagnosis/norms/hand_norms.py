@@ -9,7 +9,7 @@ what all of them hold was counted by each.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import Clip, Event, Exchange, OptimizerStep
+from gradcheck_dist.events import Clip, Event, Exchange, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 MOST_VAGUE = 5e-4
@@ -54,7 +54,8 @@ class HandNorm:
 
 def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandNorm | None:
     """The clip by hand that took a wrong norm, where one surely explains all that is wrong with a step's weights."""
-    unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, OptimizerStep)]
+    ends = OptimizerStep | GradientNorm  # the norm may be taken once more behind the clip, to be logged
+    unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, ends)]
     if not unseen or len(unseen) < len(cases):
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
@@ -71,12 +72,16 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     if truth.exact and is_round(truth.middle, tolerance):
         return None  # the right norm
-    for meaning, over, left in _candidates(parts, acted, factors, data):
+    apart = max(factors[rank] for rank in acted) > min(factors[rank] for rank in acted) * (1 + FAR)
+    for meaning, over, norms_left in _candidates(parts, acted, factors, data):
+        left = [value for rank, value in norms_left.items() if rank in acted]
         norm = median(left)
         alike = max(left) <= min(left) * (1 + 2 * tolerance)
         far = norm < truth.low * (1 - FAR) or norm > truth.high * (1 + FAR)
-        if alike and far and is_round(norm, tolerance) and _fits(meaning, parts, factors, norm):
-            culprit = unseen[0].culprit
+        # What other factors on other ranks made one norm needs no round number to be what was clipped.
+        if alike and far and (apart or is_round(norm, tolerance)) and max(norms_left.values()) <= norm * (1 + FAR):
+            narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
+            culprit = (narrow or [case.culprit for case in unseen])[0]
             event = culprit.write or culprit.event
             return HandNorm(factors, norm, truth.middle, meaning, over, event, culprit.rank)
     return None
@@ -94,10 +99,13 @@ def _coefficients(judged: Sequence[Held]) -> dict[int, float]:
 
 
 def _candidates(
-    parts: dict[int, list[Part]], acted: Collection[int], factors: dict[int, float], data: StepData
-) -> Iterator[tuple[str, tuple[int, ...], list[float]]]:
-    """What may have been taken for the norm, over which ranks, and what it is now on each that it made shorter."""
-    yield SHARDS, (), [local_norm(parts[rank]) for rank in acted]
+    parts: dict[int, list[Part]], acted: Sequence[int], factors: dict[int, float], data: StepData
+) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
+    """What may have been taken for the norm, over which ranks, and what it is now, on each rank where ranks took their
+    own: those that the clip left alone are below its norm."""
+    yield SHARDS, (), {rank: local_norm(of_rank) for rank, of_rank in parts.items()}
+    for seen in _seen(parts, data):
+        yield SHARDS, (), seen
     if len(acted) < len(factors) or max(factors.values()) > min(factors.values()) * (1 + FAR):
         return
     stages: dict[frozenset[ParamKey], list[int]] = defaultdict(list)
@@ -106,19 +114,30 @@ def _candidates(
     for ranks in stages.values() if len(stages) > 1 else ():
         norm = norm_of(part for rank in ranks for part in parts[rank])
         if norm.known and norm.exact:
-            yield SOME, tuple(ranks), [norm.middle]
+            yield SOME, tuple(ranks), {acted[0]: norm.middle}
     groups = {tuple(sorted(parts))}
     groups |= {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
     for group in sorted(groups, key=len, reverse=True):
         if len(group) > 1 and set(group) <= parts.keys():
-            yield COPIES, group, [sqrt(sum(local_norm(parts[rank]) ** 2 for rank in group))]
+            yield COPIES, group, {acted[0]: sqrt(sum(local_norm(parts[rank]) ** 2 for rank in group))}
 
 
-def _fits(meaning: str, parts: dict[int, list[Part]], factors: dict[int, float], norm: float) -> bool:
-    """Whether ranks that the clip left alone were below its norm."""
-    if meaning != SHARDS:
-        return True
-    return all(local_norm(parts[rank]) <= norm * (1 + FAR) for rank in factors)
+def _seen(parts: dict[int, list[Part]], data: StepData) -> Iterator[dict[int, float]]:
+    """For each line that takes norms, what that of the gradients which it was given is now on each rank: a rank may
+    leave out copies that another one counts. Only where ranks hold one parameter, so that it is scaled apart."""
+    lines: dict[tuple[str, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank in parts:
+        for event in data.events[rank]:
+            if isinstance(event, GradientNorm) and event.site is not None:
+                lines[event.site.file, event.site.line][rank] |= set(data.params_of(rank, event.params))
+    if not any(len(of_rank.keys() & parts.keys()) > 1 for of_rank in data.tracks.values()):
+        return
+    for of_line in lines.values():
+        if of_line.keys() == parts.keys():
+            yield {
+                rank: local_norm(part for part in of_rank if data.tracks[part.key][rank].param.id in of_line[rank])
+                for rank, of_rank in parts.items()
+            }
 
 
 def freed_by_rank(measured: list[Held], clip: HandNorm) -> list[Held]:
