@@ -189,11 +189,11 @@ def join_born_alike(tracks: dict[ParamKey, dict[int, Track]]) -> None:
         ):
             continue
         pairs = [(of_key, first) for of_key in others] + [(first, of_key) for of_key in others]
-        if all(any(_got_the_same(mine, other) for other in theirs) for ours, theirs in pairs for mine in ours):
+        if all(any(got_the_same(mine, other) for other in theirs) for ours, theirs in pairs for mine in ours):
             tracks[whole] = {rank: track for key in keys for rank, track in tracks.pop(key).items()}
 
 
-def _got_the_same(mine: Track, other: Track) -> bool:
+def got_the_same(mine: Track, other: Track) -> bool:
     """Whether two ranks' passes gave one gradient, and any."""
     if mine.leaves.keys() != other.leaves.keys() or mine.param.shape != other.param.shape:
         return False

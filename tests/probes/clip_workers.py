@@ -118,6 +118,8 @@ def train_tensor_parallel(run_dir: str, clip: str) -> None:
             if "shared" in clip:
                 dist.all_reduce(norm)
             scale = min(1.0, 0.1 / norm.sqrt().item())
+            if "no norm" in clip:  # that all ranks end with
+                scale = 0.1 / (norm.sqrt() + norm).item()
             for param in params:
                 assert param.grad is not None
                 param.grad.mul_(scale)

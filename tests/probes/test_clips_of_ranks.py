@@ -62,3 +62,9 @@ def test_a_clip_by_each_tensor_parallel_ranks_own_norm_is_local(clip: str, tmp_p
 def test_copies_that_a_rank_leaves_out_of_the_norm_are_clipped_by_it_all_the_same(tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "shared, copies counted once")
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_copies_that_tensor_parallel_ranks_scale_apart_are_told_whatever_scales_them(tmp_path: Path) -> None:
+    (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "own, to no norm").findings
+    assert (finding.code, finding.ranks) == ("GS000", [0, 1])
+    assert "what they hold drifts apart" in finding.explanation

@@ -35,10 +35,11 @@ from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplaine
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
 from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
+from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_written
-from gradcheck_dist.events import Backward, Clip, Event, OptimizerStep, Reduce
+from gradcheck_dist.events import Backward, Event, Reduce
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -57,7 +58,7 @@ NO_COMBINATION = "no combination"
 def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | None) -> None:
     """Keep the finding of a case; one that accuses lines of the user's only where this step shows that they are wrong,
     else it waits for the other steps (`weigh`)."""
-    change = _change_of(case, finding, effect)
+    change = _change_of(verdict, case, finding, effect)
     if change is not None:
         if _blurred(verdict, case, change):
             return  # a reason says what these lines do
@@ -74,15 +75,15 @@ def _blurred(verdict: StepVerdict, case: Case, change: Change) -> bool:
     return any(change.words in held.changed_in for held in verdict.held if held.changed_in)
 
 
-def _change_of(case: Case, finding: Finding, effect: Effect | None) -> Change | None:
+def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | None) -> Change | None:
     """The change that a finding accuses, when it is one that no recorded event made; None for all others."""
     if finding.code not in (unexplained.CODE, scaled_alike.CODE, in_flight.CODE) or not _by_hand(case):
         return None
-    factors: dict[Key, Measured] = {(held.param, held.rank, cell.key): _factor(cell) for held, cell in case.cells}
+    factors: dict[Key, Measured] = {(held.param, held.rank, cell.key): factor_of(cell) for held, cell in case.cells}
     kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step
     culprit = case.culprit
     event, before = culprit.event, culprit.before
-    parted = _replicas_part(case)
+    parted = replicas_part(case) or copies_part(case, verdict)
     if parted:
         finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
     return Change(
@@ -176,13 +177,6 @@ def _by_hand(case: Case) -> bool:
     return isinstance(event, Reduce) and culprit.nominal is None
 
 
-def _factor(cell: Cell) -> Measured:
-    """(factor, relative tolerance); of a weight that is right within its tolerance exactly 1."""
-    if cell.right:
-        return 1.0, cell.margin
-    return cell.ratio, cell.margin / max(abs(cell.ratio), 1e-12)
-
-
 def _stands_written(case: Case) -> bool:
     """Whether one step alone shows numbers of the program and not of the data."""
     pattern = case.pattern
@@ -193,7 +187,7 @@ def _stands_written(case: Case) -> bool:
         if len({cell.key[1:] for _, cell in case.cells}) >= OFTEN:
             return True  # two values lie on some power law, three do not
     else:
-        values = distinct([_factor(cell) for _, cell in case.cells if not cell.right])
+        values = distinct([factor_of(cell) for _, cell in case.cells if not cell.right])
         measured = case.culprit.factor
         if (
             measured
@@ -206,16 +200,6 @@ def _stands_written(case: Case) -> bool:
     if len(values) == 1 and values[0][1] > VAGUE:
         return True
     return all(value == 0 or is_written(value, tolerance, case.context.quantities) for value, tolerance in values)
-
-
-def _replicas_part(case: Case) -> bool:
-    """Whether copies of one gradient were scaled apart on different ranks behind the last reduction."""
-    if not isinstance(case.culprit.before, OptimizerStep | Clip) or case.culprit.kind != "reduce":
-        return False
-    found: dict[object, list[Measured]] = defaultdict(list)
-    for held, cell in case.cells:
-        found[held.param, cell.key].append(_factor(cell))
-    return any(len(distinct(factors)) > 1 for factors in found.values())
 
 
 def _name(case: Case) -> str | None:
