@@ -46,10 +46,13 @@ BEFORE = 1  # the gradient buffer before the event
 AFTER = 2  # the gradient buffer after the event
 UNNAMED = "unnamed."  # begins the names of parameters that an optimizer holds and no module has shown
 
-SHARDING = frozenset({"fsdp", "hsdp", "replicate", "fsdp1"})
+SHARDING = frozenset({"fsdp", "hsdp", "replicate", "fsdp1", "gathered"})
 """`impl` of reductions of a wrapper that keeps a rank's part of the result, and adds it to what is there already."""
-DATA_PARALLEL = SHARDING | {"ddp", "fsdp1_no_shard"}
+DATA_PARALLEL = (SHARDING - {"gathered"}) | {"ddp", "fsdp1_no_shard"}
 
+GATHERED = "gathered"
+"""`impl` of the reduction of a parameter whose parts a function of the trainer's own gathers in forward; the probe of
+that name tells, as not active, which of these functions it does not follow."""
 BY_AUTOGRAD = "redistribute"  # `hook` of a reduction that is the backward of a DTensor's redistribution
 
 

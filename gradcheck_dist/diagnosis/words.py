@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradcheck_dist.events import GATHERED, Reduce
+
 SHOWN = 3
 OF_THE_DATA = "function of the data, which may be meant"
 """What is said of losses that are scaled by no count."""
@@ -13,3 +15,8 @@ def in_short(names: Sequence[str]) -> str:
     """The first of many names: "a, b, c and 4 more"."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
+
+
+def reduction(event: Reduce) -> str:
+    """What reduces: "FSDP reduction", "reduction by Gather"."""
+    return f"reduction by {event.hook}" if event.impl == GATHERED else f"{event.impl.upper()} reduction"

@@ -19,6 +19,7 @@ from gradcheck_dist.events import (
     Event,
     OptimizerStep,
     Param,
+    ProbeStatus,
     Reduce,
     Samples,
     Wrapper,
@@ -108,6 +109,11 @@ class StepData:
     def event_of(self) -> dict[int, dict[int, Event]]:
         """The events of each rank by their number; of several with one number the first."""
         return {rank: {event.seq: event for event in reversed(of_rank)} for rank, of_rank in self.events.items()}
+
+    def told(self, probe: str) -> list[str]:
+        """What a probe tells that it did not see, in each of the step's events."""
+        statuses = (event for of_rank in self.events.values() for event in of_rank if isinstance(event, ProbeStatus))
+        return [event.reason for event in statuses if event.probe == probe and not event.active]
 
     def params_of(self, rank: int, param_set: int) -> tuple[int, ...]:
         return self.param_sets[rank].get(param_set, ())

@@ -50,6 +50,7 @@ _IN_ORDER = (
     "reductions.redistribute",
     "reductions.replicas",
     "reductions.copies",
+    "reductions.gathered",
     "activations.exchanges",
     "backward.recompute",
 )

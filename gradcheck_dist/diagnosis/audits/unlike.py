@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
-from gradcheck_dist.events import Event, Reduce
+from gradcheck_dist.events import GATHERED, Event, Reduce
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
 
@@ -19,7 +19,7 @@ APART = 0.5
 """Relative difference from which two tensors' values are unlike: copies that drifted differ by far less, and two draws
 of one distribution by about 1.4."""
 
-_SHARDED = {"fsdp", "hsdp", "replicate"}
+_SHARDED = {"fsdp", "hsdp", "replicate", GATHERED}
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,21 @@
-"""Gradients that are combined over ranks inside of an optimizer's own step, where nobody follows them."""
+"""Gradients that are combined over ranks where nobody follows them: inside of an optimizer's own step, or in the
+backward of a function that combines parameters."""
 
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.events import GATHERED, Event, OptimizerStep, Reduce, Replica, StepEnd
 from gradcheck_dist.ledger.tracks import StepData
 
 
 def reduced_inside(case: Case, data: StepData) -> str | None:
     """Why a reduction that never came accuses nobody."""
     return stepped_together(data) if case.culprit.absent else None
+
+
+def gathered_otherwise(_: Case, data: StepData) -> str | None:
+    """Why nothing is laid to anybody where what arrives at some parameters is a sum over ranks that nobody follows."""
+    return next(iter(data.told(GATHERED)), None)
 
 
 def stepped_together(data: StepData) -> str | None:

@@ -39,6 +39,8 @@ SAYS = {
     UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "
     "model in one pass; else compare these parameters' gradients with those of one process.",
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
+    "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
+    "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""

@@ -41,7 +41,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Reduce
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS101"
@@ -68,15 +68,19 @@ def judge(case: Case) -> Answer | None:
     divisor = f"{size}" if averages else f"{1 / factor:.6g}"
     does = f"averages over {size}" if averages else f"divides its sum by {divisor}, over {size}"
     name = case.names[0].expression if case.names else f"{factor:.6g}"
-    wrapper = event.impl.upper() if event.hook != BY_AUTOGRAD else "the DTensor's redistribution"
+    wrapper = "the DTensor's redistribution" if event.hook == BY_AUTOGRAD else event.impl.upper()
+    if event.impl == GATHERED:
+        wrapper = f"the backward of {event.hook}"
     sum_instead = (
         'to_local(grad_placements=[Partial("sum")])'
         if event.hook == BY_AUTOGRAD
         else "set_gradient_divide_factor(1.0) on every FSDP module (on gloo with "
         "set_force_sum_reduction_for_comms(True))"
-        if event.impl in SHARDING - {"fsdp1"}
+        if event.impl in SHARDING - {"fsdp1", GATHERED}
         else "a communication hook that sums"
         if event.impl in DATA_PARALLEL
+        else "op=ReduceOp.SUM and no division behind it"
+        if event.impl == GATHERED
         else "op=ReduceOp.SUM"
     )
     return Answer(

@@ -32,6 +32,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.words import reduction
 
 CODE = "GS102"
 NAME = "repeated-reduction"
@@ -55,15 +56,14 @@ def judge(case: Case) -> Answer | None:
         shape = case.pattern.text
     if case.context.ranks_per_batch(event.group) == size:
         return Answer(
-            explanation=f"The {event.impl.upper()} reduction sums over {size} ranks that evaluate one batch, and each "
+            explanation=f"The {reduction(event)} sums over {size} ranks that evaluate one batch, and each "
             f"of them already has the whole gradient: {shape}.",
             fix="Leave these parameters out of this sum. Over ranks that share a batch (tensor parallel, stages) only "
             "those are summed of whose gradients each rank has a summand, as of norms under sequence parallelism or a "
             "matrix that is tied over stages, and once.",
         )
     return Answer(
-        explanation=f"The {event.impl.upper()} reduction sums over {size} ranks what an earlier one has already "
-        f"summed: {shape}.",
+        explanation=f"The {reduction(event)} sums over {size} ranks what an earlier one has already summed: {shape}.",
         fix="Reduce only at the last accumulation step: run forward and backward of the others under no_sync() (DDP) "
         "or with set_requires_gradient_sync(False) (FSDP2)."
         if case.pattern.kind == "geometric"

@@ -43,7 +43,8 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.causes.summed_means import bare_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, SHARDING, Event, Reduce
+from gradcheck_dist.diagnosis.words import reduction
+from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 
 CODE = "GS104"
@@ -68,7 +69,7 @@ def judge(case: Case) -> Answer | None:
     wanted = case.pattern.factor / factor  # what it should divide by
     name = f" = {case.names[0].expression}" if case.names else ""
     return Answer(
-        explanation=f"The {event.impl.upper()} reduction over {size} rank(s) multiplies by {factor:.6g}, where the "
+        explanation=f"The {reduction(event)} over {size} rank(s) multiplies by {factor:.6g}, where the "
         f"losses and the other reductions ask for 1/{wanted:.6g}: these weights are x {case.pattern.factor:.6g}{name}.",
         fix=f"Let this reduction divide by {wanted:.6g} in all: set_gradient_divide_factor({wanted:.6g}) on an FSDP "
         "module (on gloo with set_force_sum_reduction_for_comms(True)).",
@@ -131,6 +132,6 @@ def _at(event: Event | None) -> str:
 def _average(event: Reduce, size: int) -> str:
     if event.hook == BY_AUTOGRAD:
         return 'to_local(grad_placements=[Partial("avg")])'
-    if event.impl in SHARDING - {"fsdp1"}:
+    if event.impl in SHARDING - {"fsdp1", GATHERED}:
         return f"set_gradient_divide_factor({size}) on every FSDP module, or none at all"
     return "DDP's own, without the hook" if event.impl in DATA_PARALLEL else f"op=ReduceOp.AVG, or / {size} behind it"

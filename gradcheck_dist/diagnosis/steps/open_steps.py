@@ -19,6 +19,7 @@ from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
     FUNCTION,
+    GATHERED,
     KEPT_BY_OPTIMIZER,
     OWN_OPTIMIZER_PROBE,
     UNNAMED,
@@ -27,7 +28,6 @@ from gradcheck_dist.events import (
     LossGradient,
     OptimizerStep,
     PipelineStep,
-    ProbeStatus,
 )
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData
@@ -88,7 +88,8 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     reasons += foreign(run, data)
     if not data.complete:
         reasons.append(_not_reached(data))
-    reasons += told(data, KEPT_BY_OPTIMIZER)
+    reasons += data.told(KEPT_BY_OPTIMIZER)
+    reasons += dict.fromkeys(data.told(GATHERED))
     if replayed(data):
         reasons.append(f"a part of the step {REPLAYED}")
     alone = ", ".join(map(str, passes_unmatched(data)))
@@ -117,27 +118,21 @@ def weighed_apart(contributions: Contributions) -> list[str]:
 
 
 def _not_reached(data: StepData) -> str:
-    own = told(data, OWN_OPTIMIZER_PROBE)
+    own = data.told(OWN_OPTIMIZER_PROBE)
     if own:
         return f"what was read of a step's gradients is not known: {own[0]}"
     return f"step {data.step} did not reach the optimizer on every rank"
 
 
-def told(data: StepData, probe: str) -> list[str]:
-    """What a probe tells that it did not see, in each of the step's events."""
-    statuses = (event for of_rank in data.events.values() for event in of_rank if isinstance(event, ProbeStatus))
-    return [event.reason for event in statuses if event.probe == probe and not event.active]
-
-
 def replayed(data: StepData) -> bool:
     """Whether some of the step's gradients, or its optimizer's step, came out of a CUDA graph."""
-    return bool(told(data, CUDA_GRAPHS))
+    return bool(data.told(CUDA_GRAPHS))
 
 
 def out_of_sight(data: StepData) -> bool:
     """Whether the step's gradients came out of a CUDA graph, or were read inside of the backward pass by no optimizer
     of torch's: whatever is left of them says nothing."""
-    return replayed(data) or UPDATED_INSIDE in told(data, OWN_OPTIMIZER_PROBE)
+    return replayed(data) or UPDATED_INSIDE in data.told(OWN_OPTIMIZER_PROBE)
 
 
 def passes_unmatched(data: StepData) -> list[int]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.reductions.collectives import op_name
 from gradcheck_dist.probes.reductions.copies import ranks_of
+from gradcheck_dist.probes.reductions.gathered import Reduction
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all", "all_to_all_single"),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce", "broadcast"),
 )
+REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 DIRECT = ("all_reduce", "all_gather")
 """Watched where they are called on a tensor of the graph, too."""
 BY_RANK = ("send", "recv", "recv_anysource")
@@ -30,6 +34,7 @@ class Call(NamedTuple):
     splits: tuple[list[int], list[int]] | None
     tensor: Tensor | None = None
     parts: list[Any] | None = None
+    reduction: Reduction | None = None
 
 
 class Calls(list[Call]):
@@ -44,7 +49,7 @@ class Calls(list[Call]):
     def add(self, call: Call) -> None:
         """A collective is about to be called. An all-reduce changes what it is given, which may be the function's
         input."""
-        self.append(call._replace(tensor=None, parts=None))
+        self.append(call._replace(tensor=None, parts=None, reduction=None))
         tensor = call.tensor
         if call.name == "all_reduce" and tensor is not None and tensor.is_floating_point() and is_plain(tensor):
             self.reduced.setdefault(_place(tensor), take([tensor], [WHOLE])[0])
@@ -69,5 +74,9 @@ def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwar
     splits = None
     if name.startswith("all_to_all"):
         splits = (list(given.get("output_split_sizes") or ()), list(given.get("input_split_sizes") or ()))
-    tensors = [given.get(key) for key in ("tensor", "tensor_list")] if name in DIRECT else []
-    return Call(name, tuple(ranks_of(given.get("group"))), splits, *tensors)
+    tensor, parts = (given.get(key) if name in DIRECT else None for key in ("tensor", "tensor_list"))
+    ranks = tuple(ranks_of(given.get("group")))
+    made = given.get("output", given.get("tensor")) if name in REDUCING else None
+    op = op_name(given.get("op", dist.ReduceOp.SUM))
+    reduction = Reduction(op, ranks, made) if isinstance(made, Tensor) else None
+    return Call(name, ranks, splits, tensor, parts, reduction)

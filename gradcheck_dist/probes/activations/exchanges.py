@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils.hooks import unserializable_hook
 
@@ -42,6 +42,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 from gradcheck_dist.probes.recording.world import several_ranks
+from gradcheck_dist.probes.reductions import gathered
 from gradcheck_dist.probes.reductions.copies import ranks_of
 
 MAX_ALIKE = 16
@@ -65,9 +66,14 @@ class Exchanges:
         self._indices: Counter[tuple[Any, ...]] = Counter()
 
     @property
+    def notes(self) -> bool:
+        """Whether it is noted which functions communicate."""
+        return self.recorder.sampling and not self.recorder.suspended and several_ranks()
+
+    @property
     def listens(self) -> bool:
-        recorder = self.recorder
-        return recorder.sampling and not recorder.suspended and recorder.impulses is None and several_ranks()
+        """Whether what they are given and give is read, too."""
+        return self.recorder.impulses is None and self.notes
 
     def enter(self) -> Calls:
         """A function is about to be applied."""
@@ -86,6 +92,9 @@ class Exchanges:
 
     def called(self, call: Callable[[], Call]) -> None:
         """A collective is called."""
+        gathered: Any = self.recorder.gathered
+        if gathered is not None and gathered.is_running:
+            gathered.calls(call().reduction)
         if self._open:
             self._open[-1].add(call())
         elif self.recorder.current is not None:
@@ -135,11 +144,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
             @functools.wraps(original)
             def collective(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling() or not exchanges.listens:
+                if torch.compiler.is_compiling() or not exchanges.notes:
                     return original(*args, **kwargs)
                 call = functools.partial(call_of, name, signature, args, kwargs)
                 note(recorder, exchanges, call)
-                before = begins(recorder, exchanges, call) if name in DIRECT else None
+                before = begins(recorder, exchanges, call) if name in DIRECT and exchanges.listens else None
                 result = original(*args, **kwargs)
                 if before is not None and result is None:  # else it is under way
                     is_over(recorder, exchanges, before, call)
@@ -256,6 +265,8 @@ def watch(
 ) -> None:
     """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
     if not exchanges.listens or not (calls.sent or exchanges.may_communicate(cls, args, results, calls)):
+        if calls and exchanges.notes and any(isinstance(arg, nn.Parameter) for arg in args):
+            gathered.not_followed(recorder, cls)
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
     given = [(place, one) for place, one in enumerate(tensors) if one.requires_grad]
@@ -269,9 +280,13 @@ def watch(
         return
     if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
         return
-    if any(one.is_leaf for _, one in given):
-        return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     inputs = [one for _, one in given]
+    if not sent and gathered.watch(recorder, cls, ranks, inputs, made, bool(calls)):
+        return
+    if any(one.is_leaf for one in inputs):
+        if calls:
+            gathered.not_followed(recorder, cls)
+        return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     if is_attention(inputs, made):
         watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], _coarsest([*inputs, made[0]]))
         return

@@ -223,6 +223,10 @@ class Discovery:
             put_first(flat, handle.id)
             self._hooks.append(handle)
 
+    def takes_over(self, leaf: Tensor, stand_in: Tensor) -> None:
+        """Another probe tells what arrives at a parameter, which is no contribution."""
+        self._hooked.update((id(leaf), id(stand_in)))
+
     def remember_frozen(self, info: ParamInfo) -> None:
         if not info.param.requires_grad:
             self._frozen.append(info)

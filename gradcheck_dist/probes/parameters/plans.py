@@ -63,10 +63,8 @@ class ParamInfo:
     def __init__(self, id: int, name: str, param: Tensor, stage: int | None, sample_size: int) -> None:
         self.id = id
         self.name = name
-        self.param = param
         self.stage = stage
-        self.shape = tuple(param.shape)
-        self.positions = sample_positions(str(self.shape), param.numel(), sample_size)
+        self.shows(param, sample_size)
         self.plans: dict[Any, LocalPlan] = {}
         self.plain: LocalPlan | None = None
         self.managed_by: str | None = None
@@ -74,6 +72,12 @@ class ParamInfo:
         self.regions: tuple[Region, ...] = ()
         self.period = 1
         self.active = True
+
+    def shows(self, param: Tensor, sample_size: int) -> None:
+        """Stand for a tensor, or for the one that it turned out to be a part of."""
+        self.param = param
+        self.shape = tuple(param.shape)
+        self.positions = sample_positions(str(self.shape), param.numel(), sample_size)
 
 
 def summed_over(tensor: Any) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wrapper
@@ -124,6 +125,22 @@ class Registry(Plans):
     def add_elsewhere(self, name: str, stand_in: Tensor) -> ParamInfo:
         """A parameter that lies inside of other tensors; `stand_in` has its shape and no values."""
         return self._add(name, stand_in, None, "flat")
+
+    def as_part(self, leaf: Tensor, length: int, start: int, held: int) -> ParamInfo | None:
+        """The parameter of shape (length,) of which `leaf` holds `held` elements from `start` on. None where the leaf
+        was sampled already as a parameter of its own."""
+        stand_in = nn.Parameter(torch.empty((length,), dtype=leaf.dtype, device="meta"), leaf.requires_grad)
+        info = self._by_param.get(id(leaf))
+        if info is None:
+            info = self.add_elsewhere(f"{UNNAMED}{len(self._by_param)}", stand_in)
+        elif info.plans or info.plain is not None or info.regions:
+            return None
+        else:
+            self._by_param = {id(stand_in) if one is info else key: one for key, one in self._by_param.items()}
+            info.shows(stand_in, len(info.positions))
+            self._write_param(info, info.id in self._looked_up)
+        self.add_copy(leaf, [Region(info, start, 0, held)])
+        return info
 
     def _add(self, name: str, param: Tensor, stage: int | None, fallback: str, looked_up: bool = False) -> ParamInfo:
         while (stage, name) in self._names:

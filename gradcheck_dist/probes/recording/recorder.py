@@ -85,6 +85,7 @@ class Recorder(Sampler):
         self.reduced = False  # whether gradients were combined over several ranks at all
         self.replicas: Any = None  # set by the replicas probe
         self.exchanges: Any = None  # set by the exchanges probe
+        self.gathered: Any = None  # set by the gathered probe
         self.writes: Any = None  # set by the writes probe
         self.group_names: Any = None  # set by the collectives probe
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
