@@ -80,6 +80,9 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     weight falls on the labels, where the trainer smooths these by hand. `multipliers` and `divisors` are the numbers
     that multiply and divide the loss in a sum of several, the outermost first (None for one that is not read: on an
     accelerator, or of a DTensor), `sum_before` is what these come to before all losses of that sum together.
+    `num_samples`: the tokens are those of so many samples (rows, or neighbours of one weight), whose weights come to
+    `sample_weight` on average and differ from that of the least by `sample_spread`, relative; `shortest_sample` and
+    `longest_sample` are the numbers of tokens of one.
     """
 
     loss_id: int
@@ -96,6 +99,11 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     multipliers: list[float | None] | None = None
     divisors: list[float | None] | None = None
     sum_before: float | None = None
+    num_samples: Count | None = None
+    sample_weight: float | None = None
+    sample_spread: float | None = None
+    shortest_sample: Count | None = None
+    longest_sample: Count | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

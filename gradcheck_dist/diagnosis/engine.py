@@ -91,6 +91,8 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     tell_other_counts(verdicts)
     tell_windows(verdicts)
     confirm(verdicts)
+    if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
+        objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
     report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]

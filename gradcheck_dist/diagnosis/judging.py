@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_v
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aims import Aim, aim
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
@@ -101,7 +102,7 @@ def judge_step(
     if hands_on(verdict.data) and not verdict.comes_out_right:
         verdict = _judge_step(run, step, objective, objective_from, handed=False, **asked)
         verdict.reasons += changed_on_the_way(verdict.data)
-    if adds_up_apart(verdict.spreads) and several_terms(verdict.data) is not None:
+    if adds_up_apart(verdict.spreads) and not verdict.context.of_samples and several_terms(verdict.data) is not None:
         as_terms = _judge_step(run, step, objective, objective_from, handed=True, terms=True, **asked)
         if as_terms.comes_out_right and as_terms.all_right:
             return as_terms
@@ -225,14 +226,21 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         verdict.reasons.append(late)
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
-    verdict.reasons += [] if aimed_at.as_written else weighed_apart(contributions)
+    understood = aimed_at.as_written or aimed_at.of_samples
+    verdict.reasons += [] if understood else weighed_apart(contributions)
     verdict.spreads = {} if aimed_at.as_written else verdict.spreads
-    aimed_at.decide(declared=not context.objective_from.startswith("assumed"))
+    assumed = context.objective_from.startswith("assumed")
+    aimed_at.decide(context.objective, declared=not assumed)
+    if aimed_at.of_samples and assumed:
+        context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     means = loss_by_loss(aimed_at, context.objective, data, measured)
     target = means.aim
     context.judged_on(target.contributions)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
+    context.of_samples = target.of_samples
+    if target.of_samples and target.contributions.num_tokens:
+        context.quantities["num_tokens"] = float(target.contributions.num_tokens)
     name_places(measured, data, target.contributions, target.expected)
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
     verdict.reasons += [*target.reasons, *means.reasons]
@@ -309,9 +317,9 @@ def _tell(
     verdict.remarks += terms.remarks
     for case in [*cases, *terms.cases]:
         case.norms = norms
-        finding = _finding(case, verdict)
-        if finding.code == UNEXPLAINED and (samples := mean_over_samples(case, verdict.held, target.tokens)):
-            verdict.reasons.append(samples)
+        finding = samples.in_sequences(_finding(case, verdict)) if target.of_samples else _finding(case, verdict)
+        if finding.code == UNEXPLAINED and (means := mean_over_samples(case, verdict.held, target.tokens)):
+            verdict.reasons.append(means)
             continue
         tell_hidden(case, finding, hidden)
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling

@@ -17,13 +17,29 @@ UNKNOWN = "unknown"
 SAME_DATA_SETTING = "--same-data of `gradcheck run` sets it"
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The samples (sequences) that a contribution's tokens seem to belong to: `num` of them, whose weights come to
+    `total` and are alike up to `spread`, relative. `shortest` and `longest` are the numbers of tokens of one."""
+
+    num: int
+    total: float
+    spread: float
+    shortest: int
+    longest: int
+
+    @property
+    def differ(self) -> bool:
+        return 0 < self.shortest < self.longest
+
+
 @dataclass
 class Contribution:
     """One loss evaluation on one set of tokens.
 
     `weight` is the weight of one token's loss in the backward root; None when no loss was seen. `spread` is the
     relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all);
-    `num_losses` are these calls.
+    `num_losses` are these calls, `samples` what weighs alike in them, as far as it is known.
     """
 
     key: ContributionKey
@@ -37,6 +53,7 @@ class Contribution:
     loss_rank: int | None = None
     value: float | None = None
     num_losses: int = 1
+    samples: Samples | None = None
 
 
 @dataclass
@@ -212,7 +229,35 @@ def _contribution(
         loss_rank=owner,
         value=sum(values) if values else None,
         num_losses=len({entry.loss_id for entry, _ in pairs}),
+        samples=_samples(pairs),
     )
+
+
+def _samples(pairs: Sequence[tuple[LossGradient, Loss | None]]) -> Samples | None:
+    """Of all losses of a contribution together: one that was reduced by the program's own call is a sample."""
+    found = [one for entry, loss in pairs if entry.num_tokens != 0 for one in [_samples_of(entry, loss)]]
+    known = [one for one in found if one is not None and one.num]
+    if not known or len(known) < len(found):
+        return None
+    weights = [one.total / one.num for one in known]
+    apart = max(abs(weight - weights[0]) for weight in weights) / (abs(weights[0]) or 1.0)
+    return Samples(
+        num=sum(one.num for one in known),
+        total=sum(one.total for one in known),
+        spread=max(apart, *(one.spread for one in known)),
+        shortest=min(one.shortest for one in known),
+        longest=max(one.longest for one in known),
+    )
+
+
+def _samples_of(entry: LossGradient, loss: Loss | None) -> Samples | None:
+    num, weight, count = entry.num_samples, entry.sample_weight, entry.num_tokens
+    if num is not None and weight is not None and entry.sample_spread is not None:
+        shortest, longest = entry.shortest_sample or 0, entry.longest_sample or 0
+        return Samples(num, weight * num, entry.sample_spread, shortest, longest)
+    if count and loss is not None and loss.reduction in ("mean", "sum"):
+        return Samples(1, entry.weight * count, 0.0, count, count)
+    return None
 
 
 def _loss_owners(events: dict[int, list[Event]], losses: dict[int, LossesOfRank]) -> dict[int, int]:

@@ -7,6 +7,7 @@ coordinate d:
     microbatch-mean     1 / (C n_c)
     rank-token-mean     1 / (D N_d)
     sum                 1
+    sequence-mean       1 / N, with sequences in the place of tokens
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ OBJECTIVES: dict[str, Callable[[Tokens], Weights]] = {
     "microbatch-mean": _microbatch_mean,
     "rank-token-mean": _rank_token_mean,
     "sum": _sum,
+    "sequence-mean": _global_token_mean,
 }
 DEFAULT_OBJECTIVE = "global-token-mean"
+TOTALS = frozenset({DEFAULT_OBJECTIVE, "sequence-mean"})
+"""Objectives by which all that a step counts, on all ranks, weighs alike."""
 
 
 def check_objective(name: str) -> str:

@@ -214,7 +214,10 @@ def _weighed(event: LossGradient, multiple: float) -> LossGradient:
         (None if weight is None else weight * multiple for weight in (event.weight_min, event.weight_max)),
         key=lambda one: one or 0.0,
     )
-    return msgspec.structs.replace(event, weight=event.weight * multiple, weight_min=low, weight_max=high)
+    of_sample = None if event.sample_weight is None else event.sample_weight * multiple
+    return msgspec.structs.replace(
+        event, weight=event.weight * multiple, weight_min=low, weight_max=high, sample_weight=of_sample
+    )
 
 
 def words_of(found: Sequence[OwnBackward]) -> str:

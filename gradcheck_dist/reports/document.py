@@ -122,7 +122,8 @@ def _headline(report: Report, findings: tuple[FindingText, ...]) -> str:
         return f"{word} {findings[0].title}: {findings[0].factor}{more}"
     if report.verdict == "clean":
         remarks = f" (and {plural(len(findings), 'remark')})" if findings else ""
-        return f"{word}: every token weighs what the objective {printable(report.run.objective)} says{remarks}"
+        counted = "sequence" if report.run.objective == "sequence-mean" else "token"
+        return f"{word}: every {counted} weighs what the objective {printable(report.run.objective)} says{remarks}"
     return f"{word}: {prose(report.reasons[0]) if report.reasons else 'see the coverage below'}"
 
 

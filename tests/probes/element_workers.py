@@ -55,3 +55,28 @@ def train_tensor_parallel(run_dir: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
+
+
+def train_sequences(divided_by: str, run_dir: str) -> None:
+    """One step of sums of sequences' means; rank r has r sequences more a pass. Divided by the sequences of "all" ranks
+    and passes, of them per rank ("average"), or of the "rank" alone."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    batches = [torch.randint(0, 9, (2 + k + rank, 6)) for k in range(NUM_PASSES)]
+    num = torch.tensor(float(sum(map(len, batches))))
+    if divided_by != "rank":
+        dist.all_reduce(num)
+    if divided_by == "average":
+        num /= world
+    with attach(run_dir):
+        for tokens in batches:
+            mask = torch.arange(6)[None] < 2 + torch.arange(len(tokens))[:, None]
+            model.require_backward_grad_sync = tokens is batches[-1]
+            losses = F.cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none") * mask
+            ((losses.sum(1) / mask.sum(1)).sum() / num.item()).backward()
+        optimizer.step()
+    dist.destroy_process_group()

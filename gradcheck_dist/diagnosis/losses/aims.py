@@ -22,13 +22,14 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
 from gradcheck_dist.diagnosis.losses.returned import looked_at
+from gradcheck_dist.diagnosis.losses.samples import DECLARED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, without
-from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
@@ -46,6 +47,7 @@ class Aim:
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
     `times`: what each pass's mean over elements weighs of its part in their average, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
+    `of_samples`: each contribution counts its sequences.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -56,6 +58,7 @@ class Aim:
     aside: str = ""
     times: str = ""
     as_written: bool = False
+    of_samples: bool = False
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -64,8 +67,10 @@ class Aim:
         if self.relative:
             self.reasons.append(self._why_relative())
 
-    def decide(self, *, declared: bool) -> None:
+    def decide(self, objective: str, *, declared: bool) -> None:
         """Settle on the objective that was declared, or leave open which one is meant."""
+        if self.of_samples and declared and objective == DEFAULT_OBJECTIVE:
+            self.reasons.append(DECLARED)
         if self.other is not None and declared:
             self.expected = self.other[1]
         elif self.other is not None:
@@ -156,6 +161,10 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         readings = [(one, _counted(objective, one.contributions, groups)) for one in written]
         if (without := _without_coefficient(readings, measured)) is not None:
             return without
+    if unusable or _wrong(counted, measured):
+        samples = _of_samples(objective, contributions, groups, measured)
+        if samples is not None:
+            return samples
     if contributions.by_key and len(unusable) == len(contributions.by_key):
         return _uncounted(objective, data, contributions, measured)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
@@ -193,6 +202,18 @@ def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Hel
 def _counted(objective: str, contributions: Contributions, groups: list[set[ContributionKey]]) -> Aim:
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
     return Aim(contributions, _expected(objective, tokens, groups), tokens)
+
+
+def _of_samples(
+    objective: str, contributions: Contributions, groups: list[set[ContributionKey]], measured: list[Held]
+) -> Aim | None:
+    """Losses whose weights show that they are means over sequences."""
+    found = by_samples(contributions)
+    if found is None or any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values()):
+        return None
+    result = _counted(objective, found.contributions, groups)
+    result.of_samples = True
+    return result if found.certain or not _wrong(result, measured) else None
 
 
 def _uncounted(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:

@@ -40,7 +40,8 @@ class Repeats:
     def counted_once(self, contributions: Contributions) -> Contributions:
         """The contributions with the tokens that enter with each."""
         by_key = {
-            key: replace(one, num_tokens=self.new.get(key, one.num_tokens)) for key, one in contributions.by_key.items()
+            key: replace(one, num_tokens=self.new.get(key, one.num_tokens), samples=None)
+            for key, one in contributions.by_key.items()
         }
         return replace(contributions, by_key=by_key)
 

@@ -53,7 +53,7 @@ def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:
                 steps.setdefault(place, verdict.context.step)
     for verdict in verdicts:
         places = steps.keys() & verdict.spreads.keys()
-        if not places or verdict.context.relative:
+        if not places or verdict.context.relative or verdict.context.of_samples:
             continue
         place = min(places)
         drop_of_constants(

@@ -26,7 +26,7 @@ SAYS = {
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
-    "microbatch-mean, rank-token-mean or global-token-mean.",
+    "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
     NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
     "did not reach the parameter.",

@@ -39,6 +39,7 @@ from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.diagnosis.finding import Severity
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.ledger.expected import TOTALS
 
 CODE = "GS301"
 NAME = "mean-of-means"
@@ -72,15 +73,15 @@ def judge(case: Case) -> Answer | None:
 def is_another_objective(case: Case) -> bool:
     """Whether the weights are those of another objective to the last digit, and nobody said which one is meant."""
     exactly = abs(case.pattern.factor - 1) <= max(2 * case.pattern.tolerance, 1e-6)
-    return exactly and case.context.objective_from.startswith("assumed")
+    return exactly and case.context.objective_from.startswith(("assumed", "inferred"))
 
 
 def is_sum(case: Case) -> bool:
     """Whether every token weighs 1 where the mean over all is asked for, and nobody said which one is meant."""
     context = case.context
-    if case.pattern.kind != "uniform" or not context.objective_from.startswith("assumed"):
+    if case.pattern.kind != "uniform" or not context.objective_from.startswith(("assumed", "inferred")):
         return False
-    tokens = context.quantities.get("num_tokens", 0.0) if context.objective == "global-token-mean" else 0.0
+    tokens = context.quantities.get("num_tokens", 0.0) if context.objective in TOTALS else 0.0
     return tokens > 0 and abs(case.pattern.factor / tokens - 1) <= max(2 * case.pattern.tolerance, 1e-6)
 
 

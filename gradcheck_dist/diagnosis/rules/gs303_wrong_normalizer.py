@@ -34,6 +34,7 @@ from gradcheck_dist.diagnosis.weights.context import LOSS_SCALE, StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
+from gradcheck_dist.ledger.expected import TOTALS
 
 CODE = "GS303"
 NAME = "wrong-normalizer"
@@ -139,7 +140,7 @@ def judge(case: Case) -> Answer | None:
     if case.names:
         fix = NAMED if len(equal) > 1 else _named(dict(case.names[0].powers))
     else:
-        fix = _without_name(case) if counted is None else (COUNTED if factor < MANY else FEWER).format(counted=counted)
+        fix = _without_name(case) if counted is None else _count(case, counted)
     summed = is_sum(case)
     as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
     if counted is not None and (of_loss := _at_loss(case, counted)) is not None:
@@ -157,6 +158,13 @@ def judge(case: Case) -> Answer | None:
         fix=f"{fix}{SUM_MEANT if summed else ''}",
         suggested_experiment=between_names(case.context, equal),
     )
+
+
+def _count(case: Case, counted: int) -> str:
+    """What mends a division by another number than what enters the losses."""
+    if case.context.of_samples:
+        return f"Divide by the sequences of the whole step, on all ranks, and look what was counted as {counted}."
+    return (COUNTED if case.pattern.factor < MANY else FEWER).format(counted=counted)
 
 
 def _adds_up(case: Case) -> str:
@@ -246,7 +254,7 @@ def _counted(case: Case) -> int | None:
     """The number of tokens that would give this weight to each, where one near to those of the step does."""
     tokens, tolerance = _tokens(case), case.pattern.tolerance
     factor = case.pattern.factor
-    if case.context.objective != GLOBAL or not tokens or not factor > 0:
+    if case.context.objective not in TOTALS or not tokens or not factor > 0:
         return None
     if any(abs(one - round(one)) <= max(EXACT, 2 * one * tolerance) for one in (factor, 1 / factor) if one >= 1):
         return None  # twice, or a third: a number that is used once too often, more likely than a count

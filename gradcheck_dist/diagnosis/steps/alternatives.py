@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
 
@@ -89,5 +90,5 @@ def _are_shares(verdict: StepVerdict) -> bool:
     """Whether the mean over ranks of their gradients is a mean over the tokens of all of them."""
     total, ranks = verdict.contributions.num_tokens, verdict.contributions.num_coordinates
     known = [weight.observed for weight in verdict.weights if weight.observed is not None]
-    known = known if verdict.context.objective == "global-token-mean" and total else []
+    known = known if verdict.context.objective in TOTALS and total else []
     return bool(known) and all(abs(one * (total or 0) / ranks - 1) <= SAME for one in known)

@@ -27,7 +27,8 @@ class StepContext:
     """Degrees and counts of one step; `quantities` maps the names used in explanations to their values, `terms` are the
     auxiliary loss terms. `relative`: weights are only compared with one another.
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
-    several losses are judged by one of them, without its coefficient. `num_handed_over`: ranks whose gradients were
+    several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
+    tokens. `num_handed_over`: ranks whose gradients were
     seen to leave another pipeline stage."""
 
     step: int
@@ -43,6 +44,7 @@ class StepContext:
     relative: bool = False
     of_means: bool = False
     as_written: bool = False
+    of_samples: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()

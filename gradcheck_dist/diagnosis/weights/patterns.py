@@ -176,7 +176,7 @@ def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
     if any(sample.gone for sample in samples):
         return None
     for name in OBJECTIVES:
-        if name in (context.objective, "sum"):
+        if name in (context.objective, "sum", "sequence-mean"):
             continue
         other = expected_weights(name, tokens)
         if any(sample.key not in other for sample in samples):

@@ -17,6 +17,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.losses.loss import label_hash
+from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
@@ -104,11 +105,13 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
     current.root_loss = None
     recorder.loss_arrived(current, loss_id)
-    weights = summary(-getattr(grad, "_local_tensor", grad).detach().double())
+    of_tokens = -getattr(grad, "_local_tensor", grad).detach().double()
+    weights = summary(of_tokens)
     if loss_id in current.smoothed:
         current.smoothed[loss_id] = weights
     else:
-        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses)
+        samples = sequences(recorder, of_tokens) or {}
+        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, **samples)
 
 
 def summary(weights: Tensor) -> TokenWeights:
@@ -131,6 +134,7 @@ def emit_weights(
     *,
     other_losses: int | Tensor,
     label_share: Tensor | None = None,
+    **samples: Any,
 ) -> None:
     recorder.emit(
         LossGradient,
@@ -147,5 +151,6 @@ def emit_weights(
         computed=current.computed,
         label_share=label_share,
         whole=current.whole,
+        **samples,
         **current.told_of_sum(loss_id),
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient, Site
+from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.parameters.stand_ins import is_transformed
 from gradcheck_dist.probes.recording.backward_pass import TokenWeights
 from gradcheck_dist.probes.recording.deferred import number
@@ -182,6 +183,7 @@ def gradient_arrived(
     local = getattr(grad, "_local_tensor", grad).detach()
     low: Tensor | None = None
     high: Tensor | None = None
+    samples: dict[str, Any] = {}
     if local.numel() == 1:
         weight = number(local.reshape(()))
         if reduction == "mean":
@@ -196,6 +198,7 @@ def gradient_arrived(
         weight = weights.sum() / num_tokens.clamp_min(1)
         low = torch.where(used, weights, weights.max()).min()
         high = torch.where(used, weights, weights.min()).max()
+        samples = sequences(recorder, weights) or {}
     if loss_id in recorder.current.smoothed:
         asked = (weight, weight if low is None else low, weight if high is None else high, num_tokens)
         recorder.current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
@@ -214,5 +217,6 @@ def gradient_arrived(
         other_losses=recorder.current.other_losses,
         computed=recorder.current.computed,
         whole=recorder.current.whole,
+        **samples,
         **recorder.current.told_of_sum(loss_id),
     )

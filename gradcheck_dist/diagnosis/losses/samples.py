@@ -1,0 +1,94 @@
+"""Losses that are means over samples (sequences): sums over each one's tokens, divided by their number.
+
+    loss = sum((loss_of_tokens * mask).sum() / mask.sum() for each sequence) / global_batch_size
+
+Tokens of one pass weigh apart there, each as 1 / the tokens of its sequence. Where all sequences of all passes weigh
+alike so, and some of one pass differ in length, nothing else than such means makes these weights: the contributions
+count sequences then, and what follows the losses is judged as it is for tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
+from gradcheck_dist.diagnosis.weights.cells import MATERIAL, MAX_SPREAD
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions, Samples
+
+OBJECTIVE = "sequence-mean"
+INFERRED = (
+    "inferred: in each pass the tokens of a sequence weigh 1 / their number, so that sequences of any length weigh "
+    "alike; --objective sets it"
+)
+DECLARED = (
+    "the losses weigh sequences alike, whatever the number of their tokens: declared is an objective that weighs "
+    "tokens, so what each should weigh is not known. `--objective sequence-mean` judges them as means over sequences"
+)
+_TOKENS = re.compile(r"(?<![-\w.])token(s?)(?![-\w])")
+
+
+@dataclass(frozen=True)
+class BySamples:
+    """Contributions that count sequences. `certain`: nothing else makes these weights; else heads or tasks of one
+    pass, of which each has a mean of its own, would, too, or sequences of one length in each pass, and only their being
+    right tells."""
+
+    contributions: Contributions
+    certain: bool
+
+
+def by_samples(contributions: Contributions) -> BySamples | None:
+    """The contributions by the sequences in them; None where weights do not show that these weigh alike."""
+    counted = {key: one for key, one in contributions.by_key.items() if one.num_tokens != 0}
+    rounding = max(MATERIAL, loss_rounding(contributions))
+    samples = {key: one.samples for key, one in counted.items() if one.samples is not None}
+    if not samples or len(samples) < len(counted) or any(one.spread > rounding for one in samples.values()):
+        return None
+    shown = any(one.spread > MAX_SPREAD and samples[key].differ for key, one in counted.items())
+    several = {one.num_losses for one in counted.values()}
+    by_hand = all(one.loss is not None and one.loss.reduction == "none" for one in counted.values())
+    by_key = dict(contributions.by_key)
+    for key, one in counted.items():
+        num = _number(one, samples, key, rounding)
+        by_key[key] = replace(one, num_tokens=num, weight=samples[key].total / num, spread=0.0)
+    if not shown and len({by_key[key].num_tokens for key in counted}) == 1:
+        return None  # means of passes are the same
+    return BySamples(replace(contributions, by_key=by_key), shown and by_hand and (several == {1} or len(several) > 1))
+
+
+def _number(
+    one: Contribution, samples: Mapping[ContributionKey, Samples], key: ContributionKey, rounding: float
+) -> int:
+    """How many sequences a pass holds: neighbours of one length look like one that is longer, where no other length
+    beside them tells, so that they weigh as several of another pass of this rank."""
+    own = samples[key]
+    if own.differ or own.num > 1:
+        return own.num
+    told = [of.total / of.num for other, of in samples.items() if of.differ and other[0] == key[0]]
+    times = own.total / told[0] if told else 1.0
+    whole = max(round(times), 1)
+    return whole if abs(times / whole - 1) <= rounding and (one.num_tokens or 0) % whole == 0 else 1
+
+
+def in_sequences(finding: Finding) -> Finding:
+    """What is said of tokens, said of sequences."""
+    factor = finding.factor
+    candidates = [structs.replace(one, expression=_said(one.expression)) for one in factor.candidates]
+    expression = factor.expression and _said(factor.expression)
+    return structs.replace(
+        finding,
+        factor=structs.replace(factor, expression=expression, candidates=candidates),
+        pattern=_said(finding.pattern),
+        explanation=_said(finding.explanation),
+        fix=_said(finding.fix),
+    )
+
+
+def _said(text: str) -> str:
+    text = _TOKENS.sub(lambda found: f"sequence{found[1]}", text.replace("token-sum loss", "sum of sequences' means"))
+    return text.replace("num_tokens", "num_sequences")

@@ -1,0 +1,154 @@
+"""Losses that are means over sequences: sums over each one's tokens, divided by their number, in several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
+
+VOCABULARY = 12
+Model = Callable[[Tensor], Tensor]
+Loss = Callable[[Model, Sequence[Tensor]], Tensor]
+"""The sum over sequences of the mean over each one's tokens."""
+BATCHES = ((3, 5), (4, 4, 7), (2,))
+"""The lengths of the sequences of each pass."""
+
+
+def rows(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """Padded, a row a sequence."""
+    tokens = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=-100)
+    logits = model(tokens.clamp_min(0))
+    of_tokens = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+    return (of_tokens.sum(1) / (tokens != -100).sum(1)).sum()
+
+
+def packed(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """One behind the other, with a weight for each token."""
+    tokens = torch.cat(list(batch))
+    weights = torch.cat([torch.full((len(one),), 1 / len(one)) for one in batch])
+    return (F.cross_entropy(model(tokens), tokens, reduction="none") * weights).sum()
+
+
+def one_by_one(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """Each picked out of its own log-probabilities."""
+    picked = [F.log_softmax(model(one), -1).gather(-1, one[:, None]) for one in batch]
+    return torch.stack([-one.mean() for one in picked]).sum()
+
+
+def soft(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """Distilled: targets over all classes."""
+    tokens = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=-100)
+    targets = F.one_hot(tokens.clamp_min(0), VOCABULARY) * 0.5 + 0.5 / VOCABULARY
+    of_tokens = -(F.log_softmax(model(tokens.clamp_min(0)), -1) * targets).sum(-1) * (tokens != -100)
+    return (of_tokens.sum(1) / (tokens != -100).sum(1)).sum()
+
+
+FORMS: dict[str, Loss] = {"rows": rows, "packed": packed, "one by one": one_by_one, "soft targets": soft}
+
+
+def trained(
+    run_dir: Path,
+    loss: Loss,
+    divisor: Callable[[int], float],
+    lengths: Sequence[Sequence[int]] = BATCHES,
+    objective: str | None = None,
+) -> Report:
+    """One step; each pass is divided by what `divisor` makes of the number of its sequences."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir, objective=objective):
+        for of_batch in lengths:
+            batch = [torch.randint(0, VOCABULARY, (length,)) for length in of_batch]
+            (loss(model, batch) / divisor(len(batch))).backward()
+        optimizer.step()
+    return diagnose(read_run(run_dir))
+
+
+NUM = sum(map(len, BATCHES))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sequences_that_weigh_alike_are_right(tmp_path: Path, form: str) -> None:
+    report = trained(tmp_path, FORMS[form], lambda _: NUM)
+    assert (report.verdict, report.reasons, report.run.objective) == ("clean", [], "sequence-mean")
+    assert report.run.objective_from.startswith("inferred")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_means_over_the_sequences_of_a_pass_are_means_of_means(tmp_path: Path, form: str) -> None:
+    (finding,) = trained(tmp_path, FORMS[form], lambda num: num * len(BATCHES)).findings
+    assert (finding.code, finding.severity) == ("GS301", "warning")
+    assert finding.factor.expression == "num_sequences/(contributions * n_c)"
+    assert "divides each microbatch by its own sequences" in finding.explanation
+
+
+@pytest.mark.parametrize(("times", "expression"), [(len(BATCHES), "1/accumulation_steps"), (1 / NUM, "num_sequences")])
+def test_a_division_too_many_or_none_is_found(tmp_path: Path, times: float, expression: str) -> None:
+    (finding,) = trained(tmp_path, rows, lambda _: NUM * times).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", expression)
+
+
+def test_a_wrong_count_of_sequences_is_told(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, rows, lambda _: NUM - 2).findings
+    assert finding.code == "GS303"
+    assert f"counted as {NUM - 2}" in finding.fix
+
+
+def test_weights_of_tokens_that_follow_no_length_are_left_open(tmp_path: Path) -> None:
+    def by_source(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        tokens, weights = torch.cat(list(batch)), torch.cat([torch.full((len(one),), 0.5 + len(one)) for one in batch])
+        return (F.cross_entropy(model(tokens), tokens, reduction="none") * weights).sum()
+
+    report = trained(tmp_path, by_source, lambda _: 7)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def test_heads_that_weigh_alike_are_no_sequences(tmp_path: Path) -> None:
+    """Two means over labels of one batch, one of them shifted once more, are right as the mean of both at most."""
+
+    def heads(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        logits, tokens = model(batch[0]), batch[0]
+        losses = []
+        for shift in (0, 1):
+            losses.append(F.cross_entropy(logits[: len(tokens) - shift], tokens[shift:]))
+        return torch.stack(losses).sum()
+
+    report = trained(tmp_path, heads, lambda _: 3, [(6,), (6,), (6,)])
+    assert report.findings == []
+
+
+def test_what_is_declared_decides(tmp_path: Path) -> None:
+    def judged(objective: str, divisor: Callable[[int], float]) -> Report:
+        return trained(tmp_path / objective, rows, divisor, objective=objective)
+
+    assert judged("microbatch-mean", lambda num: num * len(BATCHES)).verdict == "clean"
+    (finding,) = judged("sequence-mean", lambda num: num * len(BATCHES)).findings
+    assert finding.severity == "error"
+    of_tokens = judged("global-token-mean", lambda _: NUM)
+    assert (of_tokens.verdict, of_tokens.findings) == ("undetermined", [])
+    assert any("`--objective sequence-mean` judges" in reason for reason in of_tokens.reasons)
+
+
+@pytest.mark.parametrize(
+    ("divided_by", "found"), [("average", []), ("all", [("GS101", "1/dp_replicate")]), ("rank", [("GS302", None)])]
+)
+def test_ranks_with_unequal_numbers_of_sequences(
+    tmp_path: Path, divided_by: str, found: list[tuple[str, str | None]]
+) -> None:
+    launch("element_workers:train_sequences", (divided_by, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    told = [(finding.code, finding.factor.expression) for finding in report.findings]
+    assert [code for code, _ in told] == [code for code, _ in found]
+    assert all(name in (None, expression) for (_, name), (_, expression) in zip(found, told, strict=True))
+    assert (report.verdict == "clean") == (not found)
