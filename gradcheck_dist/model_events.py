@@ -51,7 +51,8 @@ class ReducedGradient(Event, kw_only=True):
     `reduced_by` ("mean", "sum") over so many elements, `num_rows` along the first dimension, times numbers:
     `reduced_weight` each; `compares`: of a loss that compares with targets. Masks and weights of elements lie behind
     it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
-    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average. `whole` is the
+    others weigh apart), which is `element_share` of what the mean or sum alone would give, on average;
+    `num_rows_used` of what is reduced are rows of these with one at least. `whole` is the
     gradient that arrived at the sum of several losses which the root is a multiple of.
     """
 
@@ -66,6 +67,7 @@ class ReducedGradient(Event, kw_only=True):
     element_min: float | None = None
     element_max: float | None = None
     element_share: float | None = None
+    num_rows_used: Count | None = None
     whole: float | None = None
 
 

@@ -152,3 +152,61 @@ def test_ranks_with_unequal_numbers_of_sequences(
     assert [code for code, _ in told] == [code for code, _ in found]
     assert all(name in (None, expression) for (_, name), (_, expression) in zip(found, told, strict=True))
     assert (report.verdict == "clean") == (not found)
+
+
+def ratios(model: Model, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A clipped policy loss of each token, padded, and which tokens count."""
+    tokens = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=-100)
+    labels, mask = tokens.clamp_min(0), (tokens != -100).float()
+    log_probs = F.log_softmax(model(labels), -1).gather(-1, labels[..., None]).squeeze(-1)
+    ratio = (log_probs - log_probs.detach() + 0.1 * torch.randn(labels.shape)).exp()
+    advantages = torch.randn(len(batch), 1)
+    return -torch.min(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages), mask
+
+
+def policy(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    losses, mask = ratios(model, batch)
+    return ((losses * mask).sum(1) / mask.sum(1)).sum()
+
+
+def policy_of_sums(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    losses, mask = ratios(model, batch)
+    return (losses * mask).sum(1).sum()
+
+
+def policy_in_parts(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """As Megatron's schedules are given it: a list of sequences, packed."""
+    losses, mask = ratios(model, batch)
+    parts = losses[mask > 0].split([len(one) for one in batch])
+    return torch.stack([part.mean() for part in parts]).sum()
+
+
+POLICIES = {"rows": policy, "sums of rows": policy_of_sums, "parts": policy_in_parts}
+
+
+@pytest.mark.parametrize("form", POLICIES)
+def test_functions_of_the_data_are_judged_by_what_they_are_summed_over(tmp_path: Path, form: str) -> None:
+    report = trained(tmp_path / "right", POLICIES[form], lambda _: NUM)
+    assert (report.verdict, report.reasons) == ("clean", [])
+    means = trained(tmp_path / "means", POLICIES[form], lambda num: num * len(BATCHES))
+    assert (means.verdict, means.findings) == ("undetermined", [])
+    assert any("mean of means" in reason for reason in means.reasons)
+
+
+@pytest.mark.parametrize(("divided_by", "found"), [("average", []), ("all", ["GS101"])])
+def test_a_policy_loss_that_is_divided_by_all_ranks_sequences(
+    tmp_path: Path, divided_by: str, found: list[str]
+) -> None:
+    launch("element_workers:train_sequences", (divided_by, str(tmp_path / "run"), True), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert ([one.code for one in report.findings], report.verdict) == (found, "findings" if found else "clean")
+
+
+def test_a_learned_weight_over_a_mean_hides_what_the_mean_goes_over(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.tensor(0.3))
+
+    def learned(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        tokens = torch.cat(list(batch))
+        return F.cross_entropy(model(tokens), tokens) * weight.exp()
+
+    assert trained(tmp_path, learned, lambda _: len(BATCHES)).verdict == "undetermined"

@@ -47,7 +47,7 @@ class Aim:
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
     `times`: what each pass's mean over elements weighs of its part in their average, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
-    `of_samples`: each contribution counts its sequences.
+    `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -59,6 +59,7 @@ class Aim:
     times: str = ""
     as_written: bool = False
     of_samples: bool = False
+    of_elements: bool = False
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -155,6 +156,9 @@ def _aim(objective: str, data: StepData, contributions: Contributions, measured:
 def _of_losses(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     groups = independent(data, contributions)
+    computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
+    if computed and (by_what_is_reduced := _by_elements(objective, data, contributions, measured)) is not None:
+        return by_what_is_reduced
     counted = _counted(objective, contributions, groups)
     written = as_written(contributions, data.events)
     if written and (unusable or _wrong(counted, measured)):
@@ -172,7 +176,6 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
     weighted = _by_class_weights(contributions)
-    computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
     if (weighted is None and not computed) or not _wrong(counted, measured):
         return counted
     if weighted is not None:
@@ -216,15 +219,26 @@ def _of_samples(
     return result if found.certain or not _wrong(result, measured) else None
 
 
+def _by_elements(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], words: str = ""
+) -> Aim | None:
+    """Losses by what their one mean or sum goes over, where that tells."""
+    asked = partial(_expected, groups=independent(data, contributions))
+    counted_by = by_elements(objective, contributions, measured, judge, asked)
+    if counted_by is None or marked_aside(data):
+        return None
+    return _of_elements(counted_by, words or "is one mean or sum")
+
+
 def _uncounted(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     """Losses that count no tokens, of one term or of several."""
     asked = partial(_expected, groups=independent(data, contributions))
     whole = main_term(data, contributions)
     told = contributions if whole is None else whole.contributions
-    counted_by = by_elements(objective, told, measured, judge, asked)
-    if counted_by is not None and not marked_aside(data):
-        found = _of_elements(counted_by, "is one mean or sum" if whole is None else whole.words)
-    elif (added := added_means(data, told, measured, judge)) is not None:
+    by_what_is_reduced = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
+    if by_what_is_reduced is not None:
+        return by_what_is_reduced
+    if (added := added_means(data, told, measured, judge)) is not None:
         found = Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
     else:
         return _relative(data, contributions, measured, in_words(told, measured, judge, asked))
@@ -293,10 +307,10 @@ def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:
 
 
 def _of_elements(counted: Counted, whole: str) -> Aim:
-    result = Aim(counted.contributions, counted.expected, counted.tokens)
-    result.remarks.append(
-        f"the losses count no tokens, and each pass's {whole}: weights are those of its {counted.words}"
-    )
+    result = Aim(counted.contributions, counted.expected, counted.tokens, of_elements=True)
+    computed = any(c.gradient is not None and c.gradient.computed for c in counted.contributions.by_key.values())
+    why = "the losses are functions of the data (ratios, curves)" if computed else "the losses count no tokens"
+    result.remarks.append(f"{why}, and each pass's {whole}: weights are those of its {counted.words}")
     result.other = (counted.reason, counted.asked) if counted.asked is not None else None
     return result
 

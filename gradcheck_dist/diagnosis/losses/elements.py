@@ -98,7 +98,7 @@ def _divides_by_all(one: Counted) -> bool:
     by nothing: no coefficient is that number. As many passes or ranks may be."""
     num = sum(one.tokens.values())
     gradients = [c.gradient for c in one.contributions.by_key.values() if c.gradient is not None]
-    alone = all(gradient.reduced_by == "sum" and gradient.num_factors == 1 for gradient in gradients)
+    alone = all(gradient.reduced_by in ("sum", None) and gradient.num_factors == 1 for gradient in gradients)
     weights = [(c.weight or 0.0) * num for c in one.contributions.by_key.values()]
     return (
         alone and num not in degrees_of(one.contributions) and all(abs(weight - 1) <= SAME / num for weight in weights)
@@ -132,8 +132,11 @@ def _is_gain(contributions: Contributions, weights: Sequence[float]) -> bool:
 
 
 def _reduced(one: LossGradient, _: set[int]) -> Told:
-    """What the mean or sum goes over. Weights of elements are a part of what is reduced; masks are not."""
-    if one.num_reduced is None or one.reduced_weight is None or not (whole(one) or _is_weighted(one)):
+    """What the mean or sum goes over. Weights of elements are a part of what is reduced; masks are not, but for those
+    of some elements of a row that is reduced as a whole."""
+    if one.num_reduced is None or one.reduced_weight is None:
+        return None
+    if one.num_rows_used != one.num_reduced and not (whole(one) or _is_weighted(one)):
         return None
     return one.num_reduced, one.reduced_weight
 
@@ -154,10 +157,19 @@ def _rows(one: LossGradient, degrees: set[int]) -> Told:
     return (one.num_rows, one.reduced_weight) if one.num_reduced // one.num_rows not in degrees - {1} else None
 
 
+def _samples(one: LossGradient, _: set[int]) -> Told:
+    """Sequences in a list of parts, each a mean over its own elements."""
+    spread, weight = one.sample_spread, one.sample_weight
+    if not one.computed or one.num_samples is None or weight is None or spread is None or not spread <= MAX_SPREAD:
+        return None
+    return one.num_samples, weight
+
+
 _OF_GRADIENT: dict[str, Callable[[LossGradient, set[int]], Told]] = {
     "entries": _reduced,
     "elements": _elements,
     "rows": _rows,
+    "sequences": _samples,
 }
 
 

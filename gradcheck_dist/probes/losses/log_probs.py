@@ -151,6 +151,6 @@ def emit_weights(
         computed=current.computed,
         label_share=label_share,
         whole=current.whole,
-        **samples,
+        **(samples | current.told_of_elements()),
         **current.told_of_sum(loss_id),
     )

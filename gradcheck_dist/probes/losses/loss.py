@@ -217,6 +217,6 @@ def gradient_arrived(
         other_losses=recorder.current.other_losses,
         computed=recorder.current.computed,
         whole=recorder.current.whole,
-        **samples,
+        **(samples | recorder.current.told_of_elements()),
         **recorder.current.told_of_sum(loss_id),
     )

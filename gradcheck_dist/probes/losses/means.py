@@ -18,13 +18,16 @@ from torch import Tensor
 from gradcheck_dist.probes.losses.loss_graph import name_of, op_of
 from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
+    Edge,
     Reduced,
     element_weights,
     leads_to,
     numbers_at,
+    only_body,
     reduced_at,
     summands,
 )
+from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.recording.backward_pass import ReducedTerm
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, kept_away
 from gradcheck_dist.probes.recording.sites import calls
@@ -54,11 +57,13 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
     if before not in (None, passes.calls) or (len(parts) > 1 and not elements):
         return
     reduced = [found for edge, _ in parts if (found := reduced_at(edge)) is not None]
-    if len(reduced) < len(parts) or any(found.node._sequence_nr() < passes.closed_at for found in reduced):
-        return
     bodies = [found.body or found.node for found in reduced]
     if len({found.node for found in reduced}) < len(parts) or len(set(bodies)) < len(parts):
-        return  # what arrives there is of several terms
+        if elements and current.computed:  # one term may be reduced part by part
+            _watch_sequences(recorder, current, top, len(above))
+        return
+    if any(found.node._sequence_nr() < passes.closed_at for found in reduced):
+        return
     for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
         term = ReducedTerm(op_of(body), len(above) + len(factors) + found.numbers)
         current.reduced.append(term)
@@ -67,6 +72,21 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
             _hook(recorder, current, body, functools.partial(_reached, term, found))
     if len(parts) > 1:
         _hook(recorder, current, top[0], functools.partial(_summed, current))
+
+
+def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, num_factors: int) -> None:
+    """Note what arrives at the elements behind a list of parts that are reduced one by one."""
+    body = only_body(top)
+    if body is not None:
+        term = ReducedTerm(op_of(body), num_factors)
+        current.reduced.append(term)
+        _hook(recorder, current, body, functools.partial(_of_sequences, recorder, term))
+
+
+def _of_sequences(recorder: Recorder, term: ReducedTerm, grads: tuple[Tensor | None, ...]) -> None:
+    if grads[0] is not None:
+        weights = getattr(grads[0], "_local_tensor", grads[0]).detach().double()
+        term.elements = sequences(recorder, weights) or {}
 
 
 def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor, ids: Mapping[Any, int]) -> None:

@@ -30,6 +30,9 @@ _OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
 DISTANCES = {"PowBackward", "AbsBackward"}
 _JOINS = ("Stack", "Cat")
 """Losses that were put side by side: each may be a mean of its own."""
+_IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
+MAX_PARTS = 4096
+"""Nodes between a root and what its one body is looked for behind: a list of sequences has a handful for each."""
 _LEAVES_OUT = ("Index", "MaskedSelect", "MaskedFill", "Where")
 SAME = 1e-3
 
@@ -155,7 +158,7 @@ def _descend(found: Reduced, edge: Edge) -> bool:
             return edge[1] == 0
         if name in FACTORS:
             other = _other(node)
-            found.numbers += other is None or other.numel() == 1
+            found.numbers += name != "NegBackward" and (other is None or other.numel() == 1)
         elif name in ("MeanBackward", "SumBackward"):
             sizes = _shape(operands[0])
             if sizes is None:
@@ -191,7 +194,31 @@ def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, 
         "element_min": torch.where(mixed, torch.nan, least),
         "element_max": most,
         "element_share": local.abs().sum(dtype=torch.float64) / alone.reshape(()),
+        "num_rows_used": used.reshape(len(used), -1).any(1).sum() if local.dim() and len(local) == found.num else None,
     }
+
+
+def only_body(edge: Edge) -> Any:
+    """The node that computes all that the mean or sum at an edge goes over, sequence by sequence too (in a list of
+    parts, each with a mean of its own); None where several do, and where it is one number, a mean already."""
+    queue, visited = [edge], set[Edge]()
+    bodies = set[Edge]()
+    while queue and len(visited) < MAX_PARTS:
+        one = queue.pop()
+        if one in visited:
+            continue
+        visited.add(one)
+        name, operands = name_of(one[0]), _operands(one[0])
+        adds = name in SUMS and _shape(one) in ((), (1,))
+        scales = name in FACTORS and len(operands) == 1
+        if operands and (adds or scales or name.startswith(("Sum", "Mean", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS))):
+            queue += operands
+        else:
+            bodies.add(one)
+    if len(bodies) != 1 or queue:
+        return None
+    ((node, output),) = bodies
+    return node if output == 0 and _shape((node, output)) else None
 
 
 def _handed_on(edge: Edge) -> Edge | None:

@@ -23,7 +23,6 @@ from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
-from gradcheck_dist.probes.recording.backward_pass import ReducedTerm
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
 from gradcheck_dist.probes.recording.patching import Patches
@@ -90,7 +89,7 @@ def look(
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
-        if not (current.computed or found.known or picks):
+        if current.computed or not (found.known or picks):
             means.watch(recorder, current, roots[0], passes)
 
 
@@ -182,7 +181,7 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
         return
     loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
-    told = [_told(term) for term in current.reduced]
+    told = [term.told for term in current.reduced]
     recorder.emit(
         LossGradient,
         site=current.site,
@@ -199,9 +198,3 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         for ordinal, (term, fields) in enumerate(zip(current.reduced, told, strict=True)):
             assert term.arrived is not None
             emit_term(recorder, current, term.arrived, term.op, ordinal, whole=whole, **fields)
-
-
-def _told(term: ReducedTerm) -> dict[str, Any]:
-    """The fields of a ReducedGradient."""
-    mean_weight = None if term.mean_weight is None else number(term.mean_weight)
-    return {"mean_weight": mean_weight, "num_factors": term.num_factors, **term.elements}

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
+from gradcheck_dist.probes.recording.deferred import number
 
 
 class TokenWeights(NamedTuple):
@@ -34,6 +35,12 @@ class ReducedTerm:
     arrived: Tensor | None = None
     mean_weight: Tensor | None = None
     elements: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The fields of a ReducedGradient."""
+        mean_weight = None if self.mean_weight is None else number(self.mean_weight)
+        return {"mean_weight": mean_weight, "num_factors": self.num_factors, **self.elements}
 
 
 @dataclass
@@ -135,6 +142,11 @@ class BackwardPass:
         known = [one for one in products if one is not None]
         total = sum(known) if len(known) == len(products) else None
         return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total}
+
+    def told_of_elements(self) -> dict[str, Any]:
+        """Fields of a LossGradient whose weight is a function of the data: what the one mean or sum of the pass goes
+        over says what it weighs."""
+        return self.reduced[0].told if self.computed and len(self.reduced) == 1 else {}
 
     def not_reduced(self) -> list[ParamInfo]:
         """The parameters whose gradient buffers hold what the pass itself has left in them."""
