@@ -18,7 +18,8 @@ from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
-from gradcheck_dist.diagnosis.losses.aims import Aim, aim
+from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside

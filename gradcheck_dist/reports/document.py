@@ -202,7 +202,7 @@ def _candidate(candidate: Candidate) -> str:
     return f"{printable(candidate.expression)} = {number(candidate.value)}{evidence}"
 
 
-_VARYING = ("K-1-k", "repetitions", "n_c", "N_r", "N_k", "L_c", "(k+1)", "(K-k)", "(m+1)", "(r+1)")
+_VARYING = ("K-1-k", "repetitions", "n_c", "N_r", "N_k", "L_c", "T_c", "(k+1)", "(K-k)", "(m+1)", "(r+1)")
 
 
 def _factor(finding: Finding) -> str:

@@ -85,12 +85,18 @@ def test_sequences_that_weigh_alike_are_right(tmp_path: Path, form: str) -> None
     assert report.run.objective_from.startswith("inferred")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"one by one"}))
 def test_means_over_the_sequences_of_a_pass_are_means_of_means(tmp_path: Path, form: str) -> None:
     (finding,) = trained(tmp_path, FORMS[form], lambda num: num * len(BATCHES)).findings
     assert (finding.code, finding.severity) == ("GS301", "warning")
     assert finding.factor.expression == "num_sequences/(contributions * n_c)"
     assert "divides each microbatch by its own sequences" in finding.explanation
+
+
+def test_losses_one_by_one_may_be_tasks(tmp_path: Path) -> None:
+    """Of which some batches have fewer; the sum of all is divided by the passes."""
+    report = trained(tmp_path, one_by_one, lambda _: len(BATCHES))
+    assert (report.verdict, report.findings) == ("undetermined", [])
 
 
 @pytest.mark.parametrize(("times", "expression"), [(len(BATCHES), "1/accumulation_steps"), (1 / NUM, "num_sequences")])
@@ -103,6 +109,22 @@ def test_a_wrong_count_of_sequences_is_told(tmp_path: Path) -> None:
     (finding,) = trained(tmp_path, rows, lambda _: NUM - 2).findings
     assert finding.code == "GS303"
     assert f"counted as {NUM - 2}" in finding.fix
+
+
+def test_rows_that_are_divided_by_their_padded_length_are_found(tmp_path: Path) -> None:
+    def padded(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        tokens = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=-100)
+        return F.cross_entropy(model(tokens.clamp_min(0)).transpose(1, 2), tokens, reduction="none").mean(1).sum()
+
+    (finding,) = trained(tmp_path, padded, lambda _: NUM).findings
+    assert (finding.code, "padding included" in finding.explanation) == ("GS303", True)
+    assert finding.factor.expression is not None and finding.factor.expression.endswith("T_c^-1")
+
+
+def test_sequences_that_are_masked_as_a_whole_may_count(tmp_path: Path) -> None:
+    report = trained(tmp_path, rows, lambda _: NUM + 1)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(f"divided by {NUM + 1} sequences, and tokens of {NUM} enter" in reason for reason in report.reasons)
 
 
 def test_weights_of_tokens_that_follow_no_length_are_left_open(tmp_path: Path) -> None:

@@ -10,93 +10,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.elements import Counted, by_elements, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
 from gradcheck_dist.diagnosis.losses.returned import looked_at
-from gradcheck_dist.diagnosis.losses.samples import DECLARED, by_samples
+from gradcheck_dist.diagnosis.losses.samples import by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
-from gradcheck_dist.ledger.contributions import UNKNOWN, Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, without
-from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, expected_weights
+from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
-
-MEANS_WEIGH = (
-    "Each pass's mean over its elements weighs {times} of what it would in their average: a coefficient, a sum or "
-    "another count may be meant."
-)
-
-
-@dataclass
-class Aim:
-    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
-    `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
-    `times`: what each pass's mean over elements weighs of its part in their average, in words.
-    `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
-    `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over.
-    `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
-
-    contributions: Contributions
-    expected: dict[ContributionKey, Fraction]
-    tokens: dict[ContributionKey, int]
-    relative: bool = False
-    of_means: bool = False
-    aside: str = ""
-    times: str = ""
-    as_written: bool = False
-    of_samples: bool = False
-    of_elements: bool = False
-    other: tuple[str, dict[ContributionKey, Fraction]] | None = None
-    reasons: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.relative:
-            self.reasons.append(self._why_relative())
-
-    def decide(self, objective: str, *, declared: bool) -> None:
-        """Settle on the objective that was declared, or leave open which one is meant."""
-        if self.of_samples and declared and objective == DEFAULT_OBJECTIVE:
-            self.reasons.append(DECLARED)
-        if self.other is not None and declared:
-            self.expected = self.other[1]
-        elif self.other is not None:
-            self.reasons.append(self.other[0])
-
-    def _why_relative(self) -> str:
-        if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
-            return (
-                "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
-                "a curve, before backward: how much each should weigh is a function of the data, so weights are "
-                "relative to each contribution's own gradient and compared with one another"
-            )
-        losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
-        ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
-        named = f" ({', '.join(ops)})" if ops else ""
-        share = float(next(iter(self.expected.values())))
-        return (
-            f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
-            f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
-            + (f"{MEANS_WEIGH.format(times=self.times)} " if self.times else "")
-            + (
-                self.aside
-                or "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
-            )
-        )
 
 
 def aim(

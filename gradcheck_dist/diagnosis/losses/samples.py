@@ -18,6 +18,7 @@ from msgspec import structs
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
 from gradcheck_dist.diagnosis.weights.cells import MATERIAL, MAX_SPREAD
+from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions, Samples
 
 OBJECTIVE = "sequence-mean"
@@ -50,15 +51,25 @@ def by_samples(contributions: Contributions) -> BySamples | None:
     if not samples or len(samples) < len(counted) or any(one.spread > rounding for one in samples.values()):
         return None
     shown = any(one.spread > MAX_SPREAD and samples[key].differ for key, one in counted.items())
-    several = {one.num_losses for one in counted.values()}
-    by_hand = all(one.loss is not None and one.loss.reduction == "none" for one in counted.values())
     by_key = dict(contributions.by_key)
     for key, one in counted.items():
         num = _number(one, samples, key, rounding)
         by_key[key] = replace(one, num_tokens=num, weight=samples[key].total / num, spread=0.0)
     if not shown and len({by_key[key].num_tokens for key in counted}) == 1:
         return None  # means of passes are the same
-    return BySamples(replace(contributions, by_key=by_key), shown and by_hand and (several == {1} or len(several) > 1))
+    found = replace(contributions, by_key=by_key)
+    alone = all(one.num_losses == 1 for one in counted.values())
+    return BySamples(found, shown and (alone or _divided_by_all(found, rounding)))
+
+
+def _divided_by_all(contributions: Contributions, rounding: float) -> bool:
+    """Whether each loss of a pass is a mean by the program's own hand over all ranks' and passes' number of them, as no
+    head or task is."""
+    counted = [one for one in contributions.by_key.values() if one.num_tokens]
+    by_hand = all(one.loss is not None and one.loss.reduction == "none" for one in counted)
+    total = contributions.num_tokens or 0
+    all_alike = all(abs((one.weight or 0.0) * total - 1) <= rounding for one in counted)
+    return by_hand and all_alike and total not in degrees_of(contributions)
 
 
 def _number(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from gradcheck_dist.diagnosis.losses.aims import Aim
+from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.events import Backward, Event
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions

@@ -3,7 +3,8 @@
 ## What it does
 Finds losses whose weight per token is off by the same factor for every contribution from the very start: a division
 missing (x N, x K), done twice (x 1/K), or by the wrong degree (x tp * cp). Also losses that are divided by the number
-of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does, and losses that are means
+of labels L_c of each microbatch, padding included, as `(loss_of_tokens * mask).mean()` does, or each row by its padded
+length T_c, and losses that are means
 over their own n_c tokens before something that divides by all tokens, as behind sums, and means that are weighed by
 counts of more tokens than enter them (labels that were counted before their shift).
 
@@ -91,6 +92,12 @@ def judge(case: Case) -> Answer | None:
             explanation="Each microbatch is divided by all of its labels, those that are ignored or masked too: "
             "padding takes weight from the tokens beside it.",
             fix="Divide by the tokens that count, of the whole step and of all ranks: (labels != ignore_index).sum().",
+        )
+    if case.pattern.count == "T_c^-1":
+        return Answer(
+            explanation="The tokens of each row are divided by the row's length, padding included: what a token weighs "
+            "hangs on the longest sequence of its microbatch.",
+            fix="Divide by the tokens of each sequence that count, mask.sum(-1), or by one number in all microbatches.",
         )
     if case.pattern.kind == "power" and case.pattern.count == "n_c^-1" and abs(case.pattern.factor - 1) <= EXACT:
         return Answer(

@@ -56,7 +56,7 @@ class Pattern:
     `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
     follow: N_g tokens of a part of the step ("partial": `num_parts` is how many parts there are), n_c tokens of the
     contribution, N_r of its data rank, N_k of its accumulation step on all ranks, L_c its labels (ignored ones too),
-    accumulation step k of K, microbatch m or data rank r.
+    T_c the length of the rows that these are laid into, accumulation step k of K, microbatch m or data rank r.
     """
 
     kind: str
@@ -276,7 +276,9 @@ def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | No
     by_key = context.contributions.by_key
     labels = {key: c.loss.num_labels or 0 for key, c in by_key.items() if c.loss is not None}
     keys = [sample.key for sample in samples]
-    found = shapes.power_law(ratios, tolerances, shapes.counts(keys, tokens, labels, float(tolerances.max())))
+    rows = {key: c.samples.num for key, c in by_key.items() if c.samples is not None}
+    known = shapes.counts(keys, tokens, labels, float(tolerances.max()), rows)
+    found = shapes.power_law(ratios, tolerances, known)
     if found is None:
         return None
     factor, name, power = found

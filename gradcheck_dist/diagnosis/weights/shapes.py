@@ -14,7 +14,7 @@ POWERS = (-1.0, 1.0, -2.0, 2.0, -0.5, 0.5)
 MIN_VALUES = 3
 """Fewer different counts fit some power by chance; two numbers of tokens do not, where ratios are known to PRECISE."""
 PRECISE = 1e-4
-TOKENS = ("n_c", "N_r", "N_k", "L_c")
+TOKENS = ("n_c", "N_r", "N_k", "L_c", "T_c")
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,13 @@ def counts(
     tokens: Mapping[ContributionKey, int],
     labels: Mapping[ContributionKey, int],
     tolerance: float,
+    rows: Mapping[ContributionKey, int] | None = None,
 ) -> dict[str, list[float]]:
     """What a loss could be multiplied or divided by in a loop, by name, for each key; only what differs. `tolerance`:
-    how well ratios are known."""
+    how well ratios are known; `rows`: into how many the labels are laid."""
+    lengths = {
+        key: labels.get(key, 0) / num for key, num in (rows or {}).items() if num and not labels.get(key, 0) % num
+    }
     last = max(key[1] for key in keys)
     of_rank: dict[int, int] = {}
     of_step: dict[int, int] = {}
@@ -79,6 +83,7 @@ def counts(
         "N_r": [float(of_rank.get(key[0], 0)) for key in keys],
         "N_k": [float(of_step.get(key[1], 0)) for key in keys],
         "L_c": [float(labels.get(key, 0)) for key in keys],
+        "T_c": [lengths.get(key, 0.0) for key in keys],
         "(k+1)": [key[1] + 1.0 for key in keys],
         "(K-k)": [last - key[1] + 1.0 for key in keys],
         "(m+1)": [key[2] + 1.0 for key in keys],

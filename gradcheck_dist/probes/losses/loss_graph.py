@@ -64,10 +64,10 @@ class Found:
         self.losses: list[Any] = []
         self.above: dict[Any, list[Any]] = {}  # from a node to those that its output goes into
 
-    def is_computed(self) -> bool:
-        """Whether a loss is multiplied, on its way to the root, by something that has a gradient itself (a learned
-        weight, a focal factor), or goes through a curve: its weight is a function of the data then."""
-        queue, visited = deque(self.losses), set[Any]()
+    def is_computed(self, more: Sequence[Any] = ()) -> bool:
+        """Whether a loss, or one of `more`, is multiplied, on its way to the root, by something that has a gradient
+        itself (a learned weight, a focal factor), or goes through a curve: its weight is of the data then."""
+        queue, visited = deque([*self.losses, *more]), set[Any]()
         while queue:
             for node in self.above.get(queue.popleft(), ()):
                 if node in visited:

@@ -72,8 +72,9 @@ def look(
             picks += 1
         found.log_softmaxes.remove(source)
         label_smoothing.watch_whole(recorder, current, source, ids[part], functools.partial(_hook, recorder))
-    soft = found.log_softmaxes
+    soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
+        own.append(soft[-1])
         _watch_soft_targets(recorder, soft.pop())
     current.other_losses += len(found.others) + len(soft)
     if (found.known or found.cross_entropies or picks) and len(roots) == 1:
@@ -82,7 +83,7 @@ def look(
         watch_terms(recorder, current, [*terms.others, *terms.named])
         if current.other_losses or len(found.losses) > 1:
             means.watch_whole(recorder, current, roots[0], ids)
-    current.computed = found.is_computed()
+    current.computed = found.is_computed(own)  # also where targets are the model's own, as those of a reverse KL are
     if len(roots) == 1 and not found.losses:
         by_gradient.begins_at(roots[0])
     if not has_gradients and len(roots) == 1 and roots[0].numel() == 1:

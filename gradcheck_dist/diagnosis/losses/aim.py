@@ -1,0 +1,73 @@
+"""What the weights of a step are compared with, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from gradcheck_dist.diagnosis.losses.samples import DECLARED
+from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
+from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE
+
+MEANS_WEIGH = (
+    "Each pass's mean over its elements weighs {times} of what it would in their average: a coefficient, a sum or "
+    "another count may be meant."
+)
+
+
+@dataclass
+class Aim:
+    """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
+    `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
+    `times`: what each pass's mean over elements weighs of its part in their average, in words.
+    `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
+    `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over.
+    `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
+
+    contributions: Contributions
+    expected: dict[ContributionKey, Fraction]
+    tokens: dict[ContributionKey, int]
+    relative: bool = False
+    of_means: bool = False
+    aside: str = ""
+    times: str = ""
+    as_written: bool = False
+    of_samples: bool = False
+    of_elements: bool = False
+    other: tuple[str, dict[ContributionKey, Fraction]] | None = None
+    reasons: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.relative:
+            self.reasons.append(self._why_relative())
+
+    def decide(self, objective: str, *, declared: bool) -> None:
+        """Settle on the objective that was declared, or leave open which one is meant."""
+        if self.of_samples and declared and objective == DEFAULT_OBJECTIVE:
+            self.reasons.append(DECLARED)
+        if self.other is not None and declared:
+            self.expected = self.other[1]
+        elif self.other is not None:
+            self.reasons.append(self.other[0])
+
+    def _why_relative(self) -> str:
+        if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
+            return (
+                "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
+                "a curve, before backward: how much each should weigh is a function of the data, so weights are "
+                "relative to each contribution's own gradient and compared with one another"
+            )
+        losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
+        ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
+        named = f" ({', '.join(ops)})" if ops else ""
+        share = float(next(iter(self.expected.values())))
+        return (
+            f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
+            f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
+            + (f"{MEANS_WEIGH.format(times=self.times)} " if self.times else "")
+            + (
+                self.aside
+                or "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"
+            )
+        )
