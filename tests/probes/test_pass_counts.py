@@ -18,7 +18,8 @@ WIDTH, CLASSES, STEPS = 6, 5, 3
 
 
 def trained(run: Path, when: str, counts: tuple[int, ...], *, halves: bool = True) -> Report:
-    """`counts`: tokens of each pass, other ones in each step. `when`: "each pass", "last pass" or "once", by all."""
+    """`counts`: tokens of each pass, other ones in each step. `when`: "each pass", "last pass", "last pass, behind a
+    norm" or "once", by all."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -31,6 +32,9 @@ def trained(run: Path, when: str, counts: tuple[int, ...], *, halves: bool = Tru
                 )
                 (loss / len(sizes) if halves else loss).backward()
                 last = place == len(sizes)
+                if last and "norm" in when:
+                    norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
+                    assert len(norms) == 4
                 if when == "each pass" or last:
                     by = sum(sizes) if when == "once" else size
                     for param in model.parameters():
@@ -55,6 +59,13 @@ def test_a_division_behind_each_pass_is_found_at_its_line(counts: tuple[int, ...
 def test_a_division_by_the_last_pass_alone_is_found(tmp_path: Path) -> None:
     findings = trained(tmp_path / "run", "last pass", (13, 7), halves=False).findings
     assert len(findings) == 1
+
+
+def test_a_division_by_the_last_pass_alone_is_told_from_the_loss_where_norms_part_them(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path / "run", "last pass, behind a norm", (13, 7, 11), halves=False).findings
+    assert (finding.code, finding.severity) == ("GS305", "error")
+    assert finding.factor.observed == pytest.approx(31 / 11)
+    assert "those of the others are not counted" in finding.explanation
 
 
 def test_a_division_by_the_tokens_of_all_passes_is_clean(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 ## What it does
 Finds losses whose weights follow 1/N_g, N_g being the tokens of a part of the step, where all N tokens should count:
 the count was all-reduced over another process group than the gradients (half of the data ranks, one axis of the mesh),
-or taken for each accumulation step or microbatch. Also where only some of the ranks do it. Which part it is stands in
-the finding; the weights are N / N_g, times what the average over ranks leaves of a constant.
+or taken for each accumulation step or microbatch. Also where only some of the ranks do it, and where a line behind the
+passes divides all that they accumulated by the tokens of the last one. Which part it is stands in the finding; the
+weights are N / N_g, times what the average over ranks leaves of a constant.
 
 ## Why it matters
 Parts of the batch with few tokens weigh more than those with many, otherwise in every step, so no constant repairs it.

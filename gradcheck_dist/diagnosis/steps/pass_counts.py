@@ -8,11 +8,16 @@ change from step to step, as what is computed from gradients does, but each is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.rules import gs101_double_averaging, gs104_wrong_divisor, gs303_wrong_normalizer
+from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.diagnosis.rules import (
+    gs101_double_averaging,
+    gs104_wrong_divisor,
+    gs303_wrong_normalizer,
+    gs305_partial_token_count,
+)
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
 
 PER_PASS = "1/tokens of the pass"
@@ -22,10 +27,6 @@ _AGAIN = (
     " The factor is the inverse of the tokens of the pass just behind it, in every step: each pass divides all that "
     "has been accumulated, so the gradients of earlier passes are divided again."
 )
-_LAST = (
-    " The factor is the inverse of the tokens of the pass just behind it, in every step: those of the other passes are "
-    "not counted."
-)
 _FIX = (
     "Divide once, behind the step's last pass, by the tokens of all its passes and ranks, or divide the losses by it."
 )
@@ -34,10 +35,12 @@ _FIX = (
 def of_pass(case: Case) -> str | None:
     """PER_PASS where a factor that nobody recorded is one over the tokens of its pass, of all ranks or their mean."""
     culprit = case.culprit
-    pass_of = getattr(culprit.event, "accumulation_step", None)
-    if not culprit.unrecorded or not culprit.factor or not 0 < culprit.factor < 1 or pass_of is None:
-        return None
     recorded = case.context.contributions
+    if not culprit.unrecorded or not culprit.factor or not 0 < culprit.factor < 1 or culprit.event is None:
+        return None
+    last = max((key[1] for key in recorded.by_key), default=0)
+    # Reductions behind the last pass are numbered as the next one would be, and norms not at all.
+    pass_of = min(getattr(culprit.event, "accumulation_step", last), last)
     counts = [one.num_tokens for one in recorded.by_key.values() if one.key[1] == pass_of]
     if len({key[1] for key in recorded.by_key}) < 2 or any(count is None for count in counts):
         return None
@@ -57,13 +60,32 @@ def lay_to_passes(verdicts: Sequence[StepVerdict]) -> None:
             continue
         again = any(not one.uniform for one in changes)
         kept = next((one for one in changes if not one.uniform), changes[0]).finding
-        kept.explanation += _AGAIN if again else _LAST
-        kept.fix = _FIX
         gone = [one.finding for one in changes if one.finding is not kept]
-        gone += [one for one in verdict.findings if any(_makes_up(one, change) for change in changes)]
-        for finding in gone:
+        undone = [one for one in verdict.findings if any(_makes_up(one, change) for change in changes)]
+        for finding in [*gone, *undone]:
             verdict.findings = [one for one in verdict.findings if one is not finding]
             verdict.effects.pop(cause(finding), None)
+        effect = verdict.effects.pop(cause(kept), None)
+        kept.fix = _FIX
+        if again:
+            kept.explanation += _AGAIN
+        else:
+            _tell_last(kept, undone)
+        if effect is not None and not (undone and not again):
+            verdict.effects[cause(kept)] = effect
+
+
+def _tell_last(finding: Finding, undone: Sequence[Finding]) -> None:
+    """Say that the last pass's tokens alone divide; `undone` are findings that are the other half of this division."""
+    finding.code, finding.name = gs305_partial_token_count.CODE, gs305_partial_token_count.NAME
+    off = prod(one.factor.observed or 1.0 for one in (finding, *undone))
+    if undone:
+        finding.factor = Factor(observed=off, tolerance=finding.factor.tolerance)
+        finding.pattern = f"every contribution x {off:.6g}"
+    finding.explanation = (
+        "What all passes accumulated is divided by the tokens of the last of them, in every step: those of the others "
+        f"are not counted, and every token weighs x {off:.6g} of what it should."
+    )
 
 
 def _makes_up(finding: Finding, change: Change) -> bool:

@@ -11,6 +11,9 @@ from gradcheck_dist.diagnosis.weights.written import Measured, distinct
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import Track, got_the_same
 
+_ENDS = OptimizerStep | Clip | GradientNorm
+"""Behind these nothing makes copies alike again: a norm is taken of what is complete."""
+
 
 def factor_of(cell: Cell) -> Measured:
     """(factor, relative tolerance); of a weight that is right within its tolerance exactly 1."""
@@ -21,7 +24,7 @@ def factor_of(cell: Cell) -> Measured:
 
 def replicas_part(case: Case) -> bool:
     """Whether copies of one gradient were scaled apart on different ranks behind the last reduction."""
-    if not isinstance(case.culprit.before, OptimizerStep | Clip) or case.culprit.kind != "reduce":
+    if not isinstance(case.culprit.before, _ENDS) or case.culprit.kind != "reduce":
         return False
     found: dict[object, list[Measured]] = defaultdict(list)
     for held, cell in case.cells:
@@ -32,7 +35,7 @@ def replicas_part(case: Case) -> bool:
 def copies_part(case: Case, verdict: StepVerdict) -> bool:
     """Whether ranks that evaluate the same tokens (tensor parallel), and whose own passes gave them one gradient, hold
     it scaled apart in the end."""
-    if not isinstance(case.culprit.before, OptimizerStep | Clip | GradientNorm):
+    if not isinstance(case.culprit.before, _ENDS):
         return False
     params, place = {held.param for held in case.held}, verdict.contributions.coordinate
     found: dict[object, list[tuple[Track, Measured]]] = defaultdict(list)
