@@ -50,6 +50,7 @@ class Overlapped:
         self.works: list[Any] = []
         for param in params:
             param.register_post_accumulate_grad_hook(self.reduce)
+        self.params = params
 
     def reduce(self, param: Tensor) -> None:
         if self.on and param.grad is not None:
@@ -60,6 +61,28 @@ class Overlapped:
         for work in self.works:
             work.wait()
         self.works.clear()
+
+
+class OverlappedBuffers(Overlapped):
+    """The same with a `main_grad` in place of `.grad` until the optimizer reads it, reduced `times` times."""
+
+    def __init__(self, params: list[nn.Parameter], times: int) -> None:
+        super().__init__(params)
+        self.times = times
+        for param in params:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+
+    def reduce(self, param: Any) -> None:
+        param.main_grad.add_(param.grad)
+        param.grad = None
+        if self.on:
+            param.main_grad.div_(dist.get_world_size())
+            for _ in range(self.times):
+                dist.all_reduce(param.main_grad)
+
+    def wait(self) -> None:
+        for param in self.params:
+            param.grad, param.main_grad = param.main_grad, torch.zeros_like(param)  # type: ignore[attr-defined]
 
 
 def wrapped(variant: str) -> Any:
@@ -113,7 +136,9 @@ def train(variant: str, run_dir: str | None) -> int:
         model = wrapped(variant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         params = list(model.parameters()) if "overlapped" in variant else []
-        overlapped = Overlapped(params[1:] if "left out" in variant else params)
+        overlapped = Overlapped([] if "main_grad" in variant else params[1:] if "left out" in variant else params)
+        if "main_grad" in variant:
+            overlapped = OverlappedBuffers(params, 2 if "twice" in variant else 1)
         # Where ranks and passes are as many, which of both a line divides by is not known.
         accumulation = 3 if "divided before" in variant else ACCUMULATION
         valid = sum(int((batch(dist.get_rank(), k)[1] >= 0).sum()) for k in range(accumulation))

@@ -21,6 +21,8 @@ EXPECTED = {
     "composable, averaged twice": ("findings", ["GS101"]),
     "overlapped": ("clean", []),
     "overlapped, one left out": ("findings", ["GS103"]),
+    "overlapped, main_grad": ("clean", []),
+    "overlapped, main_grad, twice": ("findings", ["GS102"]),
     "distilled": ("undetermined", []),
     "halved later": ("findings", ["GS303"]),
     "divided at first": ("findings", ["GS000"]),

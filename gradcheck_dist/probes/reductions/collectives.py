@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.parameters.places import Place
-from gradcheck_dist.probes.parameters.regions import Region, in_memory
+from gradcheck_dist.probes.parameters.regions import Region, in_memory, main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -170,7 +170,8 @@ def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
     touched = recorder.current.touched.values() if recorder.current is not None else ()
     for regions, buffer in recorder.places.overlapping(tensor, itertools.islice(reversed(touched), LATEST)):
         info = regions[0].info
-        if not info.regions and info.param.grad is not None and info.wrapper is None and info.managed_by is None:
+        held = info.param.grad is not None or main_grad_of(info) is not None
+        if not info.regions and held and info.wrapper is None and info.managed_by is None:
             yield regions, buffer
 
 
