@@ -227,9 +227,9 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         verdict.reasons.append(late)
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
-    understood = aimed_at.as_written or aimed_at.of_samples or aimed_at.of_elements
-    verdict.reasons += [] if understood else weighed_apart(contributions)
-    verdict.spreads = {} if aimed_at.as_written or aimed_at.of_elements else verdict.spreads
+    understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
+    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(contributions)
+    verdict.spreads = {} if understood else verdict.spreads
     assumed = context.objective_from.startswith("assumed")
     aimed_at.decide(context.objective, declared=not assumed)
     if aimed_at.of_samples and assumed:

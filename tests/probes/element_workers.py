@@ -58,7 +58,7 @@ def train_tensor_parallel(run_dir: str) -> None:
 
 
 def train_sequences(divided_by: str, run_dir: str, of_data: bool = False) -> None:
-    """One step of sums of sequences' means, rank r has r sequences more a pass; `of_data`: of exp(loss). Divided by the
+    """One step of sums of sequences' means, rank r has r sequences more a pass; `of_data`: of a curve. Divided by the
     sequences of "all" ranks and passes, of them per rank ("average"), or of the "rank" alone."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
@@ -77,7 +77,7 @@ def train_sequences(divided_by: str, run_dir: str, of_data: bool = False) -> Non
             mask = torch.arange(6)[None] < 2 + torch.arange(len(tokens))[:, None]
             model.require_backward_grad_sync = tokens is batches[-1]
             losses = F.cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none")
-            losses = (losses - losses.detach()).exp() * mask if of_data else losses * mask
+            losses = -F.logsigmoid(-losses) * mask if of_data else losses * mask
             ((losses.sum(1) / mask.sum(1)).sum() / num.item()).backward()
         optimizer.step()
     dist.destroy_process_group()

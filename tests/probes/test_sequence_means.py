@@ -63,14 +63,15 @@ def trained(
     lengths: Sequence[Sequence[int]] = BATCHES,
     objective: str | None = None,
 ) -> Report:
-    """One step; each pass is divided by what `divisor` makes of the number of its sequences."""
+    """One step; each pass is divided by what `divisor` makes of the number of its sequences, but for 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(run_dir, objective=objective):
         for of_batch in lengths:
             batch = [torch.randint(0, VOCABULARY, (length,)) for length in of_batch]
-            (loss(model, batch) / divisor(len(batch))).backward()
+            value, by = loss(model, batch), divisor(len(batch))
+            (value if by == 1 else value / by).backward()
         optimizer.step()
     return diagnose(read_run(run_dir))
 
@@ -232,3 +233,24 @@ def test_a_learned_weight_over_a_mean_hides_what_the_mean_goes_over(tmp_path: Pa
         return F.cross_entropy(model(tokens), tokens) * weight.exp()
 
     assert trained(tmp_path, learned, lambda _: len(BATCHES)).verdict == "undetermined"
+
+
+def preference(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """The mean over pairs, the first half of the batch chosen."""
+    picked = torch.stack([F.log_softmax(model(one), -1).gather(-1, one[:, None]).sum() for one in batch])
+    chosen, rejected = picked.chunk(2)
+    return (-F.logsigmoid(0.1 * (chosen - rejected))).mean()
+
+
+def test_a_sign_before_a_mean_over_pairs_is_no_coefficient(tmp_path: Path) -> None:
+    def gain(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        picked = torch.stack([F.log_softmax(model(one), -1).gather(-1, one[:, None]).sum() for one in batch])
+        return -F.logsigmoid(picked[:2] - picked[2:]).mean()
+
+    assert trained(tmp_path, gain, lambda _: 3, [(2, 3, 4, 5)] * 3).verdict == "clean"
+
+
+@pytest.mark.parametrize(("divisor", "found"), [(3, []), (1, ["GS303"])])
+def test_means_over_pairs_are_averaged_over_passes(tmp_path: Path, divisor: int, found: list[str]) -> None:
+    report = trained(tmp_path, preference, lambda _: divisor, [(2, 3, 4, 5)] * 3)
+    assert ([one.code for one in report.findings], report.verdict) == (found, "findings" if found else "clean")

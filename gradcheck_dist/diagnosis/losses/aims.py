@@ -163,24 +163,22 @@ def _by_elements(
     """Losses by what their one mean or sum goes over, where that tells."""
     asked = partial(_expected, groups=independent(data, contributions))
     counted_by = by_elements(objective, contributions, measured, judge, asked)
-    if counted_by is None or marked_aside(data):
-        return None
-    return _of_elements(counted_by, words or "is one mean or sum")
+    if counted_by is not None and not marked_aside(data):
+        return _of_elements(counted_by, words or "is one mean or sum")
+    if (added := added_means(data, contributions, measured, judge)) is not None:
+        return Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
+    return None
 
 
 def _uncounted(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
     """Losses that count no tokens, of one term or of several."""
-    asked = partial(_expected, groups=independent(data, contributions))
     whole = main_term(data, contributions)
     told = contributions if whole is None else whole.contributions
-    by_what_is_reduced = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
-    if by_what_is_reduced is not None:
-        return by_what_is_reduced
-    if (added := added_means(data, told, measured, judge)) is not None:
-        found = Aim(*added, dict.fromkeys(added[1], 1), of_means=True)
-    else:
-        return _relative(data, contributions, measured, in_words(told, measured, judge, asked))
-    return found
+    found = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
+    if found is not None:
+        return found
+    asked = partial(_expected, groups=independent(data, contributions))
+    return _relative(data, contributions, measured, in_words(told, measured, judge, asked))
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:

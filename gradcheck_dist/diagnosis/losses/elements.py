@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from statistics import median
 
+import msgspec
+
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.events import LossGradient
@@ -111,10 +113,11 @@ def _counted(contributions: Contributions, words: str) -> Counted | None:
     counted = {}
     for key, one in by_key.items():
         told = _OF_GRADIENT[words](one.gradient, degrees) if one.gradient is not None else None
-        if told is None:
+        if told is None or one.gradient is None:
             return None
         tokens[key], weight = told
-        counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0)
+        alone = msgspec.structs.replace(one.gradient, other_losses=0)  # the one mean or sum is the whole root
+        counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0, gradient=alone)
     if _is_gain(contributions, [one.weight or 0.0 for one in counted.values()]):
         counted = {key: replace(one, weight=-(one.weight or 0.0)) for key, one in counted.items()}
     return Counted(replace(contributions, by_key=counted), {}, tokens, words) if any(tokens.values()) else None
@@ -126,7 +129,9 @@ def _is_gain(contributions: Contributions, weights: Sequence[float]) -> bool:
     errors = [
         one
         for one in contributions.by_key.values()
-        if one.gradient is not None and one.gradient.compares and (one.loss is None or one.loss.op not in GAINS)
+        if one.gradient is not None
+        and (one.gradient.compares and not one.gradient.computed)  # a curve's sign is the program's
+        and (one.loss is None or one.loss.op not in GAINS)
     ]
     return not errors and bool(weights) and max(weights) < 0
 
