@@ -68,6 +68,37 @@ class Turned(torch.autograd.Function):
         return whole.chunk(dist.get_world_size())[::-1][dist.get_rank()]
 
 
+class GatheredProduct(torch.autograd.Function):
+    """A linear layer of what all ranks put in, as one of sequence parallelism. Its weight goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
+        whole = torch.empty(dist.get_world_size() * given.shape[0], given.shape[1])
+        dist.all_gather_into_tensor(whole, given)
+        ctx.save_for_backward(whole, weight)
+        return whole @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        whole, weight = ctx.saved_tensors
+        own = grad.new_empty(whole.shape[0] // dist.get_world_size(), whole.shape[1])
+        dist.reduce_scatter_tensor(own, grad @ weight)
+        return own, grad.T @ whole
+
+
+class OfAll(nn.Module):
+    """A layer that multiplies what all ranks put in, and gives each its own rows."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.randn(out, width) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = GatheredProduct.apply(torch.tanh(self.first(x)), self.weight)
+        return whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+
 class Parts(nn.Module):
     """A linear layer of which each rank holds a part."""
 
@@ -116,6 +147,8 @@ def train(variant: str) -> int:
     torch.manual_seed(0)
     out = 10 if "padded" in variant else CLASSES
     model = nn.Sequential(Parts(variant, 6, WIDTH), nn.Tanh(), Parts(variant, WIDTH, out))
+    if variant == "activations":
+        model = nn.Sequential(OfAll(6, out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -129,6 +162,8 @@ def train(variant: str) -> int:
         scale = dist.get_world_size() if "averaged" in variant and "twice" not in variant else 1
         for features, labels in data:
             (F.cross_entropy(model(features), labels, reduction="sum") * scale / num_tokens).backward()
+        for param in model.parameters() if variant == "activations" else ():
+            dist.all_reduce(param.grad)
         optimizer.step()
         optimizer.zero_grad()
     return zlib.crc32(torch.cat([param.detach().flatten() for param in model.parameters()]).numpy().tobytes())

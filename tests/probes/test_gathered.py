@@ -24,6 +24,7 @@ EXPECTED = {
     "flat, halved": ("findings", [("GS101", "1/accumulation_steps")]),
     "columns, halved": ("findings", [("GS000", "1/accumulation_steps")]),
     "turned": ("undetermined", []),
+    "activations": ("clean", []),
 }
 
 

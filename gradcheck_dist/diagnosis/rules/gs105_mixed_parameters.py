@@ -57,7 +57,15 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
     over = ", ".join(map(str, found.ranks))
     copies = facts.context.ranks_per_batch(event.group) if isinstance(event, Reduce) else 1
-    again = f" What is equal on all of them is counted {copies} times, once for each rank of a batch." * (copies > 1)
+    # Not so where ranks of a batch hold summands (sequence parallel), or are averaged.
+    counted = any(
+        abs(cell.ratio / copies - 1) <= max(SAME_FACTOR, cell.tolerance / copies)
+        for one in facts.held if one.param in found.alike
+        for cell in one.cells
+    )  # fmt: skip
+    again = f" What is equal on all of them is counted {copies} times, once for each rank of a batch." * (
+        copies > 1 and counted
+    )
 
     def counts_again(finding: Finding) -> bool:
         """Whether a finding is that the same line adds up copies of one gradient."""

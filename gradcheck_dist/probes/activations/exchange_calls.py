@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ BY_RANK = ("send", "recv", "recv_anysource")
 
 class Call(NamedTuple):
     """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
-    all-reduce or an all-gather was given, `parts` the list that this fills."""
+    all-reduce or an all-gather was given, `parts` the list that this fills. `address`: where lies what it was given."""
 
     name: str
     ranks: tuple[int, ...]
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     tensor: Tensor | None = None
     parts: list[Any] | None = None
     reduction: Reduction | None = None
+    address: int | None = None
 
 
 class Calls(list[Call]):
@@ -79,4 +81,17 @@ def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwar
     made = given.get("output", given.get("tensor")) if name in REDUCING else None
     op = op_name(given.get("op", dist.ReduceOp.SUM))
     reduction = Reduction(op, ranks, made) if isinstance(made, Tensor) else None
-    return Call(name, ranks, splits, tensor, parts, reduction)
+    lies = next((one for key in ("tensor", "input_tensor", "input") if isinstance(one := given.get(key), Tensor)), None)
+    address = lies.data_ptr() if lies is not None and is_plain(lies) else None
+    return Call(name, ranks, splits, tensor, parts, reduction, address)
+
+
+def may_move_leaves(calls: Sequence[Call], args: Sequence[Any]) -> bool:
+    """Whether a function may have sent parameters to other ranks: not where each of its collectives was given another
+    input, as that of a linear layer which gathers its activations is."""
+    others = {
+        arg.data_ptr()
+        for arg in args
+        if isinstance(arg, Tensor) and is_plain(arg) and not (arg.is_leaf and arg.requires_grad)
+    }
+    return any(call.address not in others for call in calls)

@@ -33,6 +33,7 @@ from gradcheck_dist.probes.activations.exchange_calls import (
     Call,
     Calls,
     call_of,
+    may_move_leaves,
 )
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, each_whole, take
 from gradcheck_dist.probes.backward import autograd
@@ -265,7 +266,7 @@ def watch(
 ) -> None:
     """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
     if not exchanges.listens or not (calls.sent or exchanges.may_communicate(cls, args, results, calls)):
-        if calls and exchanges.notes and any(isinstance(arg, nn.Parameter) for arg in args):
+        if exchanges.notes and any(isinstance(arg, nn.Parameter) for arg in args) and may_move_leaves(calls, args):
             gathered.not_followed(recorder, cls)
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]  # as autograd numbers the inputs
@@ -284,7 +285,7 @@ def watch(
     if not sent and gathered.watch(recorder, cls, ranks, inputs, made, bool(calls)):
         return
     if any(one.is_leaf for one in inputs):
-        if calls:
+        if may_move_leaves(calls, tensors):
             gathered.not_followed(recorder, cls)
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     if is_attention(inputs, made):
