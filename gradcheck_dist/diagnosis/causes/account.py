@@ -177,6 +177,8 @@ def _walk(
                 kept = len(result.steps), len(result.gaps), measured * since
             if np.isnan(factor):
                 opaque = Step(entry.event, entry.rank, 1.0, opaque=True)
+            elif result.by_hand and isinstance(entry.event, Reduce) and value == 0:
+                pass  # what another rank's reduction does not bring, something else does, of which nothing was recorded
             elif isinstance(entry.event, SCALING):
                 result.steps.append(Step(entry.event, entry.rank, factor))
                 since *= factor

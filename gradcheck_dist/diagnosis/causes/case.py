@@ -83,6 +83,12 @@ class Case:
         return culprit.unrecorded and ends and pattern.kind == "uniform" and pattern.factor > 0 and self.everywhere
 
     @property
+    def combined_unseen(self) -> bool:
+        """Whether contributions of other ranks came to a gradient in the bracket, by what nobody recorded."""
+        place = self.context.contributions.coordinate
+        return self.culprit.kind == "backward" and any(place.get(held.rank) != cell.key[0] for held, cell in self.cells)
+
+    @property
     def could_be_clip(self) -> bool:
         """Whether everything was made smaller alike, by nothing recorded, just before the clip or the optimizer."""
         return self.scaled_alike and self.pattern.factor < 1

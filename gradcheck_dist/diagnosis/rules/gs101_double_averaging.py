@@ -2,8 +2,8 @@
 
 ## What it does
 Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, or a sum that a line
-of the trainer's divides by it, after a loss that was already divided by the tokens of all ranks. Every weight is 1/R of
-what it should be, R being the size of the group.
+of the trainer's divides by it, or an average that is made of messages which nobody recorded, after a loss that was
+already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the size of the group.
 
 ## Why it matters
 Adam divides a uniform factor away and clipping rescales it away, so the loss curve looks fine for weeks. But the clip
@@ -58,6 +58,8 @@ def judge(case: Case) -> Answer | None:
         follows = case.culprit.before  # a buffer that is divided before it is summed, fairseq's way
         summed = event if event is not None else follows if isinstance(follows, Reduce) else None
         return _by_hand(case, summed) if summed is not None else None
+    if case.scaled_alike and case.combined_unseen:
+        return _unseen(case)
     if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -90,15 +92,30 @@ def judge(case: Case) -> Answer | None:
     )
 
 
-def _by_hand(case: Case, event: Reduce) -> Answer | None:
-    """A sum over ranks that a line of the trainer's divides by their number; where they are as many as the
-    accumulation steps, which of both it meant is not known."""
-    size = len(event.group) * (len(event.replicate_group) or 1)
-    tolerance = max(1e-3, 2 * case.pattern.tolerance)
+def _divides_by(case: Case, size: int) -> bool:
+    """Whether all weights are divided by a number of ranks; where these are as many as the accumulation steps, which of
+    both was meant is not known."""
     others = {part for name in case.names for part, _ in name.powers} - RANKS - {case.context.group_name(size)}
-    if size < 2 or others or case.pattern.kind != "uniform" or abs(case.pattern.factor * size - 1) > tolerance:
+    is_size = abs(case.pattern.factor * size - 1) <= max(1e-3, 2 * case.pattern.tolerance)
+    return size > 1 and not others and case.pattern.kind == "uniform" and is_size
+
+
+def _unseen(case: Case) -> Answer | None:
+    """An average over the ranks that nobody recorded, such as one made by hand out of single messages."""
+    size = case.context.contributions.num_coordinates
+    if not _divides_by(case, size):
         return None
-    if abs(nominal_factor(event) - 1) > tolerance:
+    return Answer(
+        explanation=f"{_loss(case)}, and between these two lines, by nothing recorded, gradients are averaged over "
+        f"{size} ranks: they are 1/{size} of the objective's.",
+        fix=f"Add them up without dividing by {size}, or multiply the loss by {size} (c = R/N) so that it undoes it.",
+    )
+
+
+def _by_hand(case: Case, event: Reduce) -> Answer | None:
+    """A sum over ranks that a line of the trainer's divides by their number."""
+    size = len(event.group) * (len(event.replicate_group) or 1)
+    if not _divides_by(case, size) or abs(nominal_factor(event) - 1) > max(1e-3, 2 * case.pattern.tolerance):
         return None
     name = case.names[0].expression if case.names else f"1/{size}"
     return Answer(

@@ -46,14 +46,8 @@ def _surely(name: Name, case: Case) -> bool:
     """Whether a name tells a constant from a norm: chance makes some names often. Where ranks were combined in the
     bracket, a number of ranks is no chance."""
     miss = max(abs(name.value / case.pattern.factor - 1), case.pattern.tolerance)
-    expected = _combined(case) and len(name.powers) == 1 and name.powers[0][0] in RANKS
+    expected = case.combined_unseen and len(name.powers) == 1 and name.powers[0][0] in RANKS
     return chance(name, case.context.quantities, miss) < (SURE_OF_RANKS if expected else SURE)
-
-
-def _combined(case: Case) -> bool:
-    """Whether contributions of other ranks came to a gradient in the bracket: by a reduction that nobody recorded."""
-    place = case.context.contributions.coordinate
-    return case.culprit.kind == "backward" and any(place.get(held.rank) != cell.key[0] for held, cell in case.cells)
 
 
 def judge(case: Case) -> Answer | None:
