@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from random_trainers import global_mean
-from simulated_step import _backward, _clip, _scale, _sum
-from simulator import AFTER, BEFORE, OptimizerStep, Reduce, Trainer, World
+from reduced_steps import all_reduce, begun, ended, unrecorded_sum
+from simulated_step import _clip, _scale
+from simulator import Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.trace.run import Run
 
 CP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 CP_LINE, DP_LINE = 16, 18
-
-
-def all_reduce(world: World, groups: tuple[tuple[int, ...], ...], line: int, *, read_early: bool = False,
-               read_by_half: bool = False) -> None:  # fmt: skip
-    """A recorded all-reduce by hand of every gradient. `read_early`: asynchronous, and nobody waits for it;
-    `read_by_half`: of each parameter one of two ranks has the result, as behind a reduce-scatter of a flat copy."""
-    for group in groups:
-        members = [world.ranks[rank] for rank in group]
-        seqs = {rank.rank: rank.next_seq() for rank in members}
-        for rank in members:
-            rank.sample_grads(seqs[rank.rank], BEFORE, list(rank.ids))
-        for name in members[0].ids if not read_early else ():
-            total = _sum(world, [rank.grad[name] for rank in members], 1.0)
-            for rank in members:
-                rank.grad[name] = total
-        for rank in members:
-            shown = [name for i, name in enumerate(rank.ids) if not read_by_half or i % 2 == group.index(rank.rank)]
-            if not read_early:
-                rank.sample_grads(seqs[rank.rank], AFTER, shown)
-            rank.emit(Reduce, seq=seqs[rank.rank], line=line, impl="all_reduce", op="sum", group=group,
-                      params=rank.everything, accumulation_step=world.trainer.accumulation)  # fmt: skip
 
 
 def judged(between: float = 1.0, behind: float = 1.0) -> Report:
@@ -48,36 +26,6 @@ def judged(between: float = 1.0, behind: float = 1.0) -> Report:
             if factor != 1:
                 _scale(world, rank, factor, list(rank.ids))
     return ended(world)
-
-
-def unrecorded_sum(world: World, groups: tuple[tuple[int, ...], ...], factor: float = 1.0) -> None:
-    """A sum over ranks made of messages that no probe sees, times a factor."""
-    for group in groups:
-        members = [world.ranks[rank] for rank in group]
-        for name in members[0].ids:
-            total = _sum(world, [rank.grad[name] for rank in members], factor)
-            for rank in members:
-                rank.grad[name] = total
-
-
-def begun(num_ranks: int = 4) -> World:
-    """Ranks behind their backward passes."""
-    world = World(Trainer(root=global_mean(1), impl="none", data_ranks=num_ranks, accumulation=2), 3)
-    for k in range(2):
-        _backward(world, k, 0)
-    return world
-
-
-def ended(world: World) -> Report:
-    """What is found once the optimizer has stepped."""
-    for rank in world.ranks:
-        seq = rank.next_seq()
-        rank.sample_grads(seq, BEFORE, list(rank.ids))
-        rank.emit(OptimizerStep, seq=seq, optimizer="SGD", params=rank.everything)
-        rank.flush()
-    run = Run(Path("simulated"), {"world_size": len(world.ranks)})
-    run.ranks = {rank.rank: rank.trace for rank in world.ranks}
-    return diagnose(run)
 
 
 def test_two_reductions_in_turn_are_right() -> None:

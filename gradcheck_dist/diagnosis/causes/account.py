@@ -120,6 +120,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     reached = _walk(data, result, entries, column, leaf, result.root * gain(hops))
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
+    _ask_for_average(result)
     last = replay.final(holder)
     if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
         # Its last state is known from what other shards of the same gradient hold (cells.py), and from nothing before.
@@ -131,6 +132,21 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
         start = result.gaps[-1].end if result.gaps else leaf
         result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
     return result
+
+
+def _ask_for_average(result: Account) -> None:
+    """A communication hook of the trainer's that sums and does something else besides, behind losses that are
+    multiplied by the ranks it sums over: these ask it for an average, and only what it does beyond that is unasked."""
+    for place, step in enumerate(result.steps):
+        event = step.event
+        if not isinstance(event, Reduce) or event.hook is None or event.op != "sum" or event.impl != "ddp":
+            continue
+        size = len(event.group)
+        own = max((i for i, gap in enumerate(result.gaps) if gap.end is event), default=None)  # behind it
+        if size < 2 or own is None or abs(result.root / size - 1) > SAME or abs(result.gaps[own].factor - 1) <= SAME:
+            continue
+        result.steps[place] = replace(step, factor=step.factor / size)
+        result.gaps[own] = replace(result.gaps[own], factor=result.gaps[own].factor * size)
 
 
 def _free(result: Account, clip: float) -> bool:

@@ -1,0 +1,55 @@
+"""A communication hook of the trainer's own sums, and does what nobody documents besides."""
+
+from __future__ import annotations
+
+import pytest
+from random_trainers import global_mean
+from reduced_steps import ended, unrecorded_sum
+from simulated_step import _backward
+from simulator import AFTER, BEFORE, Reduce, Trainer, World
+
+from gradcheck_dist.diagnosis.finding import Report
+
+RANKS, REDUCE_LINE = 3, 16
+
+
+def judged(factor: float, *, num_reductions: int = 1) -> Report:
+    """Three ranks whose losses are multiplied by their number, and a hook that sums over them and multiplies by
+    `factor`, behind the last of two passes or behind both."""
+    world = World(Trainer(root=global_mean(RANKS), impl="none", data_ranks=RANKS, accumulation=2), 3)
+    for k in range(2):
+        _backward(world, k, 0)
+        if k < 2 - num_reductions:
+            continue
+        seqs = [rank.next_seq() for rank in world.ranks]
+        for seq, rank in zip(seqs, world.ranks, strict=True):
+            rank.sample_grads(seq, BEFORE, list(rank.ids))
+        unrecorded_sum(world, (tuple(range(RANKS)),), factor)
+        for seq, rank in zip(seqs, world.ranks, strict=True):
+            rank.sample_grads(seq, AFTER, list(rank.ids))
+            rank.emit(Reduce, seq=seq, line=REDUCE_LINE, impl="ddp", op="sum", group=tuple(range(RANKS)),
+                      params=rank.everything, accumulation_step=k, hook="train.hook")  # fmt: skip
+    return ended(world)
+
+
+def test_a_hook_that_averages_is_what_losses_times_the_ranks_ask_for() -> None:
+    assert judged(1 / RANKS).verdict == "clean"
+    assert judged(1 / RANKS, num_reductions=2).verdict == "clean"
+
+
+def test_a_hook_that_divides_twice_is_one_fault_and_the_losses_are_none() -> None:
+    (finding,) = judged(1 / RANKS**2).findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "1/dp_replicate")
+    assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
+    assert finding.first_event.nominal_factor == pytest.approx(1 / RANKS)
+
+
+def test_a_hook_that_divides_twice_behind_every_pass_is_one_fault() -> None:
+    (finding,) = judged(1 / RANKS**2, num_reductions=2).findings
+    assert finding.code == "GS000"
+    assert "accumulation step" in finding.pattern
+
+
+def test_losses_times_the_ranks_behind_a_hook_that_only_sums_are_the_fault() -> None:
+    (finding,) = judged(1.0).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "dp_replicate")
