@@ -60,6 +60,7 @@ NAMED_WRONGLY = [
     ("tokens-of-the-next-rank", 300196),
     ("double-averaging", 1200016),
     ("rescaling-and-averaging", 1200018),
+    ("hand-on-some-parameters", 3200008),
     ("clip-by-hand", 1500003),
 ]
 

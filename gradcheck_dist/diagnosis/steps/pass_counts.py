@@ -32,6 +32,10 @@ _FIX = (
 )
 
 
+CHANGES = 0.02
+"""By how much numbers of tokens differ, relative, that no rounding makes alike."""
+
+
 def of_pass(case: Case) -> str | None:
     """PER_PASS where a factor that nobody recorded is one over the tokens of its pass, of all ranks or their mean."""
     culprit = case.culprit
@@ -52,7 +56,11 @@ def of_pass(case: Case) -> str | None:
 
 def lay_to_passes(verdicts: Sequence[StepVerdict]) -> None:
     """Lay what such lines do, in all passes of a step, to one finding, with what else that makes look wrong: a loss or
-    an average without the number by which the last pass divides."""
+    an average without the number by which the last pass divides. One number may be that of the last pass's tokens by
+    chance: by these divides what changes with them from step to step, or makes up for another finding."""
+    changes = [one for verdict in verdicts for one in verdict.changes if one.name == PER_PASS]
+    told = [one.factor for one in changes if one.factor is not None]
+    follows = bool(told) and max(told) > min(told) * (1 + CHANGES)
     for verdict in verdicts:
         listed = {id(finding) for finding in verdict.findings}
         changes = [one for one in verdict.changes if one.name == PER_PASS and id(one.finding) in listed]
@@ -62,6 +70,8 @@ def lay_to_passes(verdicts: Sequence[StepVerdict]) -> None:
         kept = next((one for one in changes if not one.uniform), changes[0]).finding
         gone = [one.finding for one in changes if one.finding is not kept]
         undone = [one for one in verdict.findings if any(_makes_up(one, change) for change in changes)]
+        if not (again or follows or undone):
+            continue
         for finding in [*gone, *undone]:
             verdict.findings = [one for one in verdict.findings if one is not finding]
             verdict.effects.pop(cause(finding), None)
