@@ -50,7 +50,8 @@ class Param(Record, tag="param"):
     parameter (experts, hand-sharded layers). `sampled_every`: it has its turn in one of so many recorded steps.
     `start` is such a checksum of whatever part this rank holds, None where that is empty or all one number;
     `looked_up`: it is the weight of an embedding. `partitioned`: whether its module says that each tensor-parallel rank
-    holds a part of its own (Megatron's `tensor_model_parallel`), None where it says nothing.
+    holds a part of its own (Megatron's `tensor_model_parallel`), None where it says nothing. `expert`: its module says
+    that it is not all-reduced with the other parameters (`allreduce` False: Megatron Core, DeepSpeed).
     """
 
     id: int
@@ -67,6 +68,7 @@ class Param(Record, tag="param"):
     start: int | None = None
     looked_up: bool = False
     partitioned: bool | None = None
+    expert: bool = False
 
 
 class ParamValues(Record, tag="param_values"):

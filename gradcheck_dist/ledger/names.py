@@ -106,6 +106,9 @@ def _without_loss(run: Run) -> set[int]:
 def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:
     """Sets of ranks on which tensors of one name are one parameter. Modules that no other one holds are named in the
     order of their first calls, which may be another one on another rank: what differs in shape is not the same."""
+    shapes = {param.shape for param in params.values()}
+    if all(param.expert for param in params.values()) and reduced and len(shapes) == 1:
+        return merge([{rank} for rank in params], reduced)  # which of them are copies only their reductions tell
     plain = all(param.fingerprint is not None for param in params.values())
     alike: dict[tuple[int, ...], dict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, param in params.items():

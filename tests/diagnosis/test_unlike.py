@@ -134,6 +134,26 @@ def test_experts_of_one_seed_need_no_reduction(places: dict[str, int], ranks: tu
     assert codes(report) == (["GS103"] if verdict == "findings" else [])
 
 
+@pytest.mark.parametrize(
+    ("told", "began", "verdict"),
+    [
+        (True, (7, 7), "undetermined"),  # one seed
+        (True, (7, 8), "clean"),  # an expert of each rank's own, by its values
+        (False, (7, 7), "findings"),
+    ],
+)
+def test_experts_of_one_seed_are_told_by_their_modules(told: bool, began: tuple[int, ...], verdict: str) -> None:
+    world = World(replace(TRAINER, not_reduced=frozenset({EXPERT})))
+    run = world.run()
+    for rank, trace in run.ranks.items():
+        id = world.ranks[rank].ids[EXPERT]
+        trace.params[id] = msgspec.structs.replace(trace.params[id], expert=told, fingerprint=began[rank])
+    report = diagnose(run)
+    assert codes(report) == (["GS103"] if verdict == "findings" else [])
+    assert report.verdict == verdict
+    assert any("allreduce = False" in reason for reason in report.reasons) is (verdict == "undetermined")
+
+
 @pytest.mark.parametrize(("partitioned", "codes_found"), [(True, ["GS105"]), (None, [])])
 def test_parts_of_a_bias_that_began_as_zeros_are_told_by_their_module(
     partitioned: bool | None, codes_found: list[str]

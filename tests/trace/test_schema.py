@@ -66,7 +66,7 @@ FROZEN = {
     ),
     "param": (
         "id name shape dtype num_positions stage placements wrapper requires_grad fingerprint sampled_every start "
-        "looked_up partitioned"
+        "looked_up partitioned expert"
     ),
     "param_set": "id params",
     "param_values": "params counts values after exchanges exchanged_with",

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
@@ -15,15 +16,32 @@ EXACT = 1e-5
 
 def experts(case: Case, data: StepData) -> str | None:
     """Why parameters whose gradients were not reduced accuse nobody: they may be each rank's own experts."""
-    if not _may_be_experts(case, data):
-        return None
     names = sorted({held.param[1] for held in case.held})
     shown = in_short(names)
+    if case.culprit.absent and _are_experts(case, data):
+        return (
+            f"the gradients of {shown} are not reduced and began alike on all ranks, and their modules say that they "
+            f"are experts (allreduce = False): {ONE_SEED} need no reduction, copies of one expert do. Draw experts "
+            "from a seed of their own on each rank, which they need to become different, and this is told"
+        )
+    if not _may_be_experts(case, data):
+        return None
     return (
         f"the gradients of {shown} are not reduced and began alike on all ranks, and ranks exchange activations before "
         f"and after their modules are called: {ONE_SEED} need no reduction, copies do. Draw "
         "experts from a seed of their own on each rank, which they need to become different, and this is told"
     )
+
+
+def _are_experts(case: Case, data: StepData) -> bool:
+    """Whether these are experts by what their modules say, which began alike wherever no tensor parallelism parts them:
+    where values tell some from others, those that are alike are copies."""
+    for held in case.held:
+        apart = plain_name(held.param[1]) != held.param[1]
+        told = [track.param for track in data.tracks.get(held.param, {}).values()]
+        if not told or not all(param.expert and (param.partitioned or not apart) for param in told):
+            return False
+    return bool(case.held)
 
 
 def _may_be_experts(case: Case, data: StepData) -> bool:

@@ -40,6 +40,15 @@ def partitioned(param: Tensor) -> bool | None:
     return told if isinstance(told, bool) else None
 
 
+def is_expert(param: Tensor) -> bool:
+    """Whether its module says that it is not all-reduced with the model's other parameters, but with its copies alone.
+
+    Source: TEGroupedLinear and others in megatron/core/extensions/transformer_engine.py and tensor_parallel/layers.py;
+    deepspeed/moe/experts.py.
+    """
+    return hasattr(param, "__dict__") and vars(param).get("allreduce") is False
+
+
 def embeddings_of(root: nn.Module) -> set[int]:
     """Weights of embeddings, torch's and others' (Megatron's VocabParallelEmbedding)."""
     modules = [m for m in root.modules() if isinstance(m, nn.Embedding) or "Embedding" in type(m).__name__]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wrapper
 from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
-from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, partitioned, start
+from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, is_expert, partitioned, start
 from gradcheck_dist.probes.parameters.plans import LocalPlan as LocalPlan
 from gradcheck_dist.probes.parameters.plans import ParamInfo as ParamInfo
 from gradcheck_dist.probes.parameters.plans import Plans
@@ -181,6 +181,7 @@ class Registry(Plans):
                 start=start(param, len(info.positions)),
                 looked_up=looked_up,
                 partitioned=partitioned(param),
+                expert=is_expert(param),
             )
         )
 
