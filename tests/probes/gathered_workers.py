@@ -74,7 +74,7 @@ class GatheredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor) -> Tensor:
         whole = torch.empty(dist.get_world_size() * given.shape[0], given.shape[1])
-        dist.all_gather_into_tensor(whole, given)
+        dist.all_gather_into_tensor(whole, given.contiguous())
         ctx.save_for_backward(whole, weight)
         return whole @ weight.T
 
@@ -89,13 +89,17 @@ class GatheredProduct(torch.autograd.Function):
 class OfAll(nn.Module):
     """A layer that multiplies what all ranks put in, and gives each its own rows."""
 
-    def __init__(self, width: int, out: int) -> None:
+    def __init__(self, variant: str, width: int, out: int) -> None:
         super().__init__()
+        self.variant = variant
         self.first = nn.Linear(width, width)
         self.weight = nn.Parameter(torch.randn(out, width) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        whole: Tensor = GatheredProduct.apply(torch.tanh(self.first(x)), self.weight)
+        given = torch.tanh(self.first(x))
+        if "strided" in self.variant:  # the function copies it
+            given = given.T.contiguous().T
+        whole: Tensor = GatheredProduct.apply(given, self.weight)
         return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -147,8 +151,8 @@ def train(variant: str) -> int:
     torch.manual_seed(0)
     out = 10 if "padded" in variant else CLASSES
     model = nn.Sequential(Parts(variant, 6, WIDTH), nn.Tanh(), Parts(variant, WIDTH, out))
-    if variant == "activations":
-        model = nn.Sequential(OfAll(6, out))
+    if "activations" in variant:
+        model = nn.Sequential(OfAll(variant, 6, out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -162,7 +166,7 @@ def train(variant: str) -> int:
         scale = dist.get_world_size() if "averaged" in variant and "twice" not in variant else 1
         for features, labels in data:
             (F.cross_entropy(model(features), labels, reduction="sum") * scale / num_tokens).backward()
-        for param in model.parameters() if variant == "activations" else ():
+        for param in model.parameters() if "activations" in variant else ():
             dist.all_reduce(param.grad)
         optimizer.step()
         optimizer.zero_grad()

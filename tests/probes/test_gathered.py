@@ -25,6 +25,7 @@ EXPECTED = {
     "columns, halved": ("findings", [("GS000", "1/accumulation_steps")]),
     "turned": ("undetermined", []),
     "activations": ("clean", []),
+    "strided activations": ("clean", []),
 }
 
 

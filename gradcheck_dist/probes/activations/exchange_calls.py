@@ -28,7 +28,8 @@ BY_RANK = ("send", "recv", "recv_anysource")
 
 class Call(NamedTuple):
     """A collective. `splits`: of an all-to-all, the lengths of the output's and of the input's parts. `tensor`: what an
-    all-reduce or an all-gather was given, `parts` the list that this fills. `address`: where lies what it was given."""
+    all-reduce or an all-gather was given, `parts` the list that this fills. `given`: where what it was given lies,
+    and of how many elements it is."""
 
     name: str
     ranks: tuple[int, ...]
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     tensor: Tensor | None = None
     parts: list[Any] | None = None
     reduction: Reduction | None = None
-    address: int | None = None
+    given: tuple[int, int] | None = None
 
 
 class Calls(list[Call]):
@@ -82,16 +83,14 @@ def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwar
     op = op_name(given.get("op", dist.ReduceOp.SUM))
     reduction = Reduction(op, ranks, made) if isinstance(made, Tensor) else None
     lies = next((one for key in ("tensor", "input_tensor", "input") if isinstance(one := given.get(key), Tensor)), None)
-    address = lies.data_ptr() if lies is not None and is_plain(lies) else None
-    return Call(name, ranks, splits, tensor, parts, reduction, address)
+    place = _place(lies) if lies is not None and is_plain(lies) else None
+    return Call(name, ranks, splits, tensor, parts, reduction, place)
 
 
 def may_move_leaves(calls: Sequence[Call], args: Sequence[Any]) -> bool:
-    """Whether a function may have sent parameters to other ranks: not where each of its collectives was given another
-    input, as that of a linear layer which gathers its activations is."""
-    others = {
-        arg.data_ptr()
-        for arg in args
-        if isinstance(arg, Tensor) and is_plain(arg) and not (arg.is_leaf and arg.requires_grad)
-    }
-    return any(call.address not in others for call in calls)
+    """Whether a function may have sent a parameter to other ranks: a collective was given one, or a copy of its size
+    that is none of the function's other inputs, as the activations are that a linear layer gathers."""
+    plain = [arg for arg in args if isinstance(arg, Tensor) and is_plain(arg)]
+    leaves = {_place(arg) for arg in plain if arg.is_leaf and arg.requires_grad}
+    sizes = {size for _, size in leaves} - {arg.numel() for arg in plain if not (arg.is_leaf and arg.requires_grad)}
+    return any(call.given in leaves or call.given[1] in sizes for call in calls if call.given is not None)
