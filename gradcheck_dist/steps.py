@@ -11,7 +11,7 @@ MAX_RUNS = 8
 """Of steps, that are told one by one."""
 
 
-def parse_steps(text: str | None) -> range | None:
+def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
     """The steps that "A:B" names; either end may be left out, and "A" alone is one step.
 
     Raises:
@@ -27,7 +27,7 @@ def parse_steps(text: str | None) -> range | None:
         low, high = 0, 0
     if not 0 <= low < high:
         raise GradcheckError(
-            f"--steps is {text!r}; legal values are A:B with 0 <= A < B, A: or :B, or one step A. Try --steps 0:1.",
+            f"{option} is {text!r}; legal values are A:B with 0 <= A < B, A: or :B, or one step A. Try 0:1.",
             code="E712",
         )
     return range(low, high)

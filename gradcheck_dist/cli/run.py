@@ -82,7 +82,7 @@ def run(
 
     chosen = parse_steps(steps) or range(3)
     if objective is not None:
-        from gradcheck_dist.ledger.expected import check_objective
+        from gradcheck_dist.objectives import check_objective
 
         check_objective(objective)
     degrees = None

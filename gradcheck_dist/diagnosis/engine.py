@@ -29,8 +29,8 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.ledger.tracks import skipped_steps, steps_of
+from gradcheck_dist.objectives import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.steps import ranges
 from gradcheck_dist.trace.run import Run
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from gradcheck_dist.errors import unknown_value
 from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.objectives import DEFAULT_OBJECTIVE, check_objective
 
 Tokens = Mapping[ContributionKey, int]
 Weights = dict[ContributionKey, Fraction]
@@ -49,20 +49,8 @@ OBJECTIVES: dict[str, Callable[[Tokens], Weights]] = {
     "sum": _sum,
     "sequence-mean": _global_token_mean,
 }
-DEFAULT_OBJECTIVE = "global-token-mean"
 TOTALS = frozenset({DEFAULT_OBJECTIVE, "sequence-mean"})
 """Objectives by which all that a step counts, on all ranks, weighs alike."""
-
-
-def check_objective(name: str) -> str:
-    """The name itself.
-
-    Raises:
-        GradcheckError: E401 no such objective.
-    """
-    if name not in OBJECTIVES:
-        raise unknown_value("objective", name, OBJECTIVES, code="E401", hint="Name what one step's loss should be.")
-    return name
 
 
 def expected_weights(objective: str, tokens: Tokens) -> Weights:

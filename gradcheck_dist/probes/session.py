@@ -19,8 +19,10 @@ from torch import Tensor
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
+from gradcheck_dist.objectives import check_objective
 from gradcheck_dist.probes.backward.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
-from gradcheck_dist.probes.losses.loss import record_loss
+from gradcheck_dist.probes.marked import mark
+from gradcheck_dist.probes.options import check_count, check_names, chosen_steps, mesh_degrees, rank_sets
 from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -124,7 +126,7 @@ def attach(
     objective: str | None = None,
     axes: Axes | Mapping[str, int] | None = None,
     same_data: Sequence[Sequence[int]] | None = None,
-    steps: Container[int] | None = None,
+    steps: Container[int] | str | None = None,
     sample_size: int = DEFAULT_SAMPLE_SIZE,
     only: Sequence[str] = PROBES,
     restart: int = 0,
@@ -141,8 +143,8 @@ def attach(
         objective: what one step's gradient is meant to be, e.g. "global-token-mean"; None infers it when judging.
         axes: mesh degrees; None infers them when judging.
         same_data: sets of ranks that evaluate the same tokens (tensor parallel ones); None infers them when judging.
-        steps: which optimizer steps to record (0-based); None records all. Behind the last one of a range the probes
-            take themselves away.
+        steps: which optimizer steps to record (0-based): a range, a collection, or text as `--steps` takes it; None
+            records all. Behind the last one the probes take themselves away.
         sample_size: sampled elements a parameter.
         only: names of the probes to put in place.
         restart: how often this rank was restarted; each restart writes a file of its own.
@@ -158,8 +160,9 @@ def attach(
             bytes a contribution.
 
     Raises:
-        GradcheckError: the run folder holds another run or cannot be written; already attached elsewhere (E301). Below
-            `gradcheck run`, whose session stays the only one, nothing is raised.
+        GradcheckError: an option is wrong (E302, E401, E712, and E101 and E102 for axes); the run folder holds another
+            run or cannot be written; already attached elsewhere (E301). Below `gradcheck run`, whose session stays the
+            only one, nothing is raised.
     """
     global _session
     if _session is not None:
@@ -173,6 +176,11 @@ def attach(
             "session before attaching again.",
             code="E301",
         )
+    steps, degrees, sets = chosen_steps(steps), mesh_degrees(axes), rank_sets(same_data)
+    only, meant = check_names("only", only, PROBES), check_names("meant", meant)
+    sample_size = check_count("sample_size", sample_size, least=1)
+    if objective is not None:
+        check_objective(objective)
     given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
     folder = Path(given) if given else Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
@@ -193,11 +201,11 @@ def attach(
             device_type="cuda" if torch.cuda.is_available() else "cpu",
             command=tuple(sys.argv),
             objective=objective,
-            axes=(axes.as_dict() if isinstance(axes, Axes) else dict(axes)) if axes is not None else None,
+            axes=degrees,
             sample_size=sample_size,
             columns=every_step,
             agent_pid=_agent_pid(),
-            same_data=tuple(map(tuple, same_data)) if same_data is not None else None,
+            same_data=sets,
         )
 
     writer: TraceWriter = DeferredTraceWriter(locate, _not_recording) if deferred else _open_trace(locate)
@@ -252,7 +260,7 @@ def install(name: str, recorder: Recorder, patches: Patches, *, module: str | No
 
 def mark_loss(
     loss: Tensor,
-    num_tokens: int,
+    num_tokens: int | Tensor,
     *,
     term: str = "main",
     labels: Tensor | None = None,
@@ -265,35 +273,18 @@ def mark_loss(
     sum beside it tells nothing.
 
     Args:
+        num_tokens: a tensor is not read here where that would wait for an accelerator.
         term: "main", or the name of an auxiliary term (load balance, router z-loss, multi-token prediction).
         labels: what tells the ranks that evaluate the same tokens.
         coefficient: what an auxiliary term is multiplied by in the objective. Without it the term's scale is only
             compared between contributions.
 
-    Returns the loss unchanged. Without an attached session it does nothing.
+    Returns the loss unchanged. Without an attached session it does nothing. Wrong arguments raise nothing: the loss is
+    not marked, and the verdict tells why (E303).
     """
     if _session is not None:
-        _mark(_session.recorder, loss, num_tokens, term, labels, coefficient)
+        mark(_session.recorder, loss, num_tokens, term, labels, coefficient)
     return loss
-
-
-@guarded("mark_loss")
-def _mark(
-    recorder: Recorder, loss: Tensor, num_tokens: int, term: str, labels: Tensor | None, coefficient: float | None
-) -> None:
-    if loss.requires_grad:
-        recorder.ensure_step()
-    if recorder.recording:
-        record_loss(
-            recorder,
-            loss,
-            int(num_tokens),
-            reduction="sum",
-            op="mark_loss",
-            term=term,
-            labels=labels,
-            coefficient=coefficient,
-        )
 
 
 def availability() -> dict[str, str]:

@@ -116,17 +116,20 @@ def diagnose_run(
     return report
 
 
-def diagnose(run: Run, *, objective: str | None = None, steps: Collection[int] | None = None) -> Report:
+def diagnose(run: Run | Where, *, objective: str | None = None, steps: Collection[int] | None = None) -> Report:
     """Judge a recorded run, its steps in columns included.
 
     Args:
-        run: as read by read_run.
+        run: as read by read_run, or its folder.
         objective: what a step's gradient is meant to be; None takes what the run declared, else global-token-mean.
         steps: optimizer steps to judge; None takes all that were recorded.
 
     Raises:
-        GradcheckError: E401 unknown objective, E402 none of the steps was recorded.
+        GradcheckError: E401 unknown objective, E402 none of the steps was recorded; of a folder also what read_run
+            raises.
     """
+    if not isinstance(run, Run):
+        return diagnose_run(run, objective=objective, steps=steps)
     if any(trace.header.columns for trace in run.ranks.values()):
         return diagnose_run(run.path, objective=objective, steps=steps)
     return engine.diagnose(run, objective=objective, steps=steps)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection
 
 from gradcheck_dist.events import StepColumns, StepShape
-from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE, check_objective
+from gradcheck_dist.objectives import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.stream.findings import Groups
 from gradcheck_dist.stream.summaries import Blocks, KnownShapes, Numbers, Round, summarise
 from gradcheck_dist.stream.watch import Watch

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.ledger.expected import OBJECTIVES, check_objective, expected_weights
+from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
+from gradcheck_dist.objectives import OBJECTIVE_NAMES, check_objective
 
 TOKENS = {(0, 0, 0): 10, (0, 1, 0): 30, (1, 0, 0): 5, (1, 1, 0): 15}
 KEYS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
@@ -59,3 +60,7 @@ def test_an_unknown_objective_is_refused_with_the_legal_ones() -> None:
     with pytest.raises(GradcheckError, match="global-token-mean") as caught:
         check_objective("global-mean")
     assert caught.value.code == "E401"
+
+
+def test_every_objective_that_may_be_named_has_its_formula() -> None:
+    assert tuple(OBJECTIVES) == OBJECTIVE_NAMES

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from gradcheck_dist.diagnosis.losses.samples import DECLARED
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
-from gradcheck_dist.ledger.expected import DEFAULT_OBJECTIVE
+from gradcheck_dist.objectives import DEFAULT_OBJECTIVE
 
 MEANS_WEIGH = (
     "Each pass's mean over its elements weighs {times} of what it would in their average: a coefficient, a sum or "

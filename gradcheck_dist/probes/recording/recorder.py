@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import (
     AFTER,
     BEFORE,
@@ -97,7 +98,7 @@ class Recorder(Sampler):
         self.columns = ColumnWriter(writer.append) if every_step else None
         self.recording = self.sampling or every_step
         self.end: int | None = getattr(steps, "end", None)
-        if isinstance(steps, range):
+        if isinstance(steps, range | frozenset):
             self.end = max(steps, default=-1) + 1
         if every_step:
             self.end = None
@@ -230,7 +231,8 @@ class Recorder(Sampler):
         """An error inside a probe: counted and recorded, never raised into training."""
         count = self._errors[probe] = self._errors.get(probe, 0) + 1
         if count <= MAX_ERRORS_PER_PROBE:
-            self.emit(ProbeError, probe=probe, message=f"{type(error).__name__}: {error}"[:500], count=count)
+            kind = "" if isinstance(error, GradcheckError) else f"{type(error).__name__}: "
+            self.emit(ProbeError, probe=probe, message=f"{kind}{error}"[:500], count=count)
 
     # ---- samples
 
