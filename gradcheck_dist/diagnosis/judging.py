@@ -30,6 +30,7 @@ from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, w
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
+from gradcheck_dist.diagnosis.open_cases.stepped_again import stepped_again
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
@@ -38,6 +39,7 @@ from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
 from gradcheck_dist.diagnosis.steps.open_steps import (
+    infinite_losses,
     not_finite,
     out_of_sight,
     passes_unmatched,
@@ -132,9 +134,13 @@ def _judge_step(
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
     norms = step_norms(run, data, recorded.coordinate)
-    verdict.remarks += not_finite(step, norms)
+    strange = not_finite(step, norms)
+    if any(held.observed is not None for held in verdict.held):
+        verdict.remarks += strange
+    else:
+        verdict.reasons += strange
     cases, hidden, by_norm = _cases(verdict, weighed, norms)
-    verdict.reasons += not_attached(data)
+    verdict.reasons += [*not_attached(data), *stepped_again(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
     cases, meant = leave_open(cases, data)
@@ -219,6 +225,9 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
     data, contributions, context = verdict.data, verdict.contributions, verdict.context
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        return None
+    if strange := infinite_losses(contributions):
+        verdict.reasons += strange
         return None
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)

@@ -8,8 +8,9 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
+from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
-from gradcheck_dist.diagnosis.steps.open_steps import UNCOUNTED
+from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
@@ -25,6 +26,9 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
+    AGAIN: "Step each optimizer once behind the passes whose gradients it reads, and record again.",
+    NOT_FINITE: "Look what makes these gradients infinite (a division by a count that is zero, an overflow), and "
+    "record steps in which they are finite.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",

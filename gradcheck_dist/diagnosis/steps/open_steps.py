@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
+from math import isfinite
 
 import numpy as np
 
@@ -37,6 +38,7 @@ UNCOUNTED = (
     "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
     "should weigh is not known"
 )
+NOT_FINITE = "are infinite or not a number"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
 
@@ -73,10 +75,18 @@ def not_finite(step: int, norms: StepNorms) -> list[str]:
     ranks = ", ".join(map(str, sorted({part.rank for part in strange})))
     number = sum(part.num_nonfinite for part in strange)
     return [
-        f"step {step}: {number} element(s) of the gradients of {names} are infinite or not a number on rank(s) "
-        f"{ranks}: what is measured there is of the others only. A reduction in a narrow type overflows so, and so "
+        f"step {step}: {number} element(s) of the gradients of {names} {NOT_FINITE} on rank(s) {ranks}: "
+        f"what is measured there is of the others only. A reduction in a narrow type overflows so, and so "
         "does a loss that divides by no tokens"
     ]
+
+
+def infinite_losses(contributions: Contributions) -> list[str]:
+    """Why nothing can be judged where what losses enter with is no number."""
+    weights = [one.weight for one in contributions.by_key.values() if one.weight is not None]
+    if all(map(isfinite, weights)):
+        return []
+    return [f"the weights of the losses' tokens {NOT_FINITE}: they are divided by a count that is zero, or overflow"]
 
 
 def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:

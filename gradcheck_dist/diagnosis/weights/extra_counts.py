@@ -7,7 +7,7 @@ more and hold as many tokens nothing shows; else the weights give each b_c, if t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd, prod
+from math import gcd, isfinite, prod
 
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.solve import EPSILON
@@ -25,7 +25,7 @@ def extra_counts(contributions: Contributions) -> dict[ContributionKey, int] | N
     doubt: one set of whole numbers fits, none of them below zero, and chance would hardly find any."""
     weights, tokens, rounding = {}, {}, 0.0
     for key, one in contributions.by_key.items():
-        if not one.weight or not one.num_tokens or one.loss is None:
+        if not one.weight or not isfinite(one.weight) or not one.num_tokens or one.loss is None:
             return None
         weights[key], tokens[key] = one.weight, one.num_tokens
         rounding = max(rounding, 4 * EPSILON.get(one.loss.dtype, EPSILON["bfloat16"]))
