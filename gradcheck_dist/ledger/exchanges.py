@@ -27,6 +27,8 @@ OTHERWISE = 0.2
 """Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
 
 SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
+OWN = "own"
+"""Each rank goes on with its own input, which differs from the others'."""
 MOVE = "move"
 """Each tensor that a rank gets is one of another rank: a ring's neighbours."""
 
@@ -40,8 +42,8 @@ class Passed:
 
     `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
     gradients are summands), "kept" (a gather without a gradient but for the own part), "scaled" (by `factor`), "lost"
-    (nothing came), "other". `whole`: what arrived was alike on all ranks. `handed_on`: what was given is what arrived,
-    though forward moved it to other ranks.
+    (nothing came), "mixed" (others' gradients were added, of whom forward took nothing), "other". `whole`: what arrived
+    was alike on all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
     """
 
     events: Mapping[int, Exchange]
@@ -92,6 +94,8 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     if forward is None:
         return None
     kind, scale = forward
+    if kind == OWN:
+        return _mixed(events, arrived, back, near)
     whole = _alike(arrived, near)
     if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
         return None
@@ -119,6 +123,17 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
 
 
+def _mixed(events: dict[int, Exchange], arrived: Parts, back: Parts, near: float) -> Passed | None:
+    """What came back where forward handed each rank's own input on: the sum or mean over all ranks is no gradient of
+    that. What else it may be (a clip by a norm over ranks) is meant."""
+    total = {rank: [_total(arrived, 0)] for rank in arrived}
+    found = _multiple(SUM, back, total, near) if _apart(arrived) and _flat(back).any() else None
+    size = len(events)
+    if found is None or all(abs(found[1] * number - 1) > max(near, 1e-3) for number in (1, size)):
+        return None
+    return Passed(events, OWN, "mixed", found[1])
+
+
 def _read(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
     """Input, output, the gradient that arrived and the one that was given, each as parts."""
     values = np.frombuffer(event.values, np.float32).astype(np.float64)
@@ -144,7 +159,9 @@ def _forward(given: Parts, made: Parts, near: float, communicated: bool) -> tupl
     match parts[0].pop(), parts[1].pop():
         case 1, 1:
             if not communicated:
-                return (COPY, 1.0) if alike and _near(made, given, near) else None
+                if not _near(made, given, near):
+                    return None
+                return (COPY, 1.0) if alike else (OWN, 1.0) if _apart(given) else None
             total = {rank: [_total(given, 0)] for rank in ranks}
             return None if alike else _multiple(SUM, made, total, near)
         case 1, _:

@@ -339,3 +339,19 @@ def test_low_precision_is_judged_by_its_own_rounding() -> None:
     found = a_sum(parts, rough, dtype="bfloat16")
     assert found is not None and found.outcome == "right"
     assert a_sum(parts, rough) is None
+
+
+@pytest.mark.parametrize(("scale", "mixed"), [(1.0, True), (1 / 3, True), (0.3, False)])
+def test_a_sum_of_gradients_of_unlike_inputs_is_none_of_theirs(scale: float, mixed: bool) -> None:
+    """Megatron's f over a group that holds other data as well."""
+    given, gradients = [drawn(rank) for rank in RANKS], [drawn(10 + rank) for rank in RANKS]
+    total = scale * sum(gradients)
+    backs = {"mixed": [total] * len(RANKS), "own": gradients}
+    found = {
+        name: outcome(
+            *(exchange([given[rank]], [given[rank]], [gradients[rank]], [back[rank]], collectives=()) for rank in RANKS)
+        )
+        for name, back in backs.items()
+    }
+    assert found["own"] is None
+    assert (found["mixed"] is not None and found["mixed"].outcome == "mixed") == mixed

@@ -50,7 +50,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
-from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
 NAME = "unpaired-collective"
@@ -63,6 +63,7 @@ _DOES = {
     SLICE: "leaves each rank a part",
     SWAP: "exchanges parts between all ranks",
     MOVE: "sends each rank's tensors to another rank",
+    OWN: "hands its input on, which is another one on each rank",
 }
 _OWES = {
     SUM: "hand on what arrives, or sum it over the ranks where they go on with the result differently",
@@ -72,6 +73,7 @@ _OWES = {
     SLICE: "all-gather what arrives",
     SWAP: "exchange what arrives back, with the sizes of both sides swapped",
     MOVE: "send what arrives back to the rank that the tensor came from",
+    OWN: "hand on what arrives, or sum it over the ranks alone that hold the same input (another process group)",
 }
 
 
@@ -213,6 +215,11 @@ def _what(fault: Faulty) -> str:
         sums = passed.forward in (SUM, COPY, GATHER) and abs(passed.factor / size - 1) < 1e-3
         named = f", the number of ranks: a sum too many.{twice}" if sums else "."
         return f"Backward gives x {passed.factor:.6g} of what its forward's transpose does{named} All in front gets it."
+    if passed.outcome == "mixed":
+        return (
+            "Backward adds up over these ranks what belongs to inputs that differ: layers in front get gradients of "
+            "other ranks' data for activations of their own."
+        )
     if passed.handed_on:
         return "Backward hands on what arrives, though it belongs to other ranks' inputs."
     return "Backward gives something that is no multiple of what its forward's transpose does."
