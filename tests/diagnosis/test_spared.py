@@ -25,3 +25,15 @@ def test_a_parameter_that_was_not_unscaled_is_found_where_the_others_are(accumul
     assert finding.first_event is not None
     assert (finding.first_event.kind, finding.first_event.unrecorded) == ("reduce", True)
     assert "others" not in finding.pattern and "are left as they were" in finding.explanation
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_rank_that_leaves_out_what_the_others_do_is_found_where_they_do_it(accumulation: int) -> None:
+    """Copies part there: no coefficient of the loss does that."""
+    halved = Trainer(root=global_mean(2.0), op="sum", accumulation=accumulation, hands=(Hand("before_optimizer", 0.5),))
+    assert diagnose(World(halved).run()).findings == []
+    hands = (Hand("before_optimizer", 0.5, data_ranks=frozenset({0})),)
+    (finding,) = diagnose(World(replace(halved, hands=hands)).run()).findings
+    assert finding.code == "GS000" and 0 not in finding.ranks
+    assert finding.factor.observed == pytest.approx(2, rel=1e-4)
+    assert "what these ranks hold" in finding.fix

@@ -68,6 +68,7 @@ def blame(
     _liken(wrong)
     wrong, halves = never_arrived(data, contributions, every, wrong, brought, quantities)
     _liken([half.one for half in halves if not half.one.cell.right])
+    wrong = give_spared(wrong, every, sure=True)
     changed = [one for one in wrong if one.documented != 0 and one.account.gaps and one.changed_unseen]
     _give_unseen(changed)
     shown = set(map(id, changed))
@@ -77,8 +78,7 @@ def blame(
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
     _give_other_ranks(wrong)
     merge(wrong)
-    give_spared(wrong, every)
-    wrong = [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
+    wrong = give_spared(wrong, every)
     # What came out right in spite of its records speaks for no record.
     right = [one for one in every if one.cell.right and abs(one.documented - 1) <= one.allowed]
     by_hand = next((gap.end for one in unseen.values() for gap in one.account.gaps), None) if unseen else None

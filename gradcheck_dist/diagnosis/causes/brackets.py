@@ -31,9 +31,12 @@ def widen(
     else:
         earliest = mine if first.seq <= start.seq else theirs
         before = max((last, end), key=lambda event: event.seq if event is not None else float("inf"))
+    both = cause[0] == instead[0] == GAP and mine.factor is not None and theirs.factor is not None
     for index, (culprit, share) in enumerate(one.shares):
         if culprit.identity == mine.identity:
             factor = mine.factor if cause[0] == GAP else share
+            if both:
+                factor = mine.factor * theirs.factor  # type: ignore[operator]
             widened = replace(
                 earliest, factor=factor, nominal=1.0, unrecorded=True, before=before, rivals=culprit.rivals
             )

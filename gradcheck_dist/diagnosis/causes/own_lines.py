@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf, prod
 
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, line_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import GradWrite
+from gradcheck_dist.diagnosis.weights.factors import name_number
+from gradcheck_dist.diagnosis.weights.written import SIMPLE
+from gradcheck_dist.events import Backward, GradWrite, Reduce
 from gradcheck_dist.ledger.tracks import StepData
+
+EXACT = 1e-6
+
+
+def behind_bare_sum(
+    data: StepData,
+    culprit: Culprit,
+    held: Sequence[Held],
+    off: float,
+    tolerance: float,
+    quantities: Mapping[str, float],
+) -> Culprit:
+    """The culprit, narrowed to the line that divides where its losses are bare sums.
+
+    Of a loss and an unrecorded change behind it either may have the wrong number. A sum that enters with 1 has none,
+    though: where one line did all of the change, by a number in which tokens are counted, that count is wrong. A line
+    that divides by degrees alone may be right, and the tokens missing before the loss; then the bracket stays.
+
+    Args:
+        held, off, tolerance: as for `line_between`.
+        quantities: degrees and counts of the step.
+    """
+    gradient = culprit.gradient
+    bare = gradient is not None and gradient.weight is not None and abs(gradient.weight - 1) <= EXACT
+    if not (bare and culprit.kind == "loss" and culprit.unrecorded and culprit.factor):
+        return culprit
+    if any(cell.right for one in held for cell in one.cells):
+        return culprit  # the line did the same to these
+    write = line_between(data, replace(culprit, kind="backward"), held, off, tolerance)
+    if write is None or not _is(write.factor, culprit.factor, tolerance):
+        return culprit
+    degrees = {name: number for name, number in quantities.items() if name != "num_tokens"}
+    number = abs(write.factor or 1.0)
+    if any(name.cost < SIMPLE for name in name_number(number, degrees, EXACT)):
+        return culprit
+    earlier = [
+        event for event in data.events[culprit.rank] if isinstance(event, Backward | Reduce) and event.seq < write.seq
+    ]
+    start = max(earlier, key=lambda event: event.seq, default=None)
+    if start is None:
+        return culprit
+    return replace(culprit, kind=kind_of(start), event=start, gradient=None, nominal=1.0)
 
 
 def line_between(
@@ -26,8 +71,10 @@ def line_between(
         wrote to these gradients, a line that multiplied another tensor by this very number: a buffer from which they
         were filled. Behind a loss only what they are off by counts.
     """
-    if not culprit.unrecorded or culprit.event is None or culprit.in_flight or culprit.spared or culprit.unheard:
+    if not culprit.unrecorded or culprit.event is None or culprit.in_flight or culprit.unheard:
         return None
+    if culprit.spared is not None:
+        return _of_the_others(data, culprit, tolerance)
     tracks = (data.tracks[one.param].get(culprit.rank) for one in held)
     params = {track.param.id for track in tracks if track is not None}
     end = culprit.before.seq if culprit.before is not None else inf
@@ -51,6 +98,17 @@ def line_between(
     known = [one.factor for one in writes if min(params) in owners[one.seq] and one.factor is not None]
     unknown = any(one.factor is None for one in writes)
     return writes[0] if unknown or any(_is(prod(known), value, tolerance) for value in values) else None
+
+
+def _of_the_others(data: StepData, culprit: Culprit, tolerance: float) -> GradWrite | None:
+    """The line that did to other gradients what these were spared; None where several may have done it."""
+    such = [
+        event
+        for events in data.events.values()
+        for event in events
+        if isinstance(event, GradWrite) and event.site is not None and _is(event.factor, culprit.spared, tolerance)
+    ]
+    return such[0] if len({line_of(event) for event in such}) == 1 else None
 
 
 def _is(factor: float | None, value: float | None, tolerance: float) -> bool:

@@ -1,5 +1,5 @@
 """Weights that were left out of what a line of the trainer's did to others: an unscaling or a division that forgot some
-parameters. The loss is not to blame for them, since the others carry the same one and came out right."""
+parameters, or some ranks. The loss is not to blame for them, since the others carry the same one and came out right."""
 
 from __future__ import annotations
 
@@ -8,28 +8,58 @@ from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import SAME, Gap
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
-from gradcheck_dist.diagnosis.causes.hands import Judged, still_wrong
+from gradcheck_dist.diagnosis.causes.hands import NOISY, Judged, still_wrong
 
 
-def give_spared(wrong: Sequence[Judged], every: Sequence[Judged]) -> None:
+def give_spared(wrong: Sequence[Judged], every: Sequence[Judged], *, sure: bool = False) -> list[Judged]:
     """Give wrong weights to the lines between which nothing was done to them, and what they lack was done to right ones
-    of the same contribution on the same rank."""
+    of the same contribution: to other parameters on the same rank, or to the same one on another rank.
+
+    Args:
+        sure: only weights that are known well.
+
+    Returns:
+        Those that are still to be explained.
+    """
     helped: dict[tuple[object, ...], list[Judged]] = {}
     for one in every:
         if one.cell.right and len(one.account.gaps) and abs(_unseen(one) - 1) > one.tolerance + SAME:
-            helped.setdefault(_place(one), []).append(one)
+            for place in _places(one):
+                helped.setdefault(place, []).append(one)
     for one in wrong if helped else ():
-        if one.shares or not still_wrong(one) or abs(_unseen(one) - 1) > one.tolerance:
+        if one.shares or one.gone or not _unseen(one) or not still_wrong(one) or (sure and one.tolerance > NOISY):
             continue
-        for other in helped.get(_place(one), ()):
-            gap = max(other.account.gaps, key=lambda gap: abs(log(abs(gap.factor) or 1e-30)))
-            # Experts are reduced on a line of their own; the lines that scale others may follow either one.
-            ends = [mine for mine in one.account.gaps if _lines(mine)[1] == _lines(gap)[1]]
-            own = next((mine for mine in ends if _lines(mine) == _lines(gap)), ends[-1] if ends else None)
-            lacks = abs(one.documented * _unseen(other) - 1) <= one.tolerance + other.tolerance
-            if lacks and own is not None and own.start is not None:
-                one.shares.append((_culprit(own, one.cell.ratio, gap.factor), one.cell.ratio))
-                break
+        others = (other for place in _places(one) for other in helped.get(place, ()))
+        if (found := next((pair for other in others if (pair := _lacks(one, other)) is not None), None)) is not None:
+            own, gap = found
+            one.shares.append((_culprit(own, one.cell.ratio, gap.factor), one.cell.ratio))
+    return [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
+
+
+def _lacks(one: Judged, other: Judged) -> tuple[Gap, Gap] | None:
+    """The lines between which nothing was done to a weight, and what they did to another one, if that is what is
+    missing."""
+    tolerance = one.tolerance + other.tolerance
+    lacking = _unseen(other) / _unseen(one)
+    untouched = abs(_unseen(one) - 1) <= one.tolerance
+    right = one.documented * _unseen(other) if untouched else one.cell.ratio * lacking
+    if abs(right - 1) > tolerance:
+        return None
+    gap = max(other.account.gaps, key=lambda gap: abs(log(abs(gap.factor) or 1e-30)))
+    if not untouched or one.held.rank != other.held.rank:
+        if tolerance > NOISY:
+            return None
+        such = [gap for gap in other.account.gaps if abs(gap.factor / lacking - 1) <= tolerance]
+        if not such:
+            return None
+        gap = such[-1]
+    # Experts are reduced on a line of their own; the lines that scale others may follow either one.
+    ends = [mine for mine in one.account.gaps if _lines(mine)[1] == _lines(gap)[1]]
+    same = next((mine for mine in ends if _lines(mine) == _lines(gap)), None)
+    own = same or (ends[-1] if ends and one.held.rank == other.held.rank else None)
+    if own is None or own.start is None or abs(own.factor - 1) > one.tolerance:
+        return None
+    return own, gap
 
 
 def _culprit(gap: Gap, ratio: float, spared: float) -> Culprit:
@@ -44,8 +74,9 @@ def _unseen(one: Judged) -> float:
     return prod(gap.factor for gap in one.account.gaps)
 
 
-def _place(one: Judged) -> tuple[object, ...]:
-    return (one.cell.key, one.held.rank, one.held.param[0])
+def _places(one: Judged) -> list[tuple[object, ...]]:
+    """What may be compared: weights on one rank and stage, and those of one parameter."""
+    return [(one.cell.key, one.held.rank, one.held.param[0]), (one.cell.key, one.held.param)]
 
 
 def _lines(gap: Gap) -> tuple[object, ...]:

@@ -97,11 +97,14 @@ def judge(case: Case) -> Answer:
             elif right and abs(right - 1) > max(1e-3, case.pattern.tolerance):
                 fix = f"Let it multiply by {right:.6g}, by which the weights come right, or change the loss's constant."
         if culprit.spared is not None:
+            by = "by this line" if culprit.write is not None else "by nothing recorded"
             where = (
                 f"Between the {culprit.kind} event and {end} other gradients of the same contributions are multiplied "
-                f"by {culprit.spared:.6g}, by nothing recorded, and come out right; these are left as they were."
+                f"by {culprit.spared:.6g}, {by}, and come out right; these are left as they were."
             )
-            fix = "Do to these parameters what your code does to the others between these two lines."
+            mine = "these parameters" if len(case.ranks) == case.context.world_size else "what these ranks hold"
+            there = "on this line" if culprit.write is not None else "between these two lines"
+            fix = f"Do to {mine} what your code does to the others {there}."
         elif culprit.unheard:
             where = (
                 f"Between the {culprit.kind} event and {end} other gradients are given other ranks' contributions, by "

@@ -118,6 +118,15 @@ def _by_hand(case: Case, event: Reduce) -> Answer | None:
     if not _divides_by(case, size) or abs(nominal_factor(event) - 1) > max(1e-3, 2 * case.pattern.tolerance):
         return None
     name = case.names[0].expression if case.names else f"1/{size}"
+    factor = case.culprit.write.factor if case.culprit.write is not None else None
+    if factor and abs(factor * size - 1) > 1e-3:
+        divisor = 1 / factor
+        return Answer(
+            explanation=f"This line divides the sum over {size} ranks by {divisor:.6g}, {size} times what would be "
+            f"right: by the number of ranks besides, or by a count that holds all tokens {size} times. The gradient is "
+            f"{name} of the objective's.",
+            fix=f"Divide by {divisor / size:.6g}: by the tokens of all ranks, once.",
+        )
     return Answer(
         explanation=f"{_loss(case)}, and this line divides the sum over {size} ranks by {size} as well: the gradient "
         f"is {name} of the objective's.",

@@ -38,7 +38,7 @@ from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
-from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_written
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_exactly_written, is_written
 from gradcheck_dist.events import Backward, Event, Reduce
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -83,6 +83,9 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step
     culprit = case.culprit
     event, before = culprit.event, culprit.before
+    makes_up = unexplained.makes_up(culprit, case.pattern)
+    # Where the weights were right before it, a number may follow a schedule.
+    written = makes_up and culprit.write is not None and is_exactly_written(culprit.write.factor)
     parted = replicas_part(case) or copies_part(case, verdict)
     if parted:
         finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
@@ -94,11 +97,12 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
         name=of_pass(case) or _name(case),
-        firm=finding.code == scaled_alike.CODE or parted or _stands_written(case),
+        firm=finding.code == scaled_alike.CODE or parted or written or _stands_written(case),
         parted=parted,
-        makes_up=unexplained.makes_up(culprit, case.pattern),
+        makes_up=makes_up,
         uniform=case.pattern.kind == "uniform",
         factor=culprit.factor,
+        written=written,
     )
 
 
@@ -213,6 +217,8 @@ def _name(case: Case) -> str | None:
 def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
     if any(change.parted for _, change in members):
         return True
+    if all(change.written for _, change in members) or _is_one_number(members):
+        return True
     series, lost = _series(members, verdicts)
     several = {key: of_key for key, of_key in series.items() if len(of_key) > 1}
     if lost > len(series) // 2:
@@ -239,6 +245,14 @@ def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[S
     if all(change.firm for _, change in members) and _in_some_steps(several):
         return True
     return _lasts_beside_others(several)
+
+
+def _is_one_number(members: list[tuple[StepVerdict, Change]]) -> bool:
+    """Whether the lines multiply by the same number in several steps, whatever the weights before them were off by."""
+    known = [(change.factor, change.finding.factor.tolerance or 0.0) for _, change in members if change.makes_up]
+    numbers = [(factor, tolerance) for factor, tolerance in known if factor and tolerance <= VAGUE]
+    steps = {verdict.context.step for verdict, _ in members}
+    return len(steps) > 1 and len(numbers) == len(members) and len(distinct(numbers)) == 1
 
 
 def _series(

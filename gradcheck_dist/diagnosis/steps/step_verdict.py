@@ -53,7 +53,8 @@ class Change:
     weights, `name` is what the factor is made of. `firm`: this step alone shows that it is a constant, and `finding`
     stands among the findings. `parted`: copies of one gradient were changed apart on different ranks. `makes_up`: the
     weights were off before it. `uniform`: all weights of the step were changed alike. `factor`: by what the
-    lines multiply.
+    lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
+    something to put right.
     """
 
     place: tuple[object, ...]
@@ -68,6 +69,7 @@ class Change:
     makes_up: bool = False
     uniform: bool = False
     factor: float | None = None
+    written: bool = False
 
 
 @dataclass

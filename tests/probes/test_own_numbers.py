@@ -1,0 +1,107 @@
+"""Lines of the trainer's that multiply gradients by a number of their own, behind losses that are bare sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from probe_workers import Net, batch, token_sum
+from torch import nn
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.run import read_run
+
+PASSES, STEPS = 2, 3
+Behind = Callable[[nn.Module, list[int], torch.optim.Optimizer], None]
+"""What a trainer does behind the last pass, given each pass's tokens."""
+
+
+def scaled(model: nn.Module, factor: float, first: int = 0) -> None:
+    for param in list(model.parameters())[first:]:
+        param.grad.mul_(factor)  # type: ignore[union-attr]
+
+
+def trained(run: Path, behind: Behind, divisor: Callable[[int], float] = lambda tokens: 1.0) -> Report:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run, steps=range(STEPS)):
+        for step in range(STEPS):
+            data = [batch(0, PASSES * step + k) for k in range(PASSES)]
+            counts = [int((labels >= 0).sum()) for _, labels in data]
+            for part in data:
+                (token_sum(model, part) / divisor(sum(counts))).backward()
+            behind(model, counts, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run))
+
+
+def line_of(finding: Finding) -> str:
+    event = finding.first_event
+    assert event is not None and event.line is not None
+    return Path(str(event.file)).read_text().splitlines()[event.line - 1]
+
+
+def test_a_division_by_all_tokens_is_clean(tmp_path: Path) -> None:
+    assert trained(tmp_path, lambda model, counts, _: scaled(model, 1 / sum(counts))).verdict == "clean"
+
+
+@pytest.mark.parametrize(
+    ("factor", "code"),
+    [
+        (lambda counts: 1 / counts[-1], "GS305"),
+        (lambda counts: 0.5 / sum(counts), "GS000"),
+        (lambda counts: 3 / sum(counts), "GS000"),
+        (lambda counts: 1 / (sum(counts) + counts[0]), "GS000"),
+        (lambda counts: sum(counts), "GS000"),
+    ],
+)
+def test_a_wrong_count_is_laid_to_its_line_and_not_to_the_sums_before_it(
+    tmp_path: Path, factor: Callable[[list[int]], float], code: str
+) -> None:
+    report = trained(tmp_path, lambda model, counts, _: scaled(model, factor(counts)))
+    assert {finding.code for finding in report.findings} == {code}
+    assert "mul_(factor)" in line_of(report.findings[0])
+    assert "It or the loss is to blame" not in report.findings[0].explanation
+
+
+def test_one_number_in_all_steps_is_a_constant_whatever_the_weights_are_off_by(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda model, counts, _: scaled(model, PASSES))
+    assert report.verdict == "findings"
+    assert {finding.code for finding in report.findings} == {"GS000"}
+
+
+def test_a_parameter_that_is_left_out_is_told_with_the_line_that_does_it_to_the_others(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, lambda model, counts, _: scaled(model, 1 / sum(counts), first=1)).findings
+    assert finding.num_parameters == 1
+    assert "are left as they were" in finding.explanation and "by this line" in finding.explanation
+    assert "mul_(factor)" in line_of(finding)
+
+
+def test_a_step_for_each_parameter_leaves_the_verdict_open(tmp_path: Path) -> None:
+    def stepped(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad.mul_(1 / sum(counts))  # type: ignore[union-attr]
+            optimizer.step()
+
+    report = trained(tmp_path, stepped)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("which were changed in between" in reason for reason in report.reasons)
+
+
+def test_a_second_step_on_the_same_gradients_leaves_the_verdict_open(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda model, counts, optimizer: optimizer.step(), divisor=float)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("step 2 times" in reason and "applies them as often" in reason for reason in report.reasons)
+
+
+def test_losses_that_are_divided_by_nothing_at_all_are_told(tmp_path: Path) -> None:
+    zero = torch.zeros(())
+    report = trained(tmp_path, lambda model, counts, _: None, divisor=lambda tokens: zero)  # type: ignore[arg-type, return-value]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("divided by a count that is zero" in reason for reason in report.reasons)
+    assert not any("please report it" in reason for reason in report.reasons)
