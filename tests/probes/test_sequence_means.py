@@ -254,3 +254,38 @@ def test_a_sign_before_a_mean_over_pairs_is_no_coefficient(tmp_path: Path) -> No
 def test_means_over_pairs_are_averaged_over_passes(tmp_path: Path, divisor: int, found: list[str]) -> None:
     report = trained(tmp_path, preference, lambda _: divisor, [(2, 3, 4, 5)] * 3)
     assert ([one.code for one in report.findings], report.verdict) == (found, "findings" if found else "clean")
+
+
+def test_a_second_division_of_a_function_of_the_data_is_told(tmp_path: Path) -> None:
+    report = trained(tmp_path, preference, lambda _: 6, [(2, 3, 4, 5)] * 3)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("weighs x 0.5 of what it would" in problem for problem in report.reasons), report.reasons
+
+
+def unpaired(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """One curve over what is wanted, another over the rest, side by side."""
+    picked = torch.stack([F.log_softmax(model(one), -1).gather(-1, one[:, None]).sum() for one in batch])
+    return torch.cat([1 - picked[:1].sigmoid(), 0.5 * picked[1:].sigmoid()]).nanmean()
+
+
+@pytest.mark.parametrize(("divisor", "verdict"), [(3, "clean"), (1, "undetermined")])
+def test_losses_side_by_side_are_one_mean(tmp_path: Path, divisor: int, verdict: str) -> None:
+    report = trained(tmp_path, unpaired, lambda _: divisor, [(2, 3, 4, 5)] * 3)
+    assert (report.verdict, report.findings) == (verdict, [])
+
+
+def divergence(model: Model, batch: Sequence[Tensor]) -> Tensor:
+    """From a mixture with a teacher's distribution, summed over the tokens that a mask picks, and over one pass."""
+    tokens = nn.utils.rnn.pad_sequence(list(batch), batch_first=True, padding_value=-100)
+    student = F.log_softmax(model(tokens.clamp_min(0)), -1)
+    teacher = torch.full_like(student, 1 / VOCABULARY).log()
+    mixture = torch.stack([student, teacher]).logsumexp(0)
+    apart = F.kl_div(mixture, student, reduction="none", log_target=True)
+    return apart[tokens != -100].sum() / 1
+
+
+def test_rows_that_a_mask_picks_are_all_of_them(tmp_path: Path) -> None:
+    tokens = sum(map(sum, BATCHES))
+    assert trained(tmp_path / "right", divergence, lambda _: tokens).verdict == "clean"
+    report = trained(tmp_path / "halves", divergence, lambda _: 2 * tokens)
+    assert (report.verdict, report.findings) == ("undetermined", [])

@@ -52,11 +52,13 @@ class Aim:
             self.reasons.append(self.other[0])
 
     def _why_relative(self) -> str:
+        means = f"{MEANS_WEIGH.format(times=self.times)} " if self.times else ""
         if any(c.gradient is not None and c.gradient.computed for c in self.contributions.by_key.values()):
             return (
                 "losses are multiplied by what has a gradient itself (a learned weight, a focal factor), or go through "
                 "a curve, before backward: how much each should weigh is a function of the data, so weights are "
                 "relative to each contribution's own gradient and compared with one another"
+                + (f". {means.rstrip(' .')}" if means else "")
             )
         losses = [c.loss for c in self.contributions.by_key.values() if c.loss is not None]
         ops = sorted({loss.op for loss in losses if loss.reduction == UNKNOWN} - {UNKNOWN})
@@ -65,7 +67,7 @@ class Aim:
         return (
             f"what the loss{named} counts is not known, so its own normalisation is not judged: weights are relative "
             f"to each contribution's own gradient (x {share:.4g} here) and compared with one another. "
-            + (f"{MEANS_WEIGH.format(times=self.times)} " if self.times else "")
+            + means
             + (
                 self.aside
                 or "gradcheck_dist.mark_loss(loss_sum, num_samples) where it is computed completes the picture"

@@ -110,7 +110,7 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     if contributions.by_key and len(unusable) == len(contributions.by_key):
         return _uncounted(objective, data, contributions, measured)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
-        return _relative(data, contributions, measured)
+        return _functions_of_data(data, contributions, measured)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
     weighted = _by_class_weights(contributions)
@@ -121,7 +121,7 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         other = Aim(weighted, _expected(objective, sums, groups), sums)
         if not _wrong(other, measured):
             return other
-    return _relative(data, contributions, measured) if computed else counted
+    return _functions_of_data(data, contributions, measured) if computed else counted
 
 
 def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held]) -> Aim | None:
@@ -175,10 +175,17 @@ def _uncounted(objective: str, data: StepData, contributions: Contributions, mea
     whole = main_term(data, contributions)
     told = contributions if whole is None else whole.contributions
     found = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
-    if found is not None:
-        return found
+    return _functions_of_data(data, contributions, measured, told) if found is None else found
+
+
+def _functions_of_data(
+    data: StepData, contributions: Contributions, measured: list[Held], told: Contributions | None = None
+) -> Aim:
+    """Losses whose own weights are not judged, and what these come to as means over elements. `told`: contributions
+    as they tell of elements, where these are others."""
     asked = partial(_expected, groups=independent(data, contributions))
-    return _relative(data, contributions, measured, in_words(told, measured, judge, asked))
+    times = in_words(contributions if told is None else told, measured, judge, asked)
+    return _relative(data, contributions, measured, times)
 
 
 def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]], measured: list[Held]) -> Aim:

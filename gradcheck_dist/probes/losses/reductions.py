@@ -33,7 +33,10 @@ _JOINS = ("Stack", "Cat")
 _IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
 MAX_PARTS = 4096
 """Nodes between a root and what its one body is looked for behind: a list of sequences has a handful for each."""
-_LEAVES_OUT = ("Index", "MaskedSelect", "MaskedFill", "Where")
+_PICKS = ("Index", "MaskedSelect")
+_LEAVES_OUT = (*_PICKS, "MaskedFill", "Where")
+_SUMS = ("SumBackward", "NansumBackward")
+_GOES_THROUGH = ("Sum", "Mean", "Nansum", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS)
 SAME = 1e-3
 
 Edge = tuple[Any, int]
@@ -43,8 +46,8 @@ Edge = tuple[Any, int]
 @dataclass
 class Reduced:
     """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
-    is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements by partial means
-    alone, and so many `numbers` multiply all elements beneath it."""
+    is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
+    partial means and picks alone, and so many `numbers` multiply all elements beneath it."""
 
     node: Any
     is_mean: bool
@@ -87,7 +90,8 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
         operands = _operands(edge[0])
         if name_of(edge[0]) not in FACTORS or len(operands) != 1:
             break
-        factors.append(edge[0])
+        if name_of(edge[0]) != "DivBackward" or _number_at(edge[0]) != 1:  # by one pass: no number
+            factors.append(edge[0])
         edge = operands[0]
     return edge, factors
 
@@ -133,9 +137,9 @@ def reduced_at(edge: Edge) -> Reduced | None:
             return None
         shape = shape[:1] if name in _OF_ROWS else shape
         return Reduced(node, node._saved_reduction == MEAN, prod(shape), _rows(shape))
-    if name not in ("MeanBackward", "SumBackward"):
+    shape = _shape(operands[0]) if name in ("MeanBackward", *_SUMS) else None
+    if shape is None:
         return None
-    shape = tuple(node._saved_self_sym_sizes)
     found = Reduced(node, name == "MeanBackward", prod(shape), _rows(shape))
     if found.is_mean:
         found.share = 1 / max(found.num, 1)
@@ -148,9 +152,11 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         node = edge[0]
         name, operands = name_of(node), _operands(node)
         shape = _shape(edge)
-        if shape is None or name.startswith(_JOINS):
+        if shape is None or name.startswith("Stack"):
             return False
         found.body = node
+        if name.startswith("Cat"):
+            return any(prod(_shape(part) or ()) > 1 for part in operands)
         if name == "DivBackward" and name_of(node.next_functions[0][0]) == "CtcLossBackward":
             found.of_torch = True  # torch's own mean over sequences, each by its number of labels
             return True
@@ -159,11 +165,11 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         if name in FACTORS:
             other = _other(node)
             found.numbers += name != "NegBackward" and (other is None or other.numel() == 1)
-        elif name in ("MeanBackward", "SumBackward"):
+        elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])
             if sizes is None:
                 return False
-            if name == "MeanBackward":
+            if name not in _SUMS:
                 found.share *= max(prod(shape), 1) / max(prod(sizes), 1)
         elif not name.startswith((*PASS_THROUGH, *_LEAVES_OUT)):
             return edge[1] == 0
@@ -211,7 +217,7 @@ def only_body(edge: Edge) -> Any:
         name, operands = name_of(one[0]), _operands(one[0])
         adds = name in SUMS and _shape(one) in ((), (1,))
         scales = name in FACTORS and len(operands) == 1
-        if operands and (adds or scales or name.startswith(("Sum", "Mean", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS))):
+        if operands and (adds or scales or name.startswith(_GOES_THROUGH)):
             queue += operands
         else:
             bodies.add(one)
