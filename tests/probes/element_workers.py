@@ -39,6 +39,31 @@ def train(divided_by: str, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_metrics(times: float, run_dir: str) -> None:
+    """Two steps of a mean over all ranks' elements, as a metric keeps it: its sum is the mean of this rank's elements
+    times their number; sums are gathered without gradients, and this rank's own is put back. `times` multiplies it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    with attach(run_dir):
+        for _ in range(2):
+            target = torch.randn(4 + 3 * rank, 4)
+            error = (model(torch.randn(len(target), 6)) - target).square().mean() * target.numel() + torch.tensor(0.0)
+            count = torch.tensor(target.numel())
+            sums, counts = [torch.zeros(()) for _ in range(world)], [torch.zeros_like(count) for _ in range(world)]
+            dist.all_gather(sums, error.detach())
+            dist.all_gather(counts, count)
+            sums[rank] = error
+            mean = torch.stack(sums).sum(0) / torch.stack(counts).sum(0)
+            ((0.0 + mean * 1.0) * times).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
 def train_tensor_parallel(run_dir: str) -> None:
     """Two steps of a model of which the last bias alone is whole on every rank; no label tells that they have one
     batch."""

@@ -174,6 +174,14 @@ def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, 
     assert divided_by != "rank" or "--objective rank-token-mean" in report.reasons[0]
 
 
+@pytest.mark.parametrize(("times", "codes"), [(2.0, []), (1, ["GS101"])])
+def test_sums_of_all_ranks_that_are_gathered_without_gradients(tmp_path: Path, times: float, codes: list[str]) -> None:
+    warm_up()
+    launch("element_workers:train_metrics", (times, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert ([finding.code for finding in report.findings], report.verdict) == (codes, "findings" if codes else "clean")
+
+
 @pytest.mark.parametrize("kept", [(3, 2, 0), (0, 0, 0)], ids=["one pass", "every pass"])
 def test_a_mask_that_keeps_nothing_is_a_loss_over_no_elements(tmp_path: Path, kept: tuple[int, ...]) -> None:
     sizes = iter(kept)

@@ -22,6 +22,7 @@ from gradcheck_dist.probes.losses.reductions import (
     Reduced,
     element_weights,
     leads_to,
+    num_factors,
     numbers_at,
     only_body,
     reduced_at,
@@ -60,12 +61,12 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
     bodies = [found.body or found.node for found in reduced]
     if len({found.node for found in reduced}) < len(parts) or len(set(bodies)) < len(parts):
         if elements and current.computed:  # one term may be reduced part by part
-            _watch_sequences(recorder, current, top, len(above))
+            _watch_sequences(recorder, current, top, num_factors(above))
         return
     if any(found.node._sequence_nr() < passes.closed_at for found in reduced):
         return
     for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
-        term = ReducedTerm(op_of(body), len(above) + len(factors) + found.numbers)
+        term = ReducedTerm(op_of(body), num_factors([*above, *factors]) + found.numbers)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
         if elements:
@@ -74,11 +75,11 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
-def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, num_factors: int) -> None:
+def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, factors: int) -> None:
     """Note what arrives at the elements behind a list of parts that are reduced one by one."""
     body = only_body(top)
     if body is not None:
-        term = ReducedTerm(op_of(body), num_factors)
+        term = ReducedTerm(op_of(body), factors)
         current.reduced.append(term)
         _hook(recorder, current, body, functools.partial(_of_sequences, recorder, term))
 

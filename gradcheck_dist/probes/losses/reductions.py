@@ -113,6 +113,12 @@ def _number_at(node: Any) -> float | None:
     return None if name == "DivBackward" and node.next_functions[0][0] is None else float(other)
 
 
+def num_factors(factors: list[Any]) -> int:
+    """How many numbers multiply a loss: those that are 1 count where there are no others."""
+    numbers = [_number_at(node) for node in factors]
+    return sum(number != 1 for number in numbers) or len(factors)
+
+
 def leads_to(edge: Edge, nodes: Container[Any]) -> Any:
     """The first of some nodes behind an edge, where one path alone goes on from it; None where there is none."""
     for _ in range(MAX_FACTORS):
@@ -228,7 +234,8 @@ def only_body(edge: Edge) -> Any:
 
 
 def _handed_on(edge: Edge) -> Edge | None:
-    """What a node gives on as it is: an output of a DDP module, a copy or view, a mean or sum over one number."""
+    """What a node gives on as it is: an output of a DDP module, a copy or view, a mean or sum over one number, a sum of
+    this rank's number and others' that have no gradient."""
     node, output = edge
     name = name_of(node)
     following = node.next_functions if node is not None else ()
@@ -237,6 +244,10 @@ def _handed_on(edge: Edge) -> Edge | None:
         return below if below[0] is not None else None
     if not following or following[0][0] is None:
         return None
+    if name in _SUMS and name_of(following[0][0]).startswith(_JOINS):
+        join = following[0][0]
+        own = _operands(join)
+        return own[0] if len(own) == 1 < len(join.next_functions) and _shape(own[0]) in ((), (1,)) else None
     alone = name in ("MeanBackward", "SumBackward") and _shape(following[0]) == ()
     return following[0] if alone or (name.startswith(PASS_THROUGH) and _shape(following[0]) in ((), (1,))) else None
 
