@@ -65,10 +65,11 @@ def test_means_that_nobody_divides_are_found(tmp_path: Path, loss: str, scale: f
 
 @pytest.mark.parametrize(
     ("factors", "together"),
-    [((3.0, 1 / 3), False), ((0.5,), False), ((3.0,), False), ((1 / 3, 1 / 3), False), ((), True)],
+    [((3.0, 1 / 3), False), ((0.5,), False), ((1.0,), False), ((3.0,), False), ((1 / 3, 1 / 3), False), ((), True)],
     ids=[
         "coefficient, divided",
         "coefficient",
+        "coefficient of one",
         "coefficient like the number",
         "divided twice",
         "losses of one forward",

@@ -90,8 +90,7 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
         operands = _operands(edge[0])
         if name_of(edge[0]) not in FACTORS or len(operands) != 1:
             break
-        if name_of(edge[0]) != "DivBackward" or _number_at(edge[0]) != 1:  # by one pass: no number
-            factors.append(edge[0])
+        factors.append(edge[0])
         edge = operands[0]
     return edge, factors
 
