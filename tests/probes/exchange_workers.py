@@ -32,7 +32,8 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
             "sequence parallel, norms summed twice")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, averaged in backward")  # fmt: skip
-EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided")
+EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
+           "experts, others summed")  # fmt: skip
 CONTRASTIVE = (
     "whole contrastive loss",
     "whole contrastive loss, sliced in backward",
@@ -251,6 +252,8 @@ def reduce(model: Model) -> None:
                 param.grad /= dist.get_world_size()
         elif "expert" in name:
             param.grad /= dist.get_world_size()
+        elif "others summed" in model.variant:
+            dist.all_reduce(param.grad)
         elif model.variant not in TENSOR + SEQUENCE:
             dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
         if "head halved" in model.variant and "head" in name:

@@ -190,6 +190,14 @@ def test_a_clip_by_hand_over_shards_and_copies(
         assert says in report.findings[0].explanation
 
 
+def test_parameters_that_are_not_divided_as_the_experts_are_told_as_one_cause(reports: dict[str, Report]) -> None:
+    """A rank's experts show its own contributions alone; those of the other rank are off by the same."""
+    (finding,) = reports["experts, others summed"].findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(2, rel=1e-4))
+    assert "are left as they were" in finding.explanation and "every contribution" in finding.pattern
+    assert finding.ranks == [0, 1]
+
+
 RANKS = (0, 1, 2)
 
 

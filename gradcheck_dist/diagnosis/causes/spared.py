@@ -33,7 +33,21 @@ def give_spared(wrong: Sequence[Judged], every: Sequence[Judged], *, sure: bool 
         if (found := next((pair for other in others if (pair := _lacks(one, other)) is not None), None)) is not None:
             own, gap = found
             one.shares.append((_culprit(own, one.cell.ratio, gap.factor), one.cell.ratio))
+    _give_rest(wrong)
     return [one for one in wrong if not (one.shares and one.shares[0][0].spared is not None)]
+
+
+def _give_rest(wrong: Sequence[Judged]) -> None:
+    """Give what is off in one gradient by the same factor to the same lines: of an expert's gradients each rank may
+    show its own contributions alone, and so nothing that those of other ranks could be compared with."""
+    told = {id(one.held): one for one in wrong if one.shares and one.shares[0][0].spared is not None}
+    for one in wrong:
+        like = told.get(id(one.held))
+        if one.shares or like is None or abs(one.cell.ratio - like.cell.ratio) > one.cell.margin + like.cell.margin:
+            continue
+        culprit = like.shares[0][0]
+        if any(gap.start is culprit.event and gap.end is culprit.before for gap in one.account.gaps):
+            one.shares.append((culprit, one.cell.ratio))
 
 
 def _lacks(one: Judged, other: Judged) -> tuple[Gap, Gap] | None:
