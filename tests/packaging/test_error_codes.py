@@ -12,7 +12,7 @@ ROOMS = {
     "1": {"axes.py"},
     "2": {"trainer"},
     "3": {"probes"},
-    "4": {"ledger", "diagnosis", "stream"},
+    "4": {"ledger", "diagnosis", "stream", "objectives.py"},
     "5": {"trace", "stream"},
     "6": {"scenarios"},
     "7": {"reports", "cli", "tui", "steps.py"},
