@@ -216,6 +216,11 @@ def test_functions_of_the_data_are_judged_by_what_they_are_summed_over(tmp_path:
     assert any("mean of means" in reason for reason in means.reasons)
 
 
+def test_neighbours_of_one_length_are_told_by_what_a_sequence_weighs(tmp_path: Path) -> None:
+    lengths = [(3, 5), (4, 4), (2, 6)]
+    assert trained(tmp_path, policy_in_parts, lambda _: 6, lengths).verdict == "clean"
+
+
 @pytest.mark.parametrize(("divided_by", "found"), [("average", []), ("all", ["GS101"])])
 def test_a_policy_loss_that_is_divided_by_all_ranks_sequences(
     tmp_path: Path, divided_by: str, found: list[str]

@@ -113,11 +113,12 @@ def _counted(contributions: Contributions, words: str) -> Counted | None:
     by_key, degrees = contributions.by_key, degrees_of(contributions)
     tokens: dict[ContributionKey, int] = {}
     counted = {}
+    of_sequences = _weights_of_sequences(contributions) if words == "sequences" else {}
     for key, one in by_key.items():
         told = _OF_GRADIENT[words](one.gradient, degrees) if one.gradient is not None else None
         if told is None or one.gradient is None:
             return None
-        tokens[key], weight = told
+        tokens[key], weight = _parted(told, one.gradient, of_sequences.get(key[0], 0.0))
         alone = msgspec.structs.replace(one.gradient, other_losses=0)  # the one mean or sum is the whole root
         counted[key] = replace(one, num_tokens=tokens[key], weight=weight, spread=0.0, gradient=alone)
     if _is_gain(contributions, [one.weight or 0.0 for one in counted.values()]):
@@ -170,6 +171,26 @@ def _samples(one: LossGradient, _: set[int]) -> Told:
     if not one.computed or one.num_samples is None or weight is None or spread is None or not spread <= MAX_SPREAD:
         return None
     return one.num_samples, weight
+
+
+def _weights_of_sequences(contributions: Contributions) -> dict[int, float]:
+    """By data rank what a sequence weighs, as a pass tells whose sequences are of several lengths."""
+    gradients = [(key[0], one.gradient) for key, one in contributions.by_key.items() if one.gradient is not None]
+    return {
+        rank: one.sample_weight
+        for rank, one in gradients
+        if one.sample_weight and one.shortest_sample != one.longest_sample
+    }
+
+
+def _parted(told: tuple[int, float], one: LossGradient, of_sequence: float) -> tuple[int, float]:
+    """Neighbours of one length look like one sequence that is longer: as many as it weighs of another pass's."""
+    num, weight = told
+    times = round(weight / of_sequence) if of_sequence and num == 1 else 1
+    whole = (
+        times > 1 and abs(weight / times - of_sequence) <= SAME * of_sequence and not (one.longest_sample or 0) % times
+    )
+    return (times, weight / times) if whole else told
 
 
 _OF_GRADIENT: dict[str, Callable[[LossGradient, set[int]], Told]] = {
