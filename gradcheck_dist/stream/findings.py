@@ -188,10 +188,8 @@ def _factor(
         expression = "num_tokens/(contributions * n_c)" if alike and len(wrong) == len(cells) else None
         return Factor(observed=ratio, expression=expression, tolerance=tolerance)
     quantities: dict[str, float] = {"world_size": float(run.world_size)}
-    for trace in run.ranks.values():
-        if trace.header.axes:
-            quantities |= {name: float(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}
-            break
+    if run.axes is not None:
+        quantities |= {name: float(degree) for name, degree in run.axes.as_dict().items()}
     for block in blocks.values():
         quantities["accumulation_steps"] = float(1 + max(slot[0] for slot in block.shape.slots))
         quantities["microbatches"] = float(1 + max(slot[1] for slot in block.shape.slots))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from gradcheck_dist.axes import AXIS_NAMES, Axes
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION
 from gradcheck_dist.trace.frames import MAGIC, iter_frames
@@ -44,6 +45,23 @@ class Run:
     def world_size(self) -> int:
         sizes = [trace.header.world_size for trace in self.ranks.values()]
         return max([*sizes, min(self.manifest.get("world_size", 0), MAX_RANKS)], default=0)
+
+    @property
+    def axes(self) -> Axes | None:
+        """The degrees that the user declared, where they are those of a mesh of as many ranks as there are."""
+        return self._declared_axes()[0]
+
+    def _declared_axes(self) -> tuple[Axes | None, str | None]:
+        """And what is wrong with them."""
+        degrees = next((trace.header.axes for trace in self.ranks.values() if trace.header.axes), None)
+        if degrees is None:
+            return None, None
+        try:
+            axes = Axes(**{name: degrees.get(name, 1) for name in AXIS_NAMES})
+            axes.check_world_size(self.world_size)
+        except GradcheckError as error:
+            return None, f"the declared axes are left out, and inferred in their place: {error}"
+        return axes, None
 
     @property
     def same_data(self) -> tuple[tuple[int, ...], ...] | None:
@@ -283,3 +301,10 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
     for rank in run.missing_ranks:
         if not any(f"rank-{rank:05d}" in problem for problem in run.problems):
             run.problems.append(f"rank {rank}: its trace file is missing")
+    _, wrong_axes = run._declared_axes()
+    if wrong_axes:
+        run.problems.append(wrong_axes)
+    if strange := sorted(rank for ranks in run.same_data or () for rank in ranks if rank >= run.world_size):
+        run.problems.append(
+            f"--same-data names rank(s) {', '.join(map(str, strange))}, and the run has {run.world_size}, from 0 up"
+        )

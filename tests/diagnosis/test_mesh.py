@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
+from tiny_runs import write_run
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import NamedGroup
 from gradcheck_dist.reports.along import mesh_places
+from gradcheck_dist.trace.run import read_run
 
 BY_HAND = Trainer(global_mean(), op="sum", impl="all_reduce", data_ranks=4)
 FSDP = Trainer(global_mean(4.0), impl="fsdp", data_ranks=4)
@@ -86,3 +89,25 @@ def test_an_axis_of_which_a_rank_has_two_groups_and_another_none_is_not_known() 
             for group in groups if axis == "mesh_cp" else [(rank % 2, rank % 2 + 2)]:
                 run.ranks[rank].named_groups[axis, group] = NamedGroup(name=axis, group=group)
     assert degrees(diagnose(run)) == {}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp_replicate": 3}, {"dp_shard": 2, "ep": 3}])
+def test_declared_degrees_of_another_number_of_ranks_are_told_and_left_out(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
+    report = diagnose(read_run(write_run(tmp_path / "run", fault=None, declared={"axes": axes})))
+    assert report.verdict == "clean"
+    assert report.run.axes_from != "declared" and degrees(report) == {"dp_replicate": 2}
+    [problem] = report.coverage.problems
+    assert "left out" in problem and ("world size is 2" in problem or "ep=3 does not divide" in problem)
+
+
+def test_declared_degrees_that_fit_are_taken(tmp_path: Path) -> None:
+    report = diagnose(read_run(write_run(tmp_path / "run", fault=None, declared={"axes": {"dp_shard": 2}})))
+    assert (report.run.axes_from, degrees(report), report.coverage.problems) == ("declared", {"dp_shard": 2}, [])
+
+
+def test_ranks_that_do_not_exist_cannot_share_their_tokens(tmp_path: Path) -> None:
+    report = diagnose(read_run(write_run(tmp_path / "run", fault=None, declared={"same_data": ((0,), (1, 2))})))
+    assert report.verdict == "clean"
+    assert any("--same-data names rank(s) 2" in problem for problem in report.coverage.problems)

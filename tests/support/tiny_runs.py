@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -153,11 +154,18 @@ def header(rank: int, world: int = 2, **changes: object) -> Header:
     return Header(**(values | changes))  # type: ignore[arg-type]
 
 
-def write_run(folder: Path, *, world: int = 2, ranks: tuple[int, ...] | None = None, **how: object) -> Path:
-    """A run folder. `ranks`: those that leave a trace; None means all."""
+def write_run(
+    folder: Path,
+    *,
+    world: int = 2,
+    ranks: tuple[int, ...] | None = None,
+    declared: Mapping[str, object] = MappingProxyType({}),
+    **how: object,
+) -> Path:
+    """A run folder. `ranks`: those that leave a trace; None means all. `declared`: fields of their headers."""
     create_run_dir(folder, {"id": folder.name, "world_size": world})
     for rank in range(world) if ranks is None else ranks:
-        writer = TraceWriter(trace_path(folder, rank), header(rank, world), background=False)
+        writer = TraceWriter(trace_path(folder, rank), header(rank, world, **declared), background=False)
         for batch in records(rank, world=world, **how):  # type: ignore[arg-type]
             for record in batch:
                 writer.append(record)

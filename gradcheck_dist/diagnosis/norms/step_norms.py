@@ -198,8 +198,7 @@ def _linked(
 ) -> list[frozenset[int]]:
     """Ranks of one mesh, of one pipeline, of one reduction, with the same tokens, or with parts of one parameter."""
     groups = [{rank for rank, own in coordinate.items() if own == one} for one in set(coordinate.values())]
-    axes = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
-    if axes and prod(degree for name, degree in axes.items() if name != "ep") == run.world_size:
+    if run.axes is not None:
         return [frozenset(run.ranks)]
     groups += map(set, shards)
     for rank, events in data.events.items():

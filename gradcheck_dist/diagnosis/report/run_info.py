@@ -22,7 +22,7 @@ def run_info(run: Run, contexts: list[StepContext], objective: str, objective_fr
         world_size=run.world_size,
         torch_version=header.torch_version,
         device_type=header.device_type,
-        axes=context.axes if context else dict(header.axes or {}),
+        axes=context.axes if context else run.axes.as_dict() if run.axes else {},
         axes_from=context.mesh.rests_on if context else "declared",
         axes_in_order=context.mesh.in_order if context else True,
         data_ranks=context.contributions.ranks_of_coordinates() if context else [],

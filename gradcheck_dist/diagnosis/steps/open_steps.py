@@ -9,7 +9,6 @@ from math import isfinite
 
 import numpy as np
 
-from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.finding import Coverage
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
@@ -51,10 +50,9 @@ def no_step(coverage: Coverage) -> str:
 
 def tokens_known(run: Run, data: StepData) -> bool:
     """Whether every missing rank shares its tokens with one that is there; else no expected weight is known."""
-    declared = next((trace.header.axes for trace in run.ranks.values() if trace.header.axes), None)
     known: set[int] = set()
-    if declared:
-        axes = Axes(**declared)
+    if run.axes is not None:
+        axes = run.axes
         names = ("dp_replicate", "dp_shard", "cp")
         place = {rank: tuple(axes.coordinates(rank)[name] for name in names) for rank in range(run.world_size)}
         present = {place[rank] for rank in run.ranks}

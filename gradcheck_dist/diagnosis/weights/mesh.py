@@ -44,9 +44,8 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
     """Mesh degrees: as declared, else from the groups that were seen reducing and the pipelines that ran, and from the
     names of process groups where these fit. Ranks that evaluate one batch (as told by `contributions`) and exchange
     activations are tensor parallel."""
-    for trace in run.ranks.values():
-        if trace.header.axes:
-            return Mesh({name: int(trace.header.axes.get(name, 1)) for name in AXIS_NAMES}, "declared")
+    if run.axes is not None:
+        return Mesh(run.axes.as_dict(), "declared")
     axes = dict.fromkeys(AXIS_NAMES, 1)
     seen: set[str] = set()
     groups: set[tuple[str, tuple[int, ...]]] = set()
