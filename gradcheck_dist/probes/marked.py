@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.probes.losses.loss import record_loss
+from gradcheck_dist.probes.losses.loss_graph import search
 from gradcheck_dist.probes.recording.deferred import is_host
+from gradcheck_dist.probes.recording.marks import RECORDED
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
 
@@ -35,17 +38,24 @@ def mark(
         raise _illegal("labels", f"a {type(labels).__name__}", "tensors", "labels=torch.as_tensor(labels)")
     if loss.requires_grad:
         recorder.ensure_step()
-    if recorder.recording:
-        record_loss(
-            recorder,
-            loss,
-            _count(num_tokens),
-            reduction="sum",
-            op="mark_loss",
-            term=term,
-            labels=labels,
-            coefficient=_factor(coefficient),
-        )
+    if not recorder.recording:
+        return
+    record_loss(
+        recorder,
+        loss,
+        _count(num_tokens),
+        reduction="sum",
+        op="mark_loss",
+        term=term,
+        labels=labels,
+        coefficient=_factor(coefficient),
+        computed_from=() if loss in recorder.losses else _computed_from(loss),
+    )
+
+
+def _computed_from(loss: Tensor) -> Sequence[int]:
+    """Recorded losses that a declared one is computed from, as the sum of weighted token losses is."""
+    return [node.metadata[RECORDED] for node in search([loss]).known] if loss.requires_grad else ()
 
 
 def _count(num_tokens: object) -> int | Tensor:

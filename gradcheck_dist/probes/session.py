@@ -268,9 +268,10 @@ def mark_loss(
 ) -> Tensor:
     """Declare a loss that no wrapper sees: the sum of token losses over `num_tokens` tokens, before it is divided.
 
-    The result of F.cross_entropy may be declared too: it is then no part of the main loss but of `term`. What is given
-    must be what the backward root is computed from (`total = mark_loss(losses.sum(), n); (total / n).backward()`): a
-    sum beside it tells nothing.
+    What is given must be what the backward root is computed from (`total = mark_loss(losses.sum(), n); (total /
+    n).backward()`): a sum beside it tells nothing. Losses that it is computed from (the token losses that a weighted
+    sum adds up) are none of their own. The result of F.cross_entropy may be declared too: it is then no part of the
+    main loss but of `term`.
 
     Args:
         num_tokens: a tensor is not read here where that would wait for an accelerator.

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import judged
+from one_process import events_of, judged
 from probe_workers import Net, batch
 from torch import Tensor
 
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.probes import attach
+from gradcheck_dist.events import Loss, LossGradient
+from gradcheck_dist.probes import attach, mark_loss
 
 Sources = Sequence[Sequence[float]]
 """One sequence a microbatch: the weights of its two documents."""
@@ -104,3 +105,50 @@ def test_sums_over_few_sizes_of_batches_have_no_coefficients(tmp_path: Path) -> 
             optimizer.zero_grad()
     (finding,) = judged(tmp_path / "run").findings
     assert finding.factor.expression == "1/accumulation_steps"
+
+
+def declared(folder: Path, *, divisor: float = 1.0, aside: bool = False) -> Report:
+    """Tokens that weigh 0.5 or 2, and their declared sum. `aside`: another sum goes back."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(folder):
+        for _ in range(2):
+            data = [batch(0, k) for k in range(2)]
+            total = sum(int((labels >= 0).sum()) for _, labels in data)
+            for tokens, labels in data:
+                sums = [weighted(model(tokens), labels, (0.5, 2.0)) for _ in range(2)]
+                mark_loss(sums[0], int((labels >= 0).sum()))
+                (sums[aside] / total / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return judged(folder)
+
+
+def test_a_declared_sum_of_weighted_tokens_is_judged_by_what_is_declared(tmp_path: Path) -> None:
+    assert declared(tmp_path / "right").verdict == "clean"
+    (finding,) = declared(tmp_path / "wrong", divisor=2.0).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "1/accumulation_steps")
+    losses = [event for event in events_of(tmp_path / "right", Loss) if event.op == "mark_loss"]
+    assert all(loss.label_hash is not None for loss in losses)  # those of the losses that it is the sum of
+
+
+def test_weighted_tokens_are_seen_where_another_sum_was_declared(tmp_path: Path) -> None:
+    report = declared(tmp_path / "run", aside=True)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("different weights" in reason for reason in report.reasons)
+
+
+def test_a_declared_term_leaves_the_main_loss_that_it_is_computed_from(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            tokens, labels = batch(0, 0)
+            main = F.cross_entropy(model(tokens).transpose(1, 2), labels)
+            term = mark_loss(main.square(), 1, term="penalty", coefficient=0.1)
+            (main + 0.1 * term).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ids = {loss.loss_id for loss in events_of(tmp_path / "run", Loss) if loss.term == "main"}
+    assert ids == {event.loss_id for event in events_of(tmp_path / "run", LossGradient)} & ids
+    assert len(ids) == 2

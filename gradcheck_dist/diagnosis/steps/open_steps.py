@@ -29,13 +29,18 @@ from gradcheck_dist.events import (
     OptimizerStep,
     PipelineStep,
 )
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank, slots_of_rank
+from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
 
 UNCOUNTED = (
     "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
     "should weigh is not known"
+)
+WEIGHED_BY_DATA = (
+    "the loss weighs the tokens of a pass apart, by the data (advantages, weights of tokens or pairs, a curve): what "
+    "each should weigh is not known. gradcheck_dist.mark_loss(weighted_sum, num_tokens), on the way to backward and "
+    "before the sum is divided, has that division judged"
 )
 NOT_FINITE = "are infinite or not a number"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
@@ -117,11 +122,14 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
 
 def weighed_apart(contributions: Contributions) -> list[str]:
     """Why losses that weigh their tokens apart cannot be judged wholly."""
-    if not any(c.spread > MAX_SPREAD for c in contributions.by_key.values()):
+    apart = [c for c in contributions.by_key.values() if c.spread > MAX_SPREAD]
+    if any(c.loss is None or c.loss.reduction == UNKNOWN or (c.gradient and c.gradient.computed) for c in apart):
+        return [WEIGHED_BY_DATA]
+    if not apart:
         return []
     return [
-        "tokens of one contribution enter backward with different weights (several losses, or weighted tokens): give "
-        "each loss its own term with mark_loss"
+        "tokens of one contribution enter backward with different weights: mark_loss gives each of several losses its "
+        "own term, and tells what a sum of weighted tokens counts"
     ]
 
 

@@ -81,6 +81,8 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if not recorder.recording:
         return
     loss_id = recorder.next_seq()
+    known = {"num_labels": labels.numel(), "label_hash": label_hash(labels)} if labels is not None else {}
+    recorder.labels[loss_id] = known
     recorder.emit(
         Loss,
         seq=loss_id,
@@ -88,12 +90,11 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
         loss_id=loss_id,
         op=op,
         reduction="none",
-        num_labels=labels.numel() if labels is not None else None,
-        label_hash=label_hash(labels) if labels is not None else None,
+        **known,
         dtype=str(log_probs.dtype).removeprefix("torch."),
     )
     if recorder.impulses is not None and labels is not None:
-        recorder.label_hashes[loss_id] = label_hash(labels)
+        recorder.label_hashes[loss_id] = known["label_hash"]
     mark_recorded(log_probs, loss_id)
     log_probs.register_hook(unserializable_hook(functools.partial(gradient_arrived, recorder, loss_id=loss_id)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,11 +124,15 @@ def record_loss(
     weighted: Tensor | None = None,
     site: Site | None = None,
     is_stand_in: bool = False,
+    computed_from: Sequence[int] = (),
 ) -> None:
     """Record a loss tensor and, when a gradient will come, watch for it.
 
     `valid` tells which elements of an unreduced loss are no ignored labels, `weighted` is the sum of the class weights
     of the labels. `is_stand_in`: the tensor has the gradient of a loss, and not its value; `site` is where that is.
+
+    `computed_from`: recorded losses that this one stands above. They are of the same labels, and no losses of their own
+    where its gradient comes.
 
     A tensor that was recorded before is recorded as the same loss: what is told of it now corrects what was seen.
     """
@@ -152,11 +156,15 @@ def record_loss(
         "dtype": str(output.dtype).removeprefix("torch."),
         "num_weighted_tokens": weighted,
     }
+    if computed_from and labels is None:
+        seen |= next((recorder.labels[one] for one in computed_from if one in recorder.labels), {})
     recorder.emit(Loss, seq=seq, **seen)
     if recorder.impulses is not None:
         recorder.label_hashes[seq] = seen["label_hash"]
     if output.requires_grad:
         recorder.losses[output] = seen
+        recorder.labels[seq] = {name: seen[name] for name in ("num_labels", "label_hash")}
+        recorder.covered |= dict.fromkeys(computed_from, seq)
         mark_recorded(output, seq)
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
@@ -175,11 +183,14 @@ def gradient_arrived(
     is_main: bool,
     valid: Tensor | None = None,
 ) -> None:
-    if not recorder.recording or recorder.current is None:
+    current = recorder.current
+    if not recorder.recording or current is None:
         return
-    recorder.loss_arrived(recorder.current, loss_id)
+    if recorder.covered.get(loss_id) in current.arrived and loss_id not in current.direct:
+        return  # it has its gradient by way of the declared loss alone
+    recorder.loss_arrived(current, loss_id)
     if is_main:
-        recorder.loss_seen_in = recorder.current.seq
+        recorder.loss_seen_in = current.seq
     local = getattr(grad, "_local_tensor", grad).detach()
     low: Tensor | None = None
     high: Tensor | None = None
@@ -199,24 +210,24 @@ def gradient_arrived(
         low = torch.where(used, weights, weights.max()).min()
         high = torch.where(used, weights, weights.min()).max()
         samples = sequences(recorder, weights) or {}
-    if loss_id in recorder.current.smoothed:
+    if loss_id in current.smoothed:
         asked = (weight, weight if low is None else low, weight if high is None else high, num_tokens)
-        recorder.current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
+        current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
         return
     recorder.emit(
         LossGradient,
-        site=recorder.current.site,
+        site=current.site,
         loss_id=loss_id,
         accumulation_step=recorder.accumulation_step,
-        microbatch=recorder.current.microbatch,
+        microbatch=current.microbatch,
         weight=weight,
         weight_min=low,
         weight_max=high,
         num_tokens=num_tokens,
-        stage=recorder.current.stage,
-        other_losses=recorder.current.other_losses,
-        computed=recorder.current.computed,
-        whole=recorder.current.whole,
-        **(samples | recorder.current.told_of_elements()),
-        **recorder.current.told_of_sum(loss_id),
+        stage=current.stage,
+        other_losses=current.other_losses,
+        computed=current.computed,
+        whole=current.whole,
+        **(samples | current.told_of_elements()),
+        **current.told_of_sum(loss_id),
     )

@@ -54,6 +54,7 @@ def look(
     """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
     found = search(roots)
     ids = {node: node.metadata[RECORDED] for node in found.known}
+    current.direct.update(ids.values())
     ids |= {node: _watch_cross_entropy(recorder, node) for node in found.cross_entropies}
     for node in found.labelled:
         _watch_labelled(recorder, node)

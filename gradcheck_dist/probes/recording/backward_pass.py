@@ -65,9 +65,11 @@ class BackwardPass:
     __slots__ = (
         "accumulated",
         "armed",
+        "arrived",
         "before",
         "by_hand",
         "computed",
+        "direct",
         "given",
         "handles",
         "held",
@@ -113,6 +115,8 @@ class BackwardPass:
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated
         self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.arrived: set[int] = set()  # losses that got their gradient
+        self.direct: set[int] = set()  # losses that the roots are computed from, by way of no other loss
         self.computed = False  # a loss's weight in the root is a function of the data
         self.label_hash: int | None = None  # of the labels whose loss went backward; in impulse mode only
         self.smoothed: dict[int, TokenWeights | None] = {}  # by loss: what arrived at its labels, where these are

@@ -78,6 +78,8 @@ class Recorder(Sampler):
         # By tensor, and not as an attribute of one, which would be saved with it.
         self.losses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.label_hashes: dict[int, int | Tensor | None] = {}  # by loss id, in impulse mode
+        self.covered: dict[int, int] = {}  # by loss id: the declared loss that was computed from it, in this step
+        self.labels: dict[int, dict[str, Any]] = {}  # by loss id, in this step: num_labels and label_hash
         self.discovery: Any = None  # set by the autograd probe
         self.read = ReadGradients()
         self.places = Places(self.registry)
@@ -148,6 +150,8 @@ class Recorder(Sampler):
             self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
             self.clipped.clear()
+            self.covered.clear()
+            self.labels.clear()
             self.places.step_begins()
             asked = self.step - self._abandoned
             self.sampling = self._steps is None or asked in self._steps
@@ -321,6 +325,7 @@ class Recorder(Sampler):
 
     def loss_arrived(self, current: BackwardPass, loss_id: int) -> None:
         """A loss received its gradient, before any parameter did."""
+        current.arrived.add(loss_id)
         if self.impulses is not None:
             found = self.label_hashes.pop(loss_id, None)
             current.label_hash = int(found) if found is not None else None
