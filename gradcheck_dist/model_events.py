@@ -84,7 +84,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     accelerator, or of a DTensor), `sum_before` is what these come to before all losses of that sum together.
     `num_samples`: the tokens are those of so many samples (rows, or neighbours of one weight), whose weights come to
     `sample_weight` on average and differ from that of the least by `sample_spread`, relative; `shortest_sample` and
-    `longest_sample` are the numbers of tokens of one.
+    `longest_sample` are the numbers of tokens of one. `beside_weights` multiplies each token beside a weight of its
+    own, where these are all that weighs tokens apart.
     """
 
     loss_id: int
@@ -106,6 +107,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     sample_spread: float | None = None
     shortest_sample: Count | None = None
     longest_sample: Count | None = None
+    beside_weights: float | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

@@ -238,7 +238,8 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
     verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(contributions)
-    verdict.spreads = {} if understood else verdict.spreads
+    context.of_weighted = aimed_at.of_weighted
+    verdict.spreads = {} if understood and not context.of_weighted else verdict.spreads
     assumed = context.objective_from.startswith("assumed")
     aimed_at.decide(context.objective, declared=not assumed)
     if aimed_at.of_samples and assumed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_means_of_what_nobody_knows_accuse_nobody(tmp_path: Path, name: str) -> 
     report = trained(tmp_path, NAMELESS[name], 1, EQUAL)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("weighs x 3 of what it would in their average" in reason for reason in report.reasons)
+
+
+class Handed(torch.autograd.Function):
+    """One number of one, as a mean over ranks is; its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, times: float) -> Tensor:
+        ctx.times = times
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.times, None
+
+
+def test_what_a_function_of_one_number_gives_back_is_measured(tmp_path: Path) -> None:
+    def loss(times: float) -> Loss:
+        return lambda output, target: Handed.apply(F.mse_loss(output, target), times)  # type: ignore[no-any-return]
+
+    assert trained(tmp_path / "right", loss(1), 1 / len(EQUAL), EQUAL).verdict == "clean"
+    report = trained(tmp_path / "twice", loss(2), 1 / len(EQUAL), EQUAL)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("weighs x 2 of what it would in their average" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["mean", "sum over rows"])

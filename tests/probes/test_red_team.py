@@ -130,7 +130,7 @@ RIGHT: dict[str, tuple[Loss, str]] = {
     "distillation with a temperature": (soft_targets_only, "undetermined"),
     "label smoothing by hand": (smoothed_by_hand, "clean"),
     "a penalty for confidence": (penalty_for_confidence, "undetermined"),
-    "a policy gradient": (policy_gradient, "undetermined"),
+    "a policy gradient": (policy_gradient, "clean"),
     "a preference loss": (preference, "undetermined"),
     "a loss that counts nothing": (squared, "undetermined"),
 }

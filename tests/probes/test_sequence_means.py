@@ -294,3 +294,14 @@ def test_rows_that_a_mask_picks_are_all_of_them(tmp_path: Path) -> None:
     assert trained(tmp_path / "right", divergence, lambda _: tokens).verdict == "clean"
     report = trained(tmp_path / "halves", divergence, lambda _: 2 * tokens)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def test_means_of_heads_that_nobody_divides_are_told_with_their_factor(tmp_path: Path) -> None:
+    def heads(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        return torch.stack([F.cross_entropy(model(one), one) for one in batch]).mean()
+
+    lengths = ((3, 5), (4, 7))
+    assert trained(tmp_path / "right", heads, lambda _: len(lengths), lengths).verdict == "clean"
+    report = trained(tmp_path / "undivided", heads, lambda _: 1, lengths)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("weigh x 2 of what they would in one mean" in reason for reason in report.reasons)

@@ -26,19 +26,23 @@ def weighted(logits: Tensor, labels: Tensor, weights: Sequence[float]) -> Tensor
     return (losses * torch.tensor(weights)[:, None]).sum()
 
 
-def train(folder: Path, steps: Sequence[Sources], *, lost: bool = False) -> Report:
-    """Each step divides by its tokens' weights. `lost`: what the first microbatch gave is thrown away."""
+def train(folder: Path, steps: Sequence[Sources], *, lost: bool = False, divided_by: str = "weights") -> Report:
+    """Each step divides by its tokens' "weights", its "tokens" or these times "passes"; each pass by its "own" weights.
+    `lost`: what the first microbatch gave is thrown away."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(folder):
         for sources in steps:
             data = [batch(0, k) for k in range(len(sources))]
-            total = sum(
+            sums = [
                 float(((labels >= 0) * torch.tensor(weights)[:, None]).sum())
                 for (_, labels), weights in zip(data, sources, strict=True)
-            )
+            ]
+            total = sum(sums) if divided_by == "weights" else float(sum(int((labels >= 0).sum()) for _, labels in data))
+            total = {"passes": total * len(data), "own": float(len(data))}.get(divided_by, total)
             for k, ((tokens, labels), weights) in enumerate(zip(data, sources, strict=True)):
-                (weighted(model(tokens), labels, weights) / total).backward()
+                own = [weight / sums[k] for weight in weights] if divided_by == "own" else weights
+                (weighted(model(tokens), labels, own) / total).backward()
                 if lost and k == 0:
                     optimizer.zero_grad()
             optimizer.step()
@@ -49,11 +53,32 @@ def train(folder: Path, steps: Sequence[Sources], *, lost: bool = False) -> Repo
 MIXED, ALIKE = ((1.0, 0.5), (0.5, 2.0)), ((1.0, 1.0), (0.5, 2.0))
 
 
-@pytest.mark.parametrize("steps", [[MIXED, ALIKE], [MIXED, ((1.0, 1.0), (0.5, 0.5))], [ALIKE, ALIKE]])
-def test_documents_that_happen_to_weigh_alike_are_not_accused(tmp_path: Path, steps: Sequence[Sources]) -> None:
-    report = train(tmp_path / "run", steps)
+@pytest.mark.parametrize("divided_by", ["weights", "tokens"])
+@pytest.mark.parametrize("steps", [[MIXED, ALIKE], [ALIKE, ALIKE]])
+def test_what_multiplies_all_tokens_beside_their_own_weights_is_judged(
+    tmp_path: Path, steps: Sequence[Sources], divided_by: str
+) -> None:
+    report = train(tmp_path / "run", steps, divided_by=divided_by)
+    assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
+
+
+@pytest.mark.parametrize("second", [(2.0, 2.0), (1.0, 2.0)])
+def test_documents_that_happen_to_weigh_alike_are_not_accused(tmp_path: Path, second: Sequence[float]) -> None:
+    steps = [MIXED, tuple((weight, weight) for weight in second)]
+    report = train(tmp_path / "run", steps, divided_by="tokens")
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("different weights" in reason for reason in report.reasons)
+
+
+def test_what_weighted_tokens_are_off_by_is_told(tmp_path: Path) -> None:
+    report = train(tmp_path / "run", [MIXED, ALIKE], divided_by="passes")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("elements weigh x 0.5 of what they would in one mean" in reason for reason in report.reasons)
+
+
+def test_weights_that_each_pass_divides_by_their_sum_are_no_count(tmp_path: Path) -> None:
+    report = train(tmp_path / "run", [MIXED, ALIKE], divided_by="own")
+    assert (report.verdict, report.findings) == ("undetermined", [])
 
 
 def test_what_is_wrong_behind_weighted_tokens_is_found(tmp_path: Path) -> None:

@@ -9,19 +9,17 @@ from gradcheck_dist.diagnosis.losses.samples import DECLARED
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
 from gradcheck_dist.objectives import DEFAULT_OBJECTIVE
 
-MEANS_WEIGH = (
-    "Each pass's mean over its elements weighs {times} of what it would in their average: a coefficient, a sum or "
-    "another count may be meant."
-)
+MEANS_WEIGH = "Each pass's {times}: a coefficient, a sum or another count may be meant."
 
 
 @dataclass
 class Aim:
     """The contributions as they are counted and what each should weigh. `relative`: only compared with one another.
     `of_means`: each counts as one mean, whatever it is a mean of. `aside`: which loss was declared in vain.
-    `times`: what each pass's mean over elements weighs of its part in their average, in words.
+    `times`: what each pass's elements weigh of their part in one mean, in words.
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
-    `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over.
+    `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
+    `of_weighted`: tokens that weights of their own multiply.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -34,6 +32,7 @@ class Aim:
     as_written: bool = False
     of_samples: bool = False
     of_elements: bool = False
+    of_weighted: bool = False
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
-from gradcheck_dist.diagnosis.losses.elements import Counted, by_elements, in_words
+from gradcheck_dist.diagnosis.losses.elements import OF_WEIGHTED, Counted, by_elements, in_means, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
@@ -110,7 +110,7 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     if contributions.by_key and len(unusable) == len(contributions.by_key):
         return _uncounted(objective, data, contributions, measured)
     if unusable and len(groups) == 1 and all_weighted(contributions):  # also where they happen to be equal
-        return _functions_of_data(data, contributions, measured)
+        return _uncounted(objective, data, contributions, measured)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
     weighted = _by_class_weights(contributions)
@@ -185,6 +185,8 @@ def _functions_of_data(
     as they tell of elements, where these are others."""
     asked = partial(_expected, groups=independent(data, contributions))
     times = in_words(contributions if told is None else told, measured, judge, asked)
+    if not times and (samples := by_samples(contributions)) is not None:
+        times = in_means(samples.contributions, measured, judge, asked)
     return _relative(data, contributions, measured, times)
 
 
@@ -253,6 +255,9 @@ def _of_elements(counted: Counted, whole: str) -> Aim:
     result = Aim(counted.contributions, counted.expected, counted.tokens, of_elements=True)
     computed = any(c.gradient is not None and c.gradient.computed for c in counted.contributions.by_key.values())
     why = "the losses are functions of the data (ratios, curves)" if computed else "the losses count no tokens"
+    result.of_weighted = counted.words in OF_WEIGHTED
+    if result.of_weighted and not computed:
+        why = "the losses weigh each token by a number of its own"
     result.remarks.append(f"{why}, and each pass's {whole}: weights are those of its {counted.words}")
     result.other = (counted.reason, counted.asked) if counted.asked is not None else None
     return result

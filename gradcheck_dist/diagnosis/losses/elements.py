@@ -18,11 +18,12 @@ import msgspec
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, Held
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.events import LossGradient
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 
 Judge = Callable[[list[Held], Contributions, dict[ContributionKey, Fraction]], list[Held]]
 Expect = Callable[[str, Mapping[ContributionKey, int]], dict[ContributionKey, Fraction]]
 MEANS = "microbatch-mean"
+WEIGHTS = "weights of tokens"
 SAME = 1e-3
 GAINS = frozenset({"logsigmoid"})
 """Losses of torch's own that are log-probabilities, and enter with a minus."""
@@ -61,7 +62,7 @@ def by_elements(
 ) -> Counted | None:
     """The contributions by what their losses go over, where that tells what each should weigh: all weights are right
     so, or the losses divide by what all of them go over. Right as means of passes or ranks only is left open."""
-    counts = [one for words in _OF_GRADIENT if (one := _counted(contributions, words)) is not None]
+    counts = [one for words in (*OF_WEIGHTED, *_OF_GRADIENT) if (one := _counted(contributions, words)) is not None]
     for asked in dict.fromkeys((objective, *OPEN)):
         for one in counts:
             one.expected = expect(asked, one.tokens)
@@ -72,6 +73,8 @@ def by_elements(
                 return one
     for one in counts:
         one.expected = expect(objective, one.tokens)
+        if one.words == WEIGHTS:
+            continue  # no count
         if _divides_by_all(one) or _changed_apart(one, measured, judge):
             return one
     return None
@@ -110,6 +113,8 @@ def _divides_by_all(one: Counted) -> bool:
 
 
 def _counted(contributions: Contributions, words: str) -> Counted | None:
+    if words in OF_WEIGHTED:
+        return _weighted(contributions, words)
     by_key, degrees = contributions.by_key, degrees_of(contributions)
     tokens: dict[ContributionKey, int] = {}
     counted = {}
@@ -124,6 +129,24 @@ def _counted(contributions: Contributions, words: str) -> Counted | None:
     if _is_gain(contributions, [one.weight or 0.0 for one in counted.values()]):
         counted = {key: replace(one, weight=-(one.weight or 0.0)) for key, one in counted.items()}
     return Counted(replace(contributions, by_key=counted), {}, tokens, words) if any(tokens.values()) else None
+
+
+def _weighted(contributions: Contributions, words: str) -> Counted | None:
+    """The contributions by the tokens that weights of their own multiply: judged is what multiplies all of them."""
+    counted = {}
+    for key, one in contributions.by_key.items():
+        beside = one.gradient.beside_weights if one.gradient is not None and one.num_losses == 1 else None
+        num = OF_WEIGHTED[words](one)
+        if beside is None or num is None:
+            return None
+        counted[key] = replace(one, num_tokens=num, weight=beside, spread=0.0)  # type: ignore[arg-type]
+    if all((one.weight or 0.0) < 0 for one in counted.values()):  # log-probabilities enter with a minus
+        counted = {key: replace(one, weight=-(one.weight or 0.0)) for key, one in counted.items()}
+    tokens = {key: one.num_tokens or 0 for key, one in counted.items()}
+    total = float(sum(tokens.values()))
+    if words == WEIGHTS and any(abs(total - degree) <= SAME * total for degree in degrees_of(contributions)):
+        return None  # they may have been divided by their own sum in each pass, or on each rank
+    return Counted(replace(contributions, by_key=counted), {}, tokens, words) if total else None
 
 
 def _is_gain(contributions: Contributions, weights: Sequence[float]) -> bool:
@@ -201,6 +224,22 @@ _OF_GRADIENT: dict[str, Callable[[LossGradient, set[int]], Told]] = {
 }
 
 
+def _sum_of_weights(one: Contribution) -> Fraction | None:
+    """What the weights of its tokens come to."""
+    beside = one.gradient.beside_weights if one.gradient is not None else None
+    if not beside or one.weight is None or one.num_tokens is None:
+        return None
+    total = one.weight * one.num_tokens / beside
+    return Fraction(total).limit_denominator(10**9) if total > 0 else None
+
+
+OF_WEIGHTED: dict[str, Callable[[Contribution], int | Fraction | None]] = {
+    "tokens, beside weights of their own": lambda one: one.num_tokens,
+    "labels, beside weights of their own": lambda one: one.loss.num_tokens if one.loss is not None else None,
+    WEIGHTS: _sum_of_weights,
+}
+
+
 def whole(one: LossGradient) -> bool:
     """Whether nothing masks or weighs elements apart."""
     return one.element_share is not None and abs(one.element_share - 1) <= SAME and one.element_min == one.element_max
@@ -240,15 +279,39 @@ def _right(one: Counted, measured: list[Held], judge: Judge) -> bool:
 
 
 def in_words(contributions: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
-    """By how much the weights differ from those of one mean over all elements; "" where nothing tells."""
-    one = _counted(contributions, "entries")
+    """By how much the weights differ from those of a mean; "" where nothing tells. Of the mean over all elements where
+    all weights differ by one number from that, else of the average of each pass's mean."""
+    counts = [_counted(contributions, words) for words in (*OF_WEIGHTED, "entries")]
+    one = next((one for one in counts if one is not None), None)
+    said = ""
     if one is None:
+        return said
+    for asked, words in _MEANS_OF.items():
+        one.expected = expect(asked, one.tokens)
+        ratios = [cell.ratio for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
+        if not ratios:
+            return ""
+        low, high = min(ratios), max(ratios)
+        if high - low <= SAME * abs(median(ratios)):
+            return words.format(times=f"x {median(ratios):.6g}")
+        said = said or words.format(times=f"from x {low:.4g} to x {high:.4g}")
+    return said
+
+
+def in_means(samples: Contributions, measured: list[Held], judge: Judge, expect: Expect) -> str:
+    """The same of sequences, each a mean over its own tokens, of which the contributions hold so many."""
+    counts = {key: one.num_tokens for key, one in samples.by_key.items() if one.num_tokens is not None}
+    expected = expect("global-token-mean", counts)
+    ratios = [cell.ratio for held in judge(measured, samples, expected) for cell in held.cells]
+    if not ratios or max(ratios) - min(ratios) > SAME * abs(median(ratios)):
         return ""
-    one.expected = expect(MEANS, one.tokens)
-    ratios = [cell.ratio for held in judge(measured, one.contributions, one.expected) for cell in held.cells]
-    if not ratios:
-        return ""
-    low, high = min(ratios), max(ratios)
     return (
-        f"x {median(ratios):.6g}" if high - low <= SAME * abs(median(ratios)) else f"from x {low:.4g} to x {high:.4g}"
+        f"sequences, heads or tasks, each a mean over tokens of its own, weigh x {median(ratios):.6g} of what they "
+        "would in one mean over all of the step's"
     )
+
+
+_MEANS_OF = {
+    MEANS: "mean over its elements weighs {times} of what it would in their average",
+    "global-token-mean": "elements weigh {times} of what they would in one mean over all of the step's",
+}

@@ -53,7 +53,8 @@ def leave_weighted_open(verdicts: Sequence[StepVerdict]) -> None:
                 steps.setdefault(place, verdict.context.step)
     for verdict in verdicts:
         places = steps.keys() & verdict.spreads.keys()
-        if not places or verdict.context.relative or verdict.context.of_samples:
+        context = verdict.context
+        if not places or context.relative or context.of_samples or context.of_weighted:
             continue
         place = min(places)
         drop_of_constants(

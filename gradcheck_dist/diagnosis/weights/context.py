@@ -28,8 +28,8 @@ class StepContext:
     auxiliary loss terms. `relative`: weights are only compared with one another.
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
-    tokens. `num_handed_over`: ranks whose gradients were
-    seen to leave another pipeline stage."""
+    tokens; `of_weighted`: tokens that weights of their own multiply. `num_handed_over`: ranks whose gradients were seen
+    to leave another pipeline stage."""
 
     step: int
     world_size: int
@@ -45,6 +45,7 @@ class StepContext:
     of_means: bool = False
     as_written: bool = False
     of_samples: bool = False
+    of_weighted: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()

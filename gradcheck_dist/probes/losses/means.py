@@ -75,6 +75,16 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
+def watch_weighted(recorder: Recorder, current: BackwardPass, root: Tensor) -> None:
+    """Note what multiplies all elements of the one mean or sum that a root is, where tensors weigh these apart."""
+    top, above, parts = summands(root.grad_fn, root.output_nr)
+    found = reduced_at(top) if len(parts) == 1 else None
+    if found is not None and found.weighs_alone:
+        term = ReducedTerm(op_of(found.body), num_factors(above))
+        current.reduced.append(term)
+        _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
+
+
 def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, factors: int) -> None:
     """Note what arrives at the elements behind a list of parts that are reduced one by one."""
     body = only_body(top)
@@ -114,6 +124,9 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         return
     term.arrived = gradient.detach()
     weight = term.arrived
+    if found.weighs_alone:
+        term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
+        term.reduced_by = "mean" if found.is_mean else "sum"
     target = node._saved_target if name_of(node) in WITH_REDUCTION else None
     if target is not None and target.numel() > 1:
         one_kind = (target == target.flatten()[0]).all()

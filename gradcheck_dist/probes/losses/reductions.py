@@ -47,7 +47,8 @@ Edge = tuple[Any, int]
 class Reduced:
     """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
-    partial means and picks alone, and so many `numbers` multiply all elements beneath it."""
+    partial means and picks alone, and so many `numbers` multiply all elements beneath it. `is_weighted`: a tensor
+    without a gradient multiplies them apart; `adds_up`: there are means or sums beneath."""
 
     node: Any
     is_mean: bool
@@ -57,6 +58,13 @@ class Reduced:
     share: float = 1.0
     numbers: int = 0
     of_torch: bool = False
+    is_weighted: bool = False
+    adds_up: bool = False
+
+    @property
+    def weighs_alone(self) -> bool:
+        """Whether weights of elements are all that multiplies them beneath the reduction."""
+        return self.is_weighted and not (self.adds_up or self.numbers)
 
     @property
     def is_distance(self) -> bool:
@@ -88,11 +96,18 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
         while (below := _handed_on(edge)) is not None:
             edge = below
         operands = _operands(edge[0])
-        if name_of(edge[0]) not in FACTORS or len(operands) != 1:
+        if len(operands) != 1 or not (name_of(edge[0]) in FACTORS or _of_one_number(edge, operands[0])):
             break
         factors.append(edge[0])
         edge = operands[0]
     return edge, factors
+
+
+def _of_one_number(edge: Edge, below: Edge) -> bool:
+    """Whether an autograd function of somebody's own makes one number of one (its mean over ranks). What its backward
+    multiplies by shows in the gradient that arrives below."""
+    written = getattr(type(edge[0]), "_forward_cls", None)
+    return written is not None and _shape(edge) in ((), (1,)) and _shape(below) in ((), (1,))
 
 
 def numbers_at(factors: list[Any]) -> NumbersBefore:
@@ -170,10 +185,12 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         if name in FACTORS:
             other = _other(node)
             found.numbers += name != "NegBackward" and (other is None or other.numel() == 1)
+            found.is_weighted |= other is not None and other.numel() > 1
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])
             if sizes is None:
                 return False
+            found.adds_up |= not name.startswith(_PICKS)
             if name not in _SUMS:
                 found.share *= max(prod(shape), 1) / max(prod(sizes), 1)
         elif not name.startswith((*PASS_THROUGH, *_LEAVES_OUT)):

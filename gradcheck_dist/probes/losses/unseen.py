@@ -93,6 +93,8 @@ def look(
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
         if current.computed or not (found.known or picks):
             means.watch(recorder, current, roots[0], passes)
+        elif recorder.sampling:
+            means.watch_weighted(recorder, current, roots[0])
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:

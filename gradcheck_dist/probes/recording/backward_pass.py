@@ -28,13 +28,24 @@ class TokenWeights(NamedTuple):
 @dataclass
 class ReducedTerm:
     """One mean or sum over elements, times `num_factors` numbers. `arrived` is its gradient, `mean_weight` the same
-    where it is a mean that compares with targets, `elements` what it goes over: fields of a ReducedGradient."""
+    where it is a mean that compares with targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`:
+    what multiplies each element beside a weight of its own."""
 
     op: str
     num_factors: int
     arrived: Tensor | None = None
     mean_weight: Tensor | None = None
     elements: dict[str, Any] = field(default_factory=dict)
+    beneath: Tensor | None = None
+    reduced_by: str | None = None
+
+    @property
+    def told_of_weighted(self) -> dict[str, Any]:
+        """The fields that tell of elements with weights of their own."""
+        if self.beneath is None:
+            return {}
+        weight = number(self.beneath.detach().double())
+        return {"num_factors": self.num_factors, "reduced_by": self.reduced_by, "beside_weights": weight}
 
     @property
     def told(self) -> dict[str, Any]:
@@ -148,9 +159,12 @@ class BackwardPass:
         return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total}
 
     def told_of_elements(self) -> dict[str, Any]:
-        """Fields of a LossGradient whose weight is a function of the data: what the one mean or sum of the pass goes
-        over says what it weighs."""
-        return self.reduced[0].told if self.computed and len(self.reduced) == 1 else {}
+        """Fields of a LossGradient whose weight is a function of the data, or one number for each token: what the one
+        mean or sum of the pass goes over says what it weighs."""
+        if len(self.reduced) != 1:
+            return {}
+        only = self.reduced[0]
+        return only.told_of_weighted | (only.told if self.computed else {})
 
     def not_reduced(self) -> list[ParamInfo]:
         """The parameters whose gradient buffers hold what the pass itself has left in them."""
