@@ -177,3 +177,21 @@ def test_a_declared_term_leaves_the_main_loss_that_it_is_computed_from(tmp_path:
     ids = {loss.loss_id for loss in events_of(tmp_path / "run", Loss) if loss.term == "main"}
     assert ids == {event.loss_id for event in events_of(tmp_path / "run", LossGradient)} & ids
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize(("times", "verdict"), [(1.0, "clean"), (0.5, "undetermined")])
+def test_tokens_of_no_weight_are_counted_where_a_mask_keeps_them(tmp_path: Path, times: float, verdict: str) -> None:
+    """A policy gradient: sequences without an advantage have tokens all the same."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        data = [batch(0, k) for k in range(2)]
+        num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+        for (tokens, labels), advantages in zip(data, [(0.0, 1.5), (-0.7, 0.4)], strict=True):
+            log_probs = model(tokens).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+            loss = -log_probs * torch.tensor(advantages)[:, None]
+            ((loss * (labels >= 0)).sum() / num_tokens * times).backward()
+        optimizer.step()
+    report = judged(tmp_path / "run")
+    assert (report.verdict, report.findings) == (verdict, [])
+    assert verdict == "clean" or any("weigh x 0.5 of what they would" in reason for reason in report.reasons)

@@ -234,6 +234,7 @@ def _sum_of_weights(one: Contribution) -> Fraction | None:
 
 
 OF_WEIGHTED: dict[str, Callable[[Contribution], int | Fraction | None]] = {
+    "tokens that masks keep, beside weights of their own": lambda one: one.gradient.num_kept if one.gradient else None,
     "tokens, beside weights of their own": lambda one: one.num_tokens,
     "labels, beside weights of their own": lambda one: one.loss.num_tokens if one.loss is not None else None,
     WEIGHTS: _sum_of_weights,

@@ -23,6 +23,7 @@ from gradcheck_dist.probes.losses.reductions import (
     element_weights,
     leads_to,
     num_factors,
+    num_kept,
     numbers_at,
     only_body,
     reduced_at,
@@ -127,6 +128,7 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
     if found.weighs_alone:
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         term.reduced_by = "mean" if found.is_mean else "sum"
+        term.num_kept = num_kept(found)
     target = node._saved_target if name_of(node) in WITH_REDUCTION else None
     if target is not None and target.numel() > 1:
         one_kind = (target == target.flatten()[0]).all()

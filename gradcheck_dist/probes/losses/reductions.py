@@ -8,7 +8,7 @@ dimensions. What stands behind these (`Reduced.body`) computes one number an ele
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -48,7 +48,8 @@ class Reduced:
     """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
     partial means and picks alone, and so many `numbers` multiply all elements beneath it. `is_weighted`: a tensor
-    without a gradient multiplies them apart; `adds_up`: there are means or sums beneath."""
+    without a gradient multiplies them apart (`weights`: such of as many elements); `adds_up`: there are means or sums
+    beneath."""
 
     node: Any
     is_mean: bool
@@ -60,6 +61,7 @@ class Reduced:
     of_torch: bool = False
     is_weighted: bool = False
     adds_up: bool = False
+    weights: list[Tensor] = field(default_factory=list)
 
     @property
     def weighs_alone(self) -> bool:
@@ -185,7 +187,9 @@ def _descend(found: Reduced, edge: Edge) -> bool:
         if name in FACTORS:
             other = _other(node)
             found.numbers += name != "NegBackward" and (other is None or other.numel() == 1)
-            found.is_weighted |= other is not None and other.numel() > 1
+            if other is not None and other.numel() > 1:
+                found.is_weighted = True
+                found.weights += [other] if prod(shape) == found.num else []
         elif name in ("MeanBackward", *_SUMS) or name.startswith(_PICKS):
             sizes = _shape(operands[0])
             if sizes is None:
@@ -224,6 +228,19 @@ def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, 
         "element_share": local.abs().sum(dtype=torch.float64) / alone.reshape(()),
         "num_rows_used": used.reshape(len(used), -1).any(1).sum() if local.dim() and len(local) == found.num else None,
     }
+
+
+def num_kept(found: Reduced) -> Tensor | None:
+    """How many of the elements that are reduced the masks among their weights keep: tensors of zeros and ones, one for
+    each element. None where no weights are."""
+    kept = None
+    for one in found.weights:
+        if type(one) is not Tensor or one.numel() != found.num:
+            continue
+        used = one.detach().reshape(-1) != 0
+        is_mask = (~used | (one.detach().reshape(-1) == 1)).all()
+        kept = (used | ~is_mask) & (True if kept is None else kept)
+    return None if kept is None else kept.sum()
 
 
 def only_body(edge: Edge) -> Any:

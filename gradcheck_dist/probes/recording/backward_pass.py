@@ -29,7 +29,7 @@ class TokenWeights(NamedTuple):
 class ReducedTerm:
     """One mean or sum over elements, times `num_factors` numbers. `arrived` is its gradient, `mean_weight` the same
     where it is a mean that compares with targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`:
-    what multiplies each element beside a weight of its own."""
+    what multiplies each element beside a weight of its own, `num_kept` how many masks keep."""
 
     op: str
     num_factors: int
@@ -38,6 +38,7 @@ class ReducedTerm:
     elements: dict[str, Any] = field(default_factory=dict)
     beneath: Tensor | None = None
     reduced_by: str | None = None
+    num_kept: Tensor | None = None
 
     @property
     def told_of_weighted(self) -> dict[str, Any]:
@@ -45,7 +46,8 @@ class ReducedTerm:
         if self.beneath is None:
             return {}
         weight = number(self.beneath.detach().double())
-        return {"num_factors": self.num_factors, "reduced_by": self.reduced_by, "beside_weights": weight}
+        told = {"num_factors": self.num_factors, "reduced_by": self.reduced_by, "beside_weights": weight}
+        return told | ({"num_kept": self.num_kept} if self.num_kept is not None else {})
 
     @property
     def told(self) -> dict[str, Any]:
