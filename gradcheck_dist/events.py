@@ -253,13 +253,24 @@ class Metric(Event, tag="metric"):
 
 class StepEnd(Event, tag="step_end"):
     """A step was recorded whole. `probe_s` is the time spent inside probes. `num_events` (up to and with this one, but
-    for Replica), `num_rows` of samples and `num_norms` records are what was recorded of it; None: nobody counted."""
+    for Replica), `num_rows` of samples and `num_norms` records are what was recorded of it, `num_passes` are the
+    outermost backward passes that began in it; None: nobody counted."""
 
     duration_s: float
     probe_s: float
     num_events: Count | None = None
     num_rows: Count | None = None
     num_norms: Count | None = None
+    num_passes: Count | None = None
+
+
+class Unrecorded(Event, tag="unrecorded"):
+    """`num_steps` steps, not recorded, in each of which `num_passes` outermost backward passes began; the first of them
+    is `first_step`. `step` and `seq` say when this was told."""
+
+    num_passes: Count
+    first_step: Count
+    num_steps: Count
 
 
 class Replica(Event, tag="replica"):
@@ -343,6 +354,7 @@ AnyEvent = (
     | ProbeStatus
     | ProbeError
     | RunEnd
+    | Unrecorded
 )
 
 

@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
+from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps, steps_of
@@ -90,12 +91,18 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_empty_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
+    passes = passes_of(run)
+    tell_unusual(verdicts, passes)
     confirm(verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
     report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
+    unlike = tell_unlike(passes)
+    report.coverage.notes += unlike
+    if unlike and report.verdict == "clean":
+        report.next_step = f"Nothing to mend in these steps. But record another one as well: {unlike[0]}."
     report.coverage.unverified = [one for verdict in verdicts for one in verdict.unverified]
     report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report

@@ -22,7 +22,17 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.parts import LEAST
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD
-from gradcheck_dist.events import AnyRecord, Event, ParamSet, ProbeStatus, RunEnd, Samples, StepColumns, StepShape
+from gradcheck_dist.events import (
+    AnyRecord,
+    Event,
+    ParamSet,
+    ProbeStatus,
+    RunEnd,
+    Samples,
+    StepColumns,
+    StepShape,
+    Unrecorded,
+)
 from gradcheck_dist.stream.documented import ShapeWays, ways_of
 from gradcheck_dist.trace.frames import Damage
 from gradcheck_dist.trace.reader import RankTrace, TraceTail
@@ -197,7 +207,7 @@ class BlockReader(TraceTail):
                 self._take_columns(trace, record)
             elif isinstance(record, ParamSet | StepShape):
                 trace.add([record])
-            elif isinstance(record, Samples | Event) and not isinstance(record, ProbeStatus | RunEnd):
+            elif isinstance(record, Samples | Event) and not isinstance(record, ProbeStatus | RunEnd | Unrecorded):
                 self._take_other(trace, record)
 
     def _take_columns(self, trace: RankTrace, columns: StepColumns) -> None:

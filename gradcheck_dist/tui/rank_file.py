@@ -34,6 +34,7 @@ from gradcheck_dist.events import (
     Samples,
     StepColumns,
     StepEnd,
+    Unrecorded,
 )
 from gradcheck_dist.trace.checks import Checks
 from gradcheck_dist.trace.columns import expand
@@ -69,7 +70,7 @@ def _light(kind: type[Record]) -> type[Record]:
     return made  # type: ignore[no-any-return]
 
 
-_KEPT = (ProbeStatus, ProbeError, GradientCheck, NotChecked, RunEnd)
+_KEPT = (ProbeStatus, ProbeError, GradientCheck, NotChecked, RunEnd, Unrecorded)
 """Few, and said of the whole run: kept whole."""
 LIGHT: dict[type[Record], type[Record]] = {
     kind: kind if kind in _KEPT or not issubclass(kind, Event | Samples | Norms) else _light(kind)
@@ -226,7 +227,7 @@ class RankFile:
             if kind not in _DATA:
                 self.num_events += 1
                 take(record)
-            if kind is not RunEnd:  # written whenever the process ended, in a step that may not have been recorded
+            if kind is not RunEnd and kind is not Unrecorded:  # written in a step that may not have been recorded
                 steps.add(step)
         self.trace.add(tables)
         self.ended = self.ended or any(isinstance(record, RunEnd) for record in tables)

@@ -55,10 +55,11 @@ FROZEN = {
     "not_checked": "module what name reason seq t_ns step site",
     "recompute": "params seq t_ns step site",
     "metric": "name value seq t_ns step site",
-    "step_end": "duration_s probe_s num_events num_rows num_norms seq t_ns step site",
+    "step_end": "duration_s probe_s num_events num_rows num_norms num_passes seq t_ns step site",
     "replica": "fingerprint after num_steps_later seq t_ns step site",
     "probe_status": "probe active reason seq t_ns step site",
     "probe_error": "probe message count seq t_ns step site",
+    "unrecorded": "num_passes first_step num_steps seq t_ns step site",
     "run_end": "reason seq t_ns step site",
     "header": (
         "schema_version tool_version rank world_size pid started_unix_s torch_version device_type command "

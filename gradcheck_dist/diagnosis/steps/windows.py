@@ -31,7 +31,7 @@ def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
     for verdict in verdicts:
         errors = [finding for finding in verdict.findings if finding.severity != "info"]
         ratio = Fraction(verdict.context.num_accumulation, passes)
-        if not errors or ratio == 1 or not _all_off_by(verdict, float(ratio)):
+        if not errors or ratio == 1 or not all_off_by(verdict, float(ratio)):
             continue
         at_loss = next((one for one in errors if one.code == LOSS_RULE and one.first_event is not None), None)
         if at_loss is not None:
@@ -42,7 +42,7 @@ def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
                 verdict.effects[cause(told)] = effects[0]
 
 
-def _all_off_by(verdict: StepVerdict, ratio: float) -> bool:
+def all_off_by(verdict: StepVerdict, ratio: float) -> bool:
     known = [weight.ratio for weight in verdict.weights if weight.ratio is not None]
     return bool(known) and all(abs(one / ratio - 1) <= EXACT for one in known)
 

@@ -34,6 +34,11 @@ WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every module that is called with gradients enabled, until all parameters are known."""
 
+OUTSIDE = -1
+"""What stands for a backward pass where none runs on this thread."""
+
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: OUTSIDE)
+
 OF_GRAD = 2
 """Which positional argument of torch.autograd.grad holds the gradients to start from; of backward it is the second."""
 
@@ -83,13 +88,21 @@ def _watched_engine(recorder: Recorder, kind: Any) -> Any:
     class Engine(kind):  # type: ignore[misc]
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
             accumulates = kwargs.get("accumulate_grad", args[6] if len(args) > 6 else False)
-            started = recorder.current is not None or recorder.suspended or not accumulates
-            return super().run_backward(*args, **kwargs) if started else watched(self, args, kwargs)
+            if not accumulates or recorder.suspended:
+                return super().run_backward(*args, **kwargs)
+            run = functools.partial(counted, super().run_backward)
+            return (run if recorder.current is not None else _watch(recorder, run, 1))(*args, **kwargs)
 
-    def watched(engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _watch(recorder, functools.partial(kind.run_backward, engine), 1)(*args, **kwargs)
+    def counted(run_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pass_begins(recorder)
+        return run_backward(*args, **kwargs)
 
     return Engine()
+
+
+@guarded("autograd")
+def pass_begins(recorder: Recorder) -> None:
+    recorder.passes.begun += _graph_task() == OUTSIDE
 
 
 def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +112,6 @@ def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
     the parameters; they are held until the pass is over, and kept where nothing else arrived.
     """
     watched = _watch(recorder, original, OF_GRAD)
-    in_backward = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
     @functools.wraps(original)
     def grad(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +120,7 @@ def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
         current = recorder.current
-        if current is None or in_backward() == -1:
+        if current is None or _graph_task() == OUTSIDE:
             return run(*args, **kwargs)
         current.inner += 1
         try:

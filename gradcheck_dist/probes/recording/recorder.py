@@ -27,6 +27,7 @@ from gradcheck_dist.events import (
     Samples,
     Site,
     StepEnd,
+    Unrecorded,
 )
 from gradcheck_dist.probes.parameters.places import Places
 from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
@@ -34,6 +35,7 @@ from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGrad
 from gradcheck_dist.probes.recording.captured import Captures
 from gradcheck_dist.probes.recording.deferred import Deferred, is_host, numbers_of, read
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
+from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.trace.columns import ColumnWriter
@@ -110,6 +112,7 @@ class Recorder(Sampler):
         self._stepped = False
         self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
         self.trained = False  # whether a loss or a backward pass was seen at all
+        self.passes = PassCounts()
         self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
         self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
@@ -146,6 +149,7 @@ class Recorder(Sampler):
             if self._rows or self._on_host:
                 self.flush_samples()  # of what came behind the optimizer
             self._fold_step()
+            self.passes.step_over(self.step - self._abandoned, self.recording)
             self.step += 1
             self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
@@ -156,8 +160,10 @@ class Recorder(Sampler):
             asked = self.step - self._abandoned
             self.sampling = self._steps is None or asked in self._steps
             self.recording = self.sampling or self.columns is not None
-            if self.sampling and self.registry.rotates:
-                self.registry.next_round()
+            if self.sampling:
+                self.passes.tell(self.emit)
+                if self.registry.rotates:
+                    self.registry.next_round()
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()
             if self.end is not None and asked >= self.end and self.finished is not None:
@@ -174,7 +180,8 @@ class Recorder(Sampler):
             if self.group_names is not None:
                 self.group_names.tell()
             self.flush_samples()
-            told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms}
+            told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
+                    "num_passes": self.passes.begun}  # fmt: skip
             self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
                       **(told if self.sampling else {}))  # fmt: skip
             if self.sampling:
@@ -213,7 +220,7 @@ class Recorder(Sampler):
             self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
         else:
             event = kind(t_ns=time.time_ns(), step=self.step, **fields)
-            if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd):
+            if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd | Unrecorded):
                 self.writer.append(cast(AnyRecord, event))
             else:
                 self._unsampled.append(event)
@@ -259,6 +266,9 @@ class Recorder(Sampler):
 
     def finish(self) -> None:
         """Write all that is left, waiting for what is still on its way."""
+        if self._stepped:
+            self.passes.step_over(self.step - self._abandoned, self.recording)
+        self.passes.tell(self.emit)
         self.flush_samples()
         self._fold_step()
         self.copies.poll(wait=True)

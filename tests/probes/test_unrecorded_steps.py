@@ -1,0 +1,98 @@
+"""Steps that are not recorded: the backward passes that begin in them are counted, and an unusual window is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gradcheck_dist
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import StepEnd, Unrecorded
+from gradcheck_dist.trace.run import read_run
+
+USUAL = 3
+WINDOWS = (3, 3, 3, 2, 3, 3, 3, 2)
+
+
+def train(
+    windows: Sequence[int], divisors: Sequence[int] | None = None, *, again: bool = False, by_hand: bool = False
+) -> None:
+    """Steps of so many passes, each loss divided by USUAL, or by the step's divisor. `again`: a reentrant checkpoint,
+    which runs backward inside of backward. `by_hand`: a line multiplies gradients by passes / USUAL."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(16, 8), nn.Linear(8, 16)
+    optimizer = torch.optim.SGD([*embedding.parameters(), *head.parameters()], lr=0.1)
+
+    def logits(tokens: Tensor) -> Tensor:
+        hidden = embedding(tokens)
+        return checkpoint(head, hidden, use_reentrant=True) if again else head(hidden)
+
+    for step, passes in enumerate(windows):
+        for _ in range(passes):
+            tokens, labels = torch.randint(0, 16, (2, 5))
+            loss = F.cross_entropy(logits(tokens), labels)
+            (loss / (divisors[step] if divisors else USUAL)).backward()
+        torch.autograd.grad(head(embedding(tokens)).sum(), embedding.weight)  # a look that leaves nothing behind
+        for param in [embedding.weight, *head.parameters()] if by_hand else ():
+            assert param.grad is not None
+            param.grad.mul_(passes / USUAL)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def judged(folder: Path, steps: set[int], divisors: Sequence[int] | None = None, *, by_hand: bool = False) -> Report:
+    with gradcheck_dist.attach(folder, steps=steps):
+        train(WINDOWS, divisors, by_hand=by_hand)
+    return gradcheck_dist.diagnose(folder)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_passes_of_steps_that_are_not_recorded_are_counted(again: bool, tmp_path: Path) -> None:
+    with gradcheck_dist.attach(tmp_path / "run", steps={0, 4, 100}):
+        train(WINDOWS, again=again)
+    events = read_run(tmp_path / "run").ranks[0].events
+    assert [event.num_passes for event in events if isinstance(event, StepEnd)] == [3, 3]
+    told = [(one.num_passes, one.first_step, one.num_steps) for one in events if isinstance(one, Unrecorded)]
+    assert told == [(3, 1, 2), (2, 3, 1), (3, 5, 2), (2, 7, 1)]
+
+
+def test_a_window_that_no_recorded_step_has_is_told_beside_a_clean_verdict(tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", {0, 4, 100})
+    (note,) = report.coverage.notes
+    assert report.verdict == "clean"
+    assert "2 steps that were not recorded have 2 backward passes, those recorded 3" in note
+    assert "--steps 3:4" in note
+    assert "--steps 3:4" in report.next_step
+
+
+def test_a_recorded_window_that_is_short_is_told_by_the_passes_of_the_others(tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", {3})
+    (found,) = report.findings
+    assert (found.code, found.factor.expression) == ("GS303", "2 backward passes of 3")
+    assert found.first_event is not None
+    assert found.first_event.kind == "loss"
+    assert "the window is a short one" in found.explanation
+    assert "--steps 0:1" in (found.suggested_experiment or "")
+
+
+def test_a_short_window_that_divides_by_its_own_passes_is_clean(tmp_path: Path) -> None:
+    assert judged(tmp_path / "run", {3}, WINDOWS).verdict == "clean"
+
+
+def test_another_factor_in_a_short_window_stays_what_it_was(tmp_path: Path) -> None:
+    (found,) = judged(tmp_path / "run", {3}, [4] * len(WINDOWS)).findings
+    assert found.factor.expression != "2 backward passes of 3"
+    assert "window" not in found.explanation
+
+
+def test_a_line_that_scales_the_gradients_of_a_short_window_keeps_what_was_laid_to_it(tmp_path: Path) -> None:
+    (found,) = judged(tmp_path / "run", {3}, WINDOWS, by_hand=True).findings
+    assert found.first_event is not None
+    assert found.first_event.kind != "loss"
+    assert "window" not in found.explanation
