@@ -16,7 +16,6 @@ from gradcheck_dist.events import (
     AFTER,
     BEFORE,
     LEAF,
-    AnyEvent,
     AnyRecord,
     Backward,
     Event,
@@ -38,15 +37,13 @@ from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
-from gradcheck_dist.trace.columns import ColumnWriter
+from gradcheck_dist.probes.recording.unsampled import UnsampledSteps
 from gradcheck_dist.trace.writer import TraceWriter
 
 MAX_ERRORS_PER_PROBE = 20
 ROW_BYTES = 16
 FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
-COLUMNS_INTERVAL_NS = 1_000_000_000
-"""And how long its steps without samples."""
 NOTHING = torch.empty(0)
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
@@ -99,15 +96,14 @@ class Recorder(Sampler):
         self.probe_ns = 0
         self._steps = steps
         self.sampling = steps is None or 0 in steps
-        self.columns = ColumnWriter(writer.append) if every_step else None
+        self.copies = HostCopies()
+        self.unsampled = UnsampledSteps(writer.append, self.copies) if every_step else None
         self.recording = self.sampling or every_step
         self.end: int | None = getattr(steps, "end", None)
         if isinstance(steps, range | frozenset):
             self.end = max(steps, default=-1) + 1
         if every_step:
             self.end = None
-        self._unsampled: list[Event] = []  # events of a step without samples
-        self._columns_ns = 0
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
         self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
@@ -117,7 +113,6 @@ class Recorder(Sampler):
         self._seq = 0
         self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
         self._flushed_ns = 0
-        self.copies = HostCopies()
         self.captures = Captures()
         self._deferred: Deferred = []
         self._errors: dict[str, int] = {}
@@ -148,7 +143,7 @@ class Recorder(Sampler):
             self._stepped = False
             if self._rows or self._on_host:
                 self.flush_samples()  # of what came behind the optimizer
-            self._fold_step()
+            self._end_unsampled()
             self.passes.step_over(self.step - self._abandoned, self.recording)
             self.step += 1
             self.num_events = self.num_rows = self.num_norms = 0
@@ -159,7 +154,7 @@ class Recorder(Sampler):
             self.places.step_begins()
             asked = self.step - self._abandoned
             self.sampling = self._steps is None or asked in self._steps
-            self.recording = self.sampling or self.columns is not None
+            self.recording = self.sampling or self.unsampled is not None
             if self.sampling:
                 self.passes.tell(self.emit)
                 if self.registry.rotates:
@@ -222,8 +217,8 @@ class Recorder(Sampler):
             event = kind(t_ns=time.time_ns(), step=self.step, **fields)
             if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd | Unrecorded):
                 self.writer.append(cast(AnyRecord, event))
-            else:
-                self._unsampled.append(event)
+            elif self.unsampled is not None:
+                self.unsampled.add(event)
 
     def emit_values(self, kind: Callable[..., Event], values: Tensor) -> None:
         """Append an event of which `values`, all but those and the time known, lie on a device."""
@@ -270,10 +265,10 @@ class Recorder(Sampler):
             self.passes.step_over(self.step - self._abandoned, self.recording)
         self.passes.tell(self.emit)
         self.flush_samples()
-        self._fold_step()
+        self._end_unsampled()
         self.copies.poll(wait=True)
-        if self.columns is not None:
-            self.columns.flush()
+        if self.unsampled is not None:
+            self.unsampled.flush()
 
     def release(self) -> None:
         """Recording is over: let go of the model. Functions that the user imported while they were replaced keep this
@@ -283,24 +278,10 @@ class Recorder(Sampler):
         self.current = self.discovery = self.replicas = self.writes = None
         self._bundles, self._arrivals, self.ddp_states = {}, {}, {}
 
-    def _fold_step(self) -> None:
-        """Hand a step without samples to the columns, as soon as its numbers are on the host."""
-        if self.sampling or self.columns is None or not (self._unsampled or self._deferred):
-            return
-        events, self._unsampled = self._unsampled, []
-        deferred, self._deferred = self._deferred, []
-        numbers = numbers_of(deferred)
-        on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
-        self.copies.bring(on_the_way, functools.partial(self._write_columns, self.step, events, deferred))
-        self.copies.poll()
-
-    def _write_columns(self, step: int, events: list[Event], deferred: Deferred, host: Tensor) -> None:
-        assert self.columns is not None
-        whole = sorted([*events, *read(deferred, host)], key=lambda event: event.seq)
-        self.columns.add(step, cast(list[AnyEvent], whole))
-        if time.perf_counter_ns() - self._columns_ns > COLUMNS_INTERVAL_NS:
-            self._columns_ns = time.perf_counter_ns()
-            self.columns.flush()
+    def _end_unsampled(self) -> None:
+        if self.unsampled is not None and not self.sampling:
+            deferred, self._deferred = self._deferred, []
+            self.unsampled.end_step(self.step, deferred)
 
     def _write_samples(self, step: int, dtype: str, rows: bytes, kept: bytes | None, host: Tensor) -> None:
         values = host.numpy().tobytes() if kept is None else kept

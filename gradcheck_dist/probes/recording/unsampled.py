@@ -1,0 +1,53 @@
+"""Steps that are recorded without samples: their events go into columns."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gradcheck_dist.events import AnyEvent, AnyRecord, Event
+from gradcheck_dist.probes.recording.deferred import Deferred, numbers_of, read
+from gradcheck_dist.probes.recording.samples import HostCopies
+from gradcheck_dist.trace.columns import ColumnWriter
+
+FLUSH_INTERVAL_NS = 1_000_000_000
+"""How long a killed rank's steps without samples may be unwritten."""
+
+
+class UnsampledSteps:
+    """Holds a step's events until the step is over, and hands it to the columns when its numbers are on the host."""
+
+    def __init__(self, write: Callable[[AnyRecord], None], copies: HostCopies) -> None:
+        self._columns, self._copies = ColumnWriter(write), copies
+        self._events: list[Event] = []
+        self._flushed_ns = 0
+
+    def add(self, event: Event) -> None:
+        """An event of the step that is under way."""
+        self._events.append(event)
+
+    def end_step(self, step: int, deferred: Deferred) -> None:
+        """`deferred`: the step's events of which numbers lie on a device."""
+        if not (self._events or deferred):
+            return
+        events, self._events = self._events, []
+        numbers = numbers_of(deferred)
+        on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
+        self._copies.bring(on_the_way, functools.partial(self._write, step, events, deferred))
+        self._copies.poll()
+
+    def _write(self, step: int, events: list[Event], deferred: Deferred, host: Tensor) -> None:
+        whole = sorted([*events, *read(deferred, host)], key=lambda event: event.seq)
+        self._columns.add(step, cast(list[AnyEvent], whole))
+        if time.perf_counter_ns() - self._flushed_ns > FLUSH_INTERVAL_NS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the columns as far as they go."""
+        self._flushed_ns = time.perf_counter_ns()
+        self._columns.flush()
