@@ -175,9 +175,10 @@ class Exchange(Event, tag="exchange"):
     for each rank of the group or one in all. `values` are float32 bytes: elements of the input, of the output, of the
     gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
     `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
-    which has no gradient, behind which the rank put its own input back; there is no output then. A `group` of this rank
-    alone: a function that hands its input on, and may scale the gradient that others' backward scaled. `collectives`
-    are those that it called in forward, or SENT alone: it sent to single ranks, and each of its tensors is a part.
+    which has no gradient, behind which the rank put its own input back; there is no output then. `stopped`: and what it
+    took was detached, or gradients were disabled. A `group` of this rank alone: a function that hands its input on, and
+    may scale the gradient that others' backward scaled. `collectives` are those that it called in forward, or SENT
+    alone: it sent to single ranks, and each of its tensors is a part.
     """
 
     function: str
@@ -194,6 +195,7 @@ class Exchange(Event, tag="exchange"):
     defined_at: Site | None = None
     params: int | None = None
     put_back: bool = False
+    stopped: bool = False
 
 
 class AttentionBackward(Event, tag="attention_backward"):

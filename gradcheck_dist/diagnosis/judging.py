@@ -70,6 +70,7 @@ from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
+from gradcheck_dist.ledger.unwritten import without_unwritten
 from gradcheck_dist.trace.run import Run
 
 UNEXPLAINED = "GS000"
@@ -195,7 +196,7 @@ def _read(
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
-    data = with_chunks(without_looks(recorded))
+    data = without_unwritten(with_chunks(without_looks(recorded)))
     data = with_handed_on(data) if handed else data
     data = as_given(data) if given else data
     own_terms = several_terms(data) if terms else None

@@ -105,12 +105,14 @@ class Buffer:
 
 @dataclass
 class Replay:
-    """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not."""
+    """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not.
+    `unwritten`: by rank, a reduction whose result never came to the gradient, which is no part of the history."""
 
     basis: Basis
     epsilon: float
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)
+    unwritten: dict[int, Event] = field(default_factory=dict)
     _histories: dict[int, list[Entry]] = field(default_factory=dict)
 
     def history(self, rank: int) -> list[Entry]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.trace.label_hashes import tell_no_batch
 
 
 def discarded(data: StepData, contributions: Contributions) -> set[ContributionKey]:
@@ -53,10 +54,18 @@ def without(contributions: Contributions, dropped: set[ContributionKey]) -> Cont
 
 
 def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
-    """Those whose labels were evaluated again on the same rank."""
+    """Those whose labels were evaluated again on the same rank, as far as labels tell batches apart."""
     kept = {(key[0], c.label_hash) for key, c in contributions.by_key.items() if key not in lost}
     return {
         key
-        for key in lost & set(contributions.by_key)
-        if contributions.by_key[key].label_hash is not None and (key[0], contributions.by_key[key].label_hash) in kept
+        for key, c in contributions.by_key.items()
+        if key in lost and tell_batches(c) and (key[0], c.label_hash) in kept
     }
+
+
+def tell_batches(contribution: Contribution) -> bool:
+    """Whether labels were seen that are not the same numbers in every batch."""
+    loss = contribution.loss
+    return contribution.label_hash is not None and not (
+        loss is not None and tell_no_batch(loss.num_labels, contribution.label_hash)
+    )

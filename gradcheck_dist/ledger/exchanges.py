@@ -29,6 +29,8 @@ OTHERWISE = 0.2
 SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
 OWN = "own"
 """Each rank goes on with its own input, which differs from the others'."""
+OWN_PART = "own part"
+"""Each rank goes on with its own part of its input, and the inputs differ: nothing of the other parts goes on."""
 MOVE = "move"
 """Each tensor that a rank gets is one of another rank: a ring's neighbours."""
 
@@ -42,7 +44,7 @@ class Passed:
 
     `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
     gradients are summands), "kept" (a gather without a gradient but for the own part), "scaled" (by `factor`), "lost"
-    (nothing came), "mixed" (others' gradients were added, of whom forward took nothing), "other". `whole`: what arrived
+    (nothing came), "mixed" (others' gradients came, of whom forward took nothing), "other". `whole`: what arrived
     was alike on all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
     """
 
@@ -94,8 +96,8 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     if forward is None:
         return None
     kind, scale = forward
-    if kind == OWN:
-        return _mixed(events, arrived, back, near)
+    if kind in (OWN, OWN_PART):
+        return _mixed(events, kind, arrived, back, near)
     whole = _alike(arrived, near)
     if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
         return None
@@ -123,15 +125,18 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
 
 
-def _mixed(events: dict[int, Exchange], arrived: Parts, back: Parts, near: float) -> Passed | None:
-    """What came back where forward handed each rank's own input on: the sum or mean over all ranks is no gradient of
-    that. What else it may be (a clip by a norm over ranks) is meant."""
-    total = {rank: [_total(arrived, 0)] for rank in arrived}
-    found = _multiple(SUM, back, total, near) if _apart(arrived) and _flat(back).any() else None
+def _mixed(events: dict[int, Exchange], kind: str, arrived: Parts, back: Parts, near: float) -> Passed | None:
+    """What came back where forward handed each rank's own input on, or a part of it: the sum or mean over all ranks, or
+    all ranks' parts, is no gradient of that. What else it may be (a clip by a norm over ranks) is meant."""
+    if kind == OWN:
+        others = {rank: [_total(arrived, 0)] for rank in arrived}
+    else:
+        others = {rank: [arrived[one][0] for one in arrived] for rank in arrived}
+    found = _multiple(kind, back, others, near) if _apart(arrived) and _flat(back).any() else None
     size = len(events)
     if found is None or all(abs(found[1] * number - 1) > max(near, 1e-3) for number in (1, size)):
         return None
-    return Passed(events, OWN, "mixed", found[1])
+    return Passed(events, kind, "mixed", found[1])
 
 
 def _read(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
@@ -168,9 +173,11 @@ def _forward(given: Parts, made: Parts, near: float, communicated: bool) -> tupl
             together = {rank: [given[one][0] for one in ranks] for rank in ranks}
             return (GATHER, 1.0) if not alike and _near(made, together, near) else None
         case _, 1:
+            own = {rank: [given[rank][place]] for place, rank in enumerate(ranks)}
+            if not communicated and _near(made, own, near):
+                return (SLICE, 1.0) if alike else (OWN_PART, 1.0) if _apart(given) else None
             if alike:
-                own = {rank: [given[rank][place]] for place, rank in enumerate(ranks)}
-                return (SLICE, 1.0) if not communicated and _near(made, own, near) else None
+                return None
             total = {rank: [_total(given, place)] for place, rank in enumerate(ranks)}
             return _multiple(SCATTER, made, total, near)
         case _:

@@ -45,6 +45,7 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
     result = Replay(basis, epsilon)
     machines = {rank: _Machine(data, track, basis, result) for rank, track in tracks.items()}
+    result.unwritten = {rank: track.unwritten for rank, track in tracks.items() if track.unwritten is not None}
     reductions = [op for machine in machines.values() for _, _, op in machine.ops if isinstance(op, Reduce)]
     result.epsilon = max([epsilon, *(EPSILON.get(_summed_in(event), 0.0) for event in reductions)])
     while True:
@@ -178,10 +179,12 @@ class _Machine:
     def _operations(self, data: StepData) -> list[Op]:
         rank, track = self.track.rank, self.track
         ops: list[Op] = [(seq, LEAF_ORDER, self.basis.of[(rank, *slot)]) for slot, (seq, _) in track.leaves.items()]
-        ops += [(point.seq, BEFORE_ORDER if point.role == 1 else AFTER_ORDER, point) for point in track.points]
+        unwritten = track.unwritten.seq if track.unwritten is not None else None
+        points = [point for point in track.points if point.seq != unwritten]
+        ops += [(point.seq, BEFORE_ORDER if point.role == 1 else AFTER_ORDER, point) for point in points]
         for event in data.events[rank]:
             params = getattr(event, "params", None)
-            if params is None or isinstance(event, Backward | GradWrite):
+            if params is None or isinstance(event, Backward | GradWrite) or event.seq == unwritten:
                 continue
             if track.param.id in data.params_of(rank, params) and not track.is_behind_value_clip(event):
                 ops.append((event.seq, EVENT_ORDER, event))

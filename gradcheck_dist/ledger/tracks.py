@@ -70,7 +70,7 @@ class Track:
 
     `begun` and `left`: a few of its values when the step in which it was first seen began and when that was over, shape
     (count,); None where nobody looked. `exchanges`: how often which ranks had exchanged activations before its module
-    was called, None where none did.
+    was called, None where none did. `unwritten`: a reduction whose result never came to the gradient.
     """
 
     param: Param
@@ -82,6 +82,7 @@ class Track:
     begun: np.ndarray | None = None
     left: np.ndarray | None = None
     exchanges: tuple[int, tuple[int, ...]] | None = None
+    unwritten: Reduce | None = None
 
     def is_behind_value_clip(self, event: Event) -> bool:
         """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""

@@ -29,9 +29,9 @@ TENSOR = (
     "tensor parallel, clipped by hand, each rank by its own norm",
 )
 SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated",
-            "sequence parallel, norms summed twice")  # fmt: skip
+            "sequence parallel, norms summed twice", "sequence parallel, parts not summed")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
-           "context parallel, averaged in backward")  # fmt: skip
+           "context parallel, own put back, detached", "context parallel, averaged in backward")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
            "experts, others summed")  # fmt: skip
 CONTRASTIVE = (
@@ -39,6 +39,7 @@ CONTRASTIVE = (
     "whole contrastive loss, sliced in backward",
     "whole contrastive loss, sliced in backward, times ranks",
     "whole contrastive loss, own put back",
+    "whole contrastive loss, own put back, detached",
     "whole contrastive loss, summed twice",
     "statistics in place",
     "own losses on statistics in place",
@@ -143,6 +144,7 @@ class Block(nn.Module):
         if "sequence" in self.variant:
             enter = GatherSliced if "sliced" in self.variant else Gather
             leave = Repeated if "repeated" in self.variant else ReduceScatter
+            leave = Scatter if "not summed" in self.variant else leave
         else:
             enter = MeanBack if "averaged" in self.variant else Copy
             leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
@@ -185,7 +187,8 @@ class Model(nn.Module):
             k = self.keys(h)
             if "own put back" in self.variant:
                 parts = [torch.empty_like(k) for _ in range(2)]
-                dist.all_gather(parts, k.contiguous())
+                with torch.set_grad_enabled("detached" not in self.variant):
+                    dist.all_gather(parts, k.contiguous())
                 parts[dist.get_rank()] = k
                 k = torch.cat(parts, 1)
             else:
@@ -227,7 +230,7 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
 def every_rank(features: Tensor, variant: str) -> Tensor:
     if "own put back" in variant:
         parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, features)
+        dist.all_gather(parts, features.detach() if "detached" in variant else features)
         parts[dist.get_rank()] = features
         return torch.cat(parts, 1)
     how = GatherSliced if "sliced" in variant else GatherSummedTwice if "twice" in variant else Gather

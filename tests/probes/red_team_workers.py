@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS, ACCUMULATION = 2, 2
 
 
-def flat_reduce(model: nn.Module, divisor: float, before: bool = False) -> None:
-    """One buffer for all gradients, as many hand-written trainers do. `before`: divided before it is reduced."""
+def flat_reduce(model: nn.Module, divisor: float, before: bool = False, written: bool = True) -> None:
+    """One buffer for all gradients, as many hand-written trainers do. `before`: divided before it is reduced.
+    `written`: and copied back behind that."""
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     buffer = torch.cat([grad.flatten() for grad in grads])
     if before:
@@ -23,7 +24,7 @@ def flat_reduce(model: nn.Module, divisor: float, before: bool = False) -> None:
     dist.all_reduce(buffer)
     if not before:
         buffer /= divisor
-    for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True):
+    for grad, part in zip(grads, buffer.split([grad.numel() for grad in grads]), strict=True) if written else ():
         grad.copy_(part.view_as(grad))
 
 
@@ -153,7 +154,9 @@ def train(variant: str, run_dir: str | None) -> int:
             overlapped.wait()
             if variant.startswith("flat"):
                 divisor = dist.get_world_size() * (ACCUMULATION if "wrong" in variant else 1)
-                flat_reduce(model, divisor, before="before" in variant)
+                flat_reduce(model, divisor, before="before" in variant, written="not written" not in variant)
+                if "look" in variant:
+                    flat_reduce(model, 1, written=False)
             if variant == "divided at first":
                 reduced_one_by_one(model, divide=step == 0)
             if variant.startswith("gathered"):

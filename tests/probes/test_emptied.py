@@ -1,7 +1,8 @@
-"""Passes whose gradients are emptied before the optimizer comes, of losses whose labels nobody sees."""
+"""Passes whose gradients are emptied before the optimizer comes, of losses whose labels tell nothing or are not seen."""
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.trace.label_hashes import HASH_FACTOR, HASH_OFFSET, tell_no_batch
 from gradcheck_dist.trace.run import read_run
 
 NUM_PASSES = 3
@@ -41,3 +43,38 @@ def test_passes_that_were_emptied_before_the_others_are_told(tmp_path: Path, emp
     assert (report.verdict, report.findings) == ("undetermined", [])
     told = [reason for reason in report.reasons if "emptied before the optimizer came (test_emptied.py:" in reason]
     assert [reason.split()[0] for reason in told] == (["2"] if emptied else [])
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_labels_that_are_the_same_in_every_batch_tell_no_batch_that_was_evaluated_again(
+    tmp_path: Path, divided: bool
+) -> None:
+    """Contrastive losses, whose labels are 0 to n-1 in every pass, with a zero_grad that the first passes are lost by.
+    Where they are not divided by the passes, the last one alone weighs what it would in sharpness-aware training."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            for _ in range(NUM_PASSES):
+                optimizer.zero_grad()
+                one = torch.rand(6, 4, generator=data)
+                scores = model(one) @ model(one + 0.1 * torch.rand(6, 4, generator=data)).T
+                (F.cross_entropy(scores, torch.arange(6)) / (NUM_PASSES if divided else 1)).backward()
+            optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    if divided:
+        assert [finding.code for finding in report.findings] == ["GS401"]
+    else:
+        assert (report.verdict, report.findings) == ("undetermined", [])
+        assert any("2 pass(es) were emptied" in reason and "in every batch" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(7, dtype=torch.long), torch.arange(7), torch.arange(7) + 21])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_checksums_of_labels_that_tell_nothing_are_known(labels: torch.Tensor, device: str) -> None:
+    found = zlib.crc32(labels.numpy().data)
+    if device != "cpu":  # as a device computes it
+        found = int(((labels + 1) * (torch.arange(7) * HASH_FACTOR + HASH_OFFSET)).sum())
+    assert tell_no_batch(7, found)
+    assert not tell_no_batch(7, found + 1) and not tell_no_batch(8, found)

@@ -84,6 +84,7 @@ def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Re
         ("experts, doubled in backward", "SwapDoubled", 2.0, "x 2"),
         ("sequence parallel, sliced in backward", "GatherSliced", None, "what the others want"),
         ("sequence parallel, scattered part repeated", "Repeated", None, "no multiple"),
+        ("sequence parallel, parts not summed", "Scatter", None, "sums nothing"),
         ("context parallel, sliced in backward", "GatherSliced", None, "each rank's own loss"),
         ("experts, handed on in backward", "SwapHandedOn", None, "hands on what arrives"),
         ("neighbours, handed on in backward", "NeighbourHandedOn", None, "hands on what arrives"),
@@ -134,6 +135,16 @@ def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict
     (finding,) = reports["context parallel, own put back"].findings
     assert (finding.code, finding.severity) == ("GS802", "warning")
     assert "from that loss alone" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("variant", "says"),
+    [("context parallel", "wrong for keys and values"), ("whole contrastive loss", "leaves x 0.5 of the gradient")],
+)
+def test_a_gather_of_what_was_detached_may_be_meant_so(reports: dict[str, Report], variant: str, says: str) -> None:
+    report = reports[f"{variant}, own put back, detached"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(says in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("variant", ["tensor parallel, bias divided", "tensor parallel, bias on every rank"])

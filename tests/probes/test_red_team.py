@@ -259,8 +259,10 @@ def test_two_models_in_one_loop_are_judged_apart(tmp_path: Path) -> None:
     assert judged(tmp_path).verdict == "clean"
 
 
-def test_evaluating_a_batch_twice_throws_no_tokens_away(tmp_path: Path) -> None:
-    """Sharpness-aware minimisation: the first gradient only says where the second is taken."""
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_evaluating_a_batch_twice_throws_no_tokens_away(tmp_path: Path, by_hand: bool) -> None:
+    """Sharpness-aware minimisation: the first gradient only says where the second is taken. `by_hand`: no zero_grad
+    empties it, but a line that nobody records."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(tmp_path / "run"):
@@ -270,7 +272,10 @@ def test_evaluating_a_batch_twice_throws_no_tokens_away(tmp_path: Path) -> None:
             moved = [0.05 * param.grad for param in model.parameters() if param.grad is not None]
             with torch.no_grad():
                 torch._foreach_add_(list(model.parameters()), moved)
-            optimizer.zero_grad()
+            for param in model.parameters() if by_hand else ():
+                param.grad = None
+            if not by_hand:
+                optimizer.zero_grad()
             F.cross_entropy(*logits_of(model, data)).backward()
             with torch.no_grad():
                 torch._foreach_sub_(list(model.parameters()), moved)

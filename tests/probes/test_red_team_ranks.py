@@ -16,6 +16,9 @@ EXPECTED = {
     "flat, wrong divisor": ("findings", ["GS000"]),
     "flat, divided before": ("clean", []),
     "flat, divided before, averaged twice": ("findings", ["GS101"]),
+    "flat, not written back": ("findings", ["GS103"]),
+    "flat, divided before, not written back": ("findings", ["GS103"]),
+    "flat, written back and once more for a look": ("clean", []),
     "gathered": ("clean", []),
     "gathered, the first taken": ("findings", ["GS000"]),
     "composable, averaged twice": ("findings", ["GS101"]),
@@ -52,6 +55,12 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
         lines = Path(__file__).with_name("red_team_workers.py").read_text().splitlines()
         assert event is not None and event.line is not None
         assert lines[event.line - 1].strip() == "buffer.div_(divisor)"
+    if "not written back" in variant:
+        event = report.findings[0].first_event
+        lines = Path(__file__).with_name("red_team_workers.py").read_text().splitlines()
+        assert event is not None and event.line is not None
+        assert lines[event.line - 1].strip() == "dist.all_reduce(buffer)"
+        assert "is not in them" in report.findings[0].explanation
     if variant == "distilled":
         assert any(
             "0.5 x stands before the loss" in why and "meant to divide by ranks" in why for why in report.reasons

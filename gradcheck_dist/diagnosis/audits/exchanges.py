@@ -92,7 +92,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             if abs(share - 1) <= UNDOES or not weights_right:
                 continue
             in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
-            if in_place or _inside_a_loss(data, one):
+            if in_place or one.first.stopped or _inside_a_loss(data, one):
                 result.reasons.append(f"{of_whole(fault)}: {_VERIFY}")
             else:
                 result.found.append(fault)
@@ -108,7 +108,13 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)
         if one.outcome == "kept":
-            if apart:
+            if apart and one.first.stopped:
+                result.reasons.append(
+                    f"what {fault.name} ({fault.where}) gathers was detached, and each rank put its own part back and "
+                    "has a loss of its own: what others' losses want of it is lost, which is meant for constants "
+                    f"(negatives of a contrastive loss) and wrong for keys and values of one sequence: {_VERIFY}"
+                )
+            elif apart:
                 result.found.append(fault)
         elif one.outcome == "lost":
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")

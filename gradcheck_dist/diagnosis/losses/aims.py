@@ -21,7 +21,7 @@ from gradcheck_dist.diagnosis.losses.bare_means import added_means
 from gradcheck_dist.diagnosis.losses.elements import OF_WEIGHTED, Counted, by_elements, in_means, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
-from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced
+from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
 from gradcheck_dist.diagnosis.losses.returned import looked_at
 from gradcheck_dist.diagnosis.losses.samples import by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
@@ -29,7 +29,7 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
-from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, without
+from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -61,17 +61,25 @@ def aim(
 def _of_passes(
     objective: str, data: StepData, contributions: Contributions, measured: list[Held], drop_lost: bool
 ) -> Aim:
-    lost = discarded(data, contributions)
+    weighs, gone = weighing_or_gone(measured)
+    # By a recorded zero_grad, or by a line that nobody records (`.grad = None`).
+    lost = discarded(data, contributions) | (gone if weighs & set(contributions.by_key) else set())
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured)
     by_key = contributions.by_key
-    left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and c.label_hash is None)}
+    left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and not tell_batches(c))}
     if not left_out or len(left_out) == len(by_key):
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
     meant = _aim(objective, data, without(contributions, left_out), measured)
     wrong = _wrong(meant, measured)
     if not wrong and not (meant.relative and left_out & lost):  # weights that are relative tell nothing of others
+        if alike := [key for key in left_out if key in lost and by_key[key].label_hash is not None]:
+            meant.reasons.append(
+                f"the gradients of {len(alike)} pass(es) were emptied before the optimizer came{emptied_at(data)}, and "
+                "labels that are the same numbers in every batch (0 to n-1, or zeros) do not tell whether the same "
+                "batch was evaluated again, as in sharpness-aware training, or these passes are lost"
+            )
         return meant
     if not wrong or kept.relative or _wrong(kept, measured) - lost - left_out:
         meant.reasons.append(

@@ -84,13 +84,19 @@ def repeats(data: StepData, contributions: Contributions, measured: Sequence[Hel
 def replaced(data: StepData, contributions: Contributions, measured: Sequence[Held]) -> set[ContributionKey]:
     """Passes of which nothing is in any gradient and each of whose losses was differentiated again in a pass of which
     something is: their gradients were looked at and emptied, maybe by a line that nobody records."""
-    telling = [held for held in measured if held.observed is not None and np.isfinite(held.observed).any()]
-    weighs, seen = weighing(telling)  # a gradient of zeros tells nothing of any pass
+    weighs, gone = weighing_or_gone(measured)
     kept: dict[ContributionKey, list[bool]] = defaultdict(list)
     for passes in _passes_of_losses(data, contributions):
         for key in passes:
             kept[key].append(any(other in weighs for other in passes))
-    return {key for key in seen - weighs if kept[key] and all(kept[key])}
+    return {key for key in gone if kept[key] and all(kept[key])}
+
+
+def weighing_or_gone(measured: Sequence[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:
+    """Contributions of which something may be in some gradient, and those of which nothing is in any."""
+    telling = [held for held in measured if held.observed is not None and np.isfinite(held.observed).any()]
+    weighs, seen = weighing(telling)  # a gradient of zeros tells nothing of any pass
+    return weighs, seen - weighs
 
 
 def _passes_of_losses(data: StepData, contributions: Contributions) -> list[dict[ContributionKey, int | None]]:

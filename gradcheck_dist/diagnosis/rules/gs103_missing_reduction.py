@@ -2,7 +2,8 @@
 
 ## What it does
 Finds contributions that never reached a rank that holds the parameter: other ranks' tokens weigh nothing there, the
-own rank's keep the weight that they had before the reduction that did not come.
+own rank's keep the weight that they had before the reduction that did not come, or whose result was left aside: in a
+copy that nobody wrote back to `.grad`, or on its way, as nobody waited for it.
 
 ## Why it matters
 Every rank now trains its own model on its own data. Replicas drift apart, each prints a plausible norm and loss, and
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -82,6 +84,15 @@ def judge(case: Case) -> Answer | None:
         if not case.everywhere and not reduced
         else ""
     )
+    if (aside := _left_aside(case)) is not None:
+        text = case.pattern.text
+        return Answer(
+            explanation="Gradients were reduced, and the result is not in them: what is read behind the reduction is, "
+            f"bit by bit, what was there before it. Other ranks' contributions {which}never reach it ({text}).",
+            fix="Write the reduced values back into .grad before the optimizer steps (param.grad.copy_(...); a flat "
+            "copy piece by piece), and wait() for reductions that are asynchronous.",
+            culprit=replace(case.culprit, kind="reduce", event=aside),
+        )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
     kept_back = reduced and all(_waits_for_replicas(held) for held in case.held)
     text = case.pattern.text
@@ -98,6 +109,12 @@ def judge(case: Case) -> Answer | None:
         else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
     )
+
+
+def _left_aside(case: Case) -> Event | None:
+    """The reduction whose result was not written back; None where there is none for some gradient."""
+    found = [held.replay.unwritten.get(held.rank) for held in case.held]
+    return next((event for event in found if event is not None), None) if all(found) else None
 
 
 def _waits_for_replicas(held: Held) -> bool:

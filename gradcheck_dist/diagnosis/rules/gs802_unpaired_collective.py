@@ -50,7 +50,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
-from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
 NAME = "unpaired-collective"
@@ -64,6 +64,7 @@ _DOES = {
     SWAP: "exchanges parts between all ranks",
     MOVE: "sends each rank's tensors to another rank",
     OWN: "hands its input on, which is another one on each rank",
+    OWN_PART: "leaves each rank a part of its input, which is another one on each rank, and sums nothing",
 }
 _OWES = {
     SUM: "hand on what arrives, or sum it over the ranks where they go on with the result differently",
@@ -74,6 +75,8 @@ _OWES = {
     SWAP: "exchange what arrives back, with the sizes of both sides swapped",
     MOVE: "send what arrives back to the rank that the tensor came from",
     OWN: "hand on what arrives, or sum it over the ranks alone that hold the same input (another process group)",
+    OWN_PART: "give zeros to the other parts. If the inputs are summands, it is forward that is wrong: sum them over "
+    "the ranks before each takes its part (reduce-scatter)",
 }
 
 
@@ -215,6 +218,12 @@ def _what(fault: Faulty) -> str:
         sums = passed.forward in (SUM, COPY, GATHER) and abs(passed.factor / size - 1) < 1e-3
         named = f", the number of ranks: a sum too many.{twice}" if sums else "."
         return f"Backward gives x {passed.factor:.6g} of what its forward's transpose does{named} All in front gets it."
+    if passed.outcome == "mixed" and passed.forward == OWN_PART:
+        return (
+            "Backward gathers what arrives on all ranks: gradients of other ranks' parts for activations that went "
+            "nowhere, as for summands that forward adds up. Inputs that are alike, of which this would be right, "
+            "are none here."
+        )
     if passed.outcome == "mixed":
         return (
             "Backward adds up over these ranks what belongs to inputs that differ: layers in front get gradients of "

@@ -197,11 +197,16 @@ def note(recorder: Recorder, exchanges: Exchanges, call: Callable[[], Call]) -> 
 
 @guarded("exchanges")
 def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -> Tensor | None:
-    """Some elements of a tensor of the graph that a collective is about to take; None for any other."""
-    tensor = make().tensor
-    inside = exchanges.inside or recorder.current is not None or not torch.is_grad_enabled()
-    if inside or not isinstance(tensor, Tensor) or tensor.grad_fn is None or not is_plain(tensor):
+    """Some elements of a tensor of the graph that a collective is about to take; None for any other. What is gathered
+    may be a copy of one that is detached: whether it is shows when the own part is put back."""
+    call = make()
+    tensor = call.tensor
+    inside = exchanges.inside or recorder.current is not None
+    if inside or not isinstance(tensor, Tensor) or not is_plain(tensor) or not tensor.is_floating_point():
         return None
+    of_graph = torch.is_grad_enabled() and tensor.grad_fn is not None
+    if not of_graph and (call.parts is None or tensor.numel() < 2 or isinstance(tensor, nn.Parameter)):
+        return None  # a number that ranks tell one another, or a parameter's part
     return take([tensor], [WHOLE])[0]
 
 
@@ -212,15 +217,14 @@ def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, called: Ca
     call = called()
     if not 1 < len(call.ranks) <= MAX_RANKS or call.tensor is None:
         return
-    index = exchanges.number(call.ranks, call.name)
-    if index is None:
-        return
     counts = (len(before),)
-    made = () if call.parts is not None else counts
-    told = _Watched("", call.ranks, index, counts, made, (call.name,), None, caller_site(), _coarsest([call.tensor]))
+    dtype = _coarsest([call.tensor])
     if call.parts is not None:
+        stopped = not torch.is_grad_enabled() or call.tensor.grad_fn is None
+        told = _Watched("", call.ranks, 0, counts, (), (call.name,), None, caller_site(), dtype, stopped=stopped)
         exchanges.gathered = (call, told, before)
-    else:
+    elif (index := exchanges.number(call.ranks, call.name)) is not None:
+        told = _Watched("", call.ranks, index, counts, counts, (call.name,), None, caller_site(), dtype)
         after = take([call.tensor], [WHOLE])[0]
         _watch_tensor(recorder, call.tensor, told, before, after)
 
@@ -232,8 +236,11 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
         return
     (call, told, before), exchanges.gathered = exchanges.gathered, None
     own = (call.parts or [])[call.ranks.index(dist.get_rank())]
-    if isinstance(own, Tensor) and own.requires_grad:
-        _watch_tensor(recorder, own, told._replace(put_back=True), before, before[:0])
+    if not isinstance(own, Tensor) or not own.requires_grad or own.shape != getattr(call.tensor, "shape", None):
+        return
+    index = exchanges.number(call.ranks, call.name)
+    if index is not None:
+        _watch_tensor(recorder, own, told._replace(put_back=True, number=index), before, before[:0])
 
 
 def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Tensor, after: Tensor) -> None:
@@ -258,6 +265,7 @@ class _Watched(NamedTuple):
     dtype: str
     params: int | None = None
     put_back: bool = False
+    stopped: bool = False
 
 
 @guarded("exchanges")

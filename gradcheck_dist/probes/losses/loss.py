@@ -27,6 +27,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.stats import memory
+from gradcheck_dist.trace.label_hashes import HASH_FACTOR, HASH_OFFSET
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -53,9 +54,6 @@ def _watch(recorder: Recorder, op: str, original: Callable[..., Tensor]) -> Call
         return output
 
     return loss
-
-
-HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
 
 
 def label_hash(target: Tensor) -> int | Tensor:
