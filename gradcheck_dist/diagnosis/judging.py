@@ -28,6 +28,7 @@ from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
+from gradcheck_dist.diagnosis.open_cases.arrived_twice import arrived_twice
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.open_cases.stepped_again import stepped_again
@@ -141,7 +142,7 @@ def _judge_step(
     else:
         verdict.reasons += strange
     cases, hidden, by_norm = _cases(verdict, weighed, norms)
-    verdict.reasons += [*not_attached(data), *stepped_again(data)]
+    verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
     cases, meant = leave_open(cases, data)
@@ -255,7 +256,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         context.quantities["num_tokens"] = float(target.contributions.num_tokens)
     name_places(measured, data, target.contributions, target.expected)
     verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
-    verdict.reasons += [*target.reasons, *means.reasons]
+    verdict.reasons += [*target.reasons, *means.reasons, *on_the_way.reasons]
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.reasons += [
         *unseen(verdict.held, target.expected, own),

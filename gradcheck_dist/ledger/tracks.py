@@ -70,7 +70,8 @@ class Track:
 
     `begun` and `left`: a few of its values when the step in which it was first seen began and when that was over, shape
     (count,); None where nobody looked. `exchanges`: how often which ranks had exchanged activations before its module
-    was called, None where none did. `unwritten`: a reduction whose result never came to the gradient.
+    was called, None where none did. `unwritten`: a reduction whose result never came to the gradient. `twice`: passes
+    in which one gradient, bit by bit, arrived two times (a backward function that runs a backward pass of its own).
     """
 
     param: Param
@@ -83,6 +84,7 @@ class Track:
     left: np.ndarray | None = None
     exchanges: tuple[int, tuple[int, ...]] | None = None
     unwritten: Reduce | None = None
+    twice: set[Slot] = field(default_factory=set)
 
     def is_behind_value_clip(self, event: Event) -> bool:
         """Whether an event acted on gradients whose elements had been clamped, before the optimizer read them."""
@@ -253,6 +255,8 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
             elif seq in slot_of:
                 slot = slot_of[seq]
                 if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
+                    if np.array_equal(track.leaves[slot][1].data, values.data) and _tells(values.data):
+                        track.twice.add(slot)
                     values = Values(track.leaves[slot][1].data + values.data, values.partial, values.over)
                 track.leaves[slot] = (seq, values)
     for track in tracks.values():
@@ -260,6 +264,10 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
         _note_coarse(track)
         _end_at_value_clip(trace, track, events)
         yield track
+
+
+def _tells(values: np.ndarray) -> bool:
+    return np.count_nonzero(np.nan_to_num(values)) >= MIN_ON_GRID
 
 
 def _note_coarse(track: Track) -> None:

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from gradcheck_dist.events import Backward, Event, StageGradient
+from gradcheck_dist.events import Backward, Event, LossGradient, StageGradient
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON, ROUNDING
 from gradcheck_dist.ledger.tracks import Slot, StepData
@@ -28,6 +28,8 @@ SIGMAS = 6.0
 MAX_PARTS = 16
 """Earlier microbatches that are looked for in one gradient, its own among them."""
 STALE_RESIDUAL = 1e-4
+MAX_TOLD = 3
+"""Passes that are named in a sentence."""
 LEAST_PART = 0.05
 """A smaller part of an earlier gradient may be noise; what is added up is all of it."""
 
@@ -61,12 +63,28 @@ class Stale:
 @dataclass
 class Transits:
     """By place, the hops between it and the loss that changed its gradient. `unmatched` are ranks of whose gradients
-    it was not seen from where they came, `matched` those of which it was."""
+    it was not seen from where they came, `matched` those of which it was. `strange` are passes that began with a
+    gradient of the shape of those that another stage sent, and with none of these, or one that another began with."""
 
     hops: dict[Place, tuple[Hop, ...]] = field(default_factory=dict)
     stale: list[Stale] = field(default_factory=list)
     matched: set[int] = field(default_factory=set)
     unmatched: set[int] = field(default_factory=set)
+    strange: list[Place] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nobody knows whether gradients are right that came from another stage, in words."""
+        if not self.strange:
+            return []
+        ranks = ", ".join(map(str, sorted({rank for rank, _, _ in self.strange})))
+        slots = ", ".join(f"(accumulation step {k}, microbatch {m})" for _, _, (k, m) in self.strange[:MAX_TOLD])
+        more = f" and {len(self.strange) - MAX_TOLD} more" if len(self.strange) > MAX_TOLD else ""
+        return [
+            f"rank(s) {ranks} differentiate gradients of other stages that are none of those which left these, times "
+            f"one number for all, or one of them again: pass {slots}{more}. Where they are compressed on the way, that "
+            "is meant; else look at which microbatch's is received, and at what is done to it"
+        ]
 
     @property
     def remarks(self) -> list[str]:
@@ -114,6 +132,13 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
             result.stale.append(stale)
             continue
         (result.unmatched if found is None else result.matched).add(place[0])
+    explained = {one.place for one in result.stale}
+    lossless = {rank for rank, events in data.events.items() if not any(isinstance(e, LossGradient) for e in events)}
+    result.strange = [
+        one
+        for one in _strange(contributions, entered, left, sources)
+        if one not in explained and (one[1] >= 0 or one[0] in lossless)  # else it may be from this rank's own loss
+    ]
     for place in sources:
         chain, at = [], place
         seen = {at}
@@ -161,6 +186,41 @@ def _source(
         return None
     hop = Hop(factor, noise, other[0], _backward(data, other), _backward(data, place))
     return other, hop
+
+
+def _strange(
+    contributions: Contributions,
+    entered: dict[Place, list[StageGradient]],
+    left: dict[Slot, list[tuple[Place, StageGradient]]],
+    sources: dict[Place, tuple[Place, Hop]],
+) -> list[Place]:
+    """The places whose gradients are of the shape of those that left other stages, and are none of these. Stages may
+    run microbatches in orders of their own, where each of these gradients enters one pass."""
+    found: list[Place] = []
+    taken: set[int] = set()
+    sent = [pair for of_slot in left.values() for pair in of_slot]
+    for place in sorted(entered, key=lambda place: place not in sources):
+        factors: list[float] = []
+        for end in entered[place] if place in sources else filter(_tells, entered[place]):
+            alike = [pair for pair in sent if pair[1].shape == end.shape and _tells(pair[1])]
+            alike = [pair for pair in alike if _may_hand_over(contributions, pair[0], place)]
+            fitting = [(one, told[0]) for other, one in alike
+                       if place not in sources or other == sources[place][0]
+                       if id(one) not in taken and (told := multiple(end, one)) is not None]  # fmt: skip
+            if fitting:
+                taken.add(id(fitting[0][0]))
+                factors.append(fitting[0][1])
+            elif alike and place not in sources:
+                found.append(place)
+                break
+        else:
+            if place not in sources and factors and max(factors) - min(factors) > RESIDUAL * abs(factors[0]):
+                found.append(place)
+    return sorted(found)
+
+
+def _tells(end: StageGradient) -> bool:
+    return int(np.count_nonzero(np.frombuffer(end.values, dtype="<f4"))) >= MIN_ELEMENTS
 
 
 def _may_hand_over(contributions: Contributions, other: Place, place: Place) -> bool:

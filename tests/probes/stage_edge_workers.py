@@ -20,6 +20,11 @@ VARIANTS = (
     "by hand, rounded on the way",
     "by hand, one buffer",
     "by hand, one buffer never emptied",
+    "by hand, signs only",
+    "by hand, the first one again",
+    "by hand, a skip beside",
+    "by hand, a skip beside, halved before it is sent",
+    "by hand, a skip beside, halved on one edge",
     "schedule",
     "schedule, hook",
 )
@@ -58,15 +63,41 @@ def let_go_backward(output: Tensor, grad: Tensor) -> None:
     )
 
 
+def with_a_skip(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
+    """The first stage's embeddings are sent beside what it makes of them, and added behind the second one's layer."""
+    edges = torch.empty(2, ROWS, LENGTH, WIDTH)
+    for tokens, meant in zip(ids.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+        if dist.get_rank() == 0:
+            skip = stage.first(tokens)
+            output = stage.last(torch.tanh(skip))
+            dist.send(torch.stack([output, skip]).detach(), 1)
+            dist.recv(edges, 1)
+            torch.autograd.backward([output, skip], list(edges.unbind()))
+        else:
+            dist.recv(edges, 0)
+            given, skip = (edge.clone().requires_grad_() for edge in edges)
+            loss_of(stage.last(torch.tanh(stage.first(given)) + skip), meant).backward()
+            assert given.grad is not None and skip.grad is not None
+            both = torch.stack([given.grad, skip.grad])
+            (both if "before" in variant else both[:1]).div_(2 if "halved" in variant else 1)
+            dist.send(both, 0)
+
+
 def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
     rank = dist.get_rank()
     edge = torch.empty(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16 if "rounded" in variant else torch.float32)
     buffer = torch.empty(ROWS, LENGTH, WIDTH, requires_grad=True)
+    firsts: list[Tensor] = []
     for tokens, meant in zip(ids.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
         if rank == 0:
             output = stage(tokens)
             dist.send(output.detach(), 1)
             dist.recv(edge, 1)
+            if "signs" in variant:
+                edge.sign_()
+            if "again" in variant:
+                firsts.append(edge.clone())
+                edge.copy_(firsts[0] if len(firsts) == MICROBATCHES else edge)
             if "let go" in variant:
                 let_go_backward(output, edge)
             else:
@@ -95,6 +126,8 @@ def train(variant: str) -> int:
         ids, labels = torch.randint(WORDS, (2, MICROBATCHES * ROWS, LENGTH), generator=data)
         if "schedule" in variant:
             schedule.step(ids) if rank == 0 else schedule.step(target=labels)
+        elif "skip" in variant:
+            with_a_skip(stage, ids, labels, variant)
         else:
             by_hand(stage, ids, labels, variant)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Passes whose gradients are emptied before the optimizer comes, of losses whose labels tell nothing or are not seen."""
+"""Passes whose gradients are emptied before the optimizer comes, of losses whose labels tell nothing, or none."""
 
 from __future__ import annotations
 

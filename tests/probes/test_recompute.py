@@ -117,6 +117,37 @@ def test_gradients_that_a_backward_function_asks_for_count_once(tmp_path: Path, 
     assert all(map(torch.equal, watched, weights_after(None, region)[1]))
 
 
+class RunAgain(torch.autograd.Function):
+    """A checkpoint whose backward runs a pass of its own, as often as it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, times: int, x: Tensor) -> Tensor:
+        ctx.block, ctx.times = block, times
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        for _ in range(ctx.times):
+            x.grad = None
+            with torch.enable_grad():
+                y = ctx.block(x)
+            torch.autograd.backward(y, grad)
+        return None, None, x.grad
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_backward_function_that_runs_its_own_pass_twice_leaves_the_verdict_open(tmp_path: Path, times: int) -> None:
+    report, _ = weights_after(
+        tmp_path / "run", lambda block, x: RunAgain.apply(block, times, x.requires_grad_()), drop=0.0
+    )
+    assert report is not None and report.findings == []
+    assert report.verdict == ("clean" if times == 1 else "undetermined")
+    assert any("one gradient two times" in reason for reason in report.reasons) == (times == 2)
+
+
 @pytest.mark.parametrize("name", OFF)
 def test_a_region_that_draws_nothing_needs_no_state(tmp_path: Path, name: str) -> None:
     report, _ = weights_after(tmp_path / "run", OFF[name], drop=0.0)

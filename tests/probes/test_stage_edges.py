@@ -20,7 +20,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["by hand", "by hand, let go", "by hand, rounded on the way", "by hand, one buffer", "schedule"]
+    "variant",
+    [
+        "by hand",
+        "by hand, let go",
+        "by hand, rounded on the way",
+        "by hand, one buffer",
+        "by hand, a skip beside",
+        "schedule",
+    ],
 )
 def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, Report], variant: str) -> None:
     report = reports[variant]
@@ -34,6 +42,7 @@ def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, R
     [
         ("by hand, halved before it is sent", 0.5, "loss_of("),
         ("by hand, let go, halved before it is sent", 0.5, "loss_of("),
+        ("by hand, a skip beside, halved before it is sent", 0.5, "loss_of("),
         ("schedule, hook", 3.0, "schedule.step"),
     ],
 )
@@ -59,6 +68,19 @@ def test_gradients_of_earlier_microbatches_that_are_handed_over_again_are_told(r
     event = finding.first_event
     assert event is not None and event.rank == 1
     assert "loss_of(" in Path(str(event.file)).read_text().splitlines()[(event.line or 0) - 1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "num"),
+    [("signs only", 3), ("the first one again", 1), ("a skip beside, halved on one edge", 3)],
+)
+def test_gradients_that_are_none_of_those_that_were_sent_leave_the_verdict_open(
+    reports: dict[str, Report], variant: str, num: int
+) -> None:
+    report = reports[f"by hand, {variant}"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = (one for one in report.reasons if "none of those which left these" in one)
+    assert reason.count("(accumulation step") == num and "rank(s) 0 differentiate" in reason
 
 
 def edge(values: np.ndarray) -> StageGradient:

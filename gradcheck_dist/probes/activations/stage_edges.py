@@ -25,7 +25,8 @@ MAX_GIVEN = 8
 """Tensors of one stage's input that are watched; a transformer's stage has one."""
 _LEAF = "torch::autograd::AccumulateGrad"
 PASSES_LOOKED_AT = 4
-"""Passes behind which a graph is no longer searched for what another rank sent, when none held any."""
+"""Passes behind which a graph is no longer searched for what another rank sent, or for outputs that others are computed
+from, when none held any."""
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -39,6 +40,18 @@ class _Edges:
     def __init__(self) -> None:
         self.indices: dict[tuple[int, torch.device], Tensor] = {}
         self.searches_left = PASSES_LOOKED_AT
+        self.looks_left = PASSES_LOOKED_AT
+
+    def inner(self, roots: Sequence[Tensor]) -> set[Any]:
+        """The nodes of outputs that other outputs are computed from (a skip connection that is sent beside)."""
+        if len(roots) < 2 or not self.looks_left:
+            return set()
+        own = {root.grad_fn for root in roots if root.grad_fn is not None}
+        seen: set[Any] = set()
+        for _ in _leaves([following for node in own for following, _ in node.next_functions], seen):
+            pass
+        self.looks_left = PASSES_LOOKED_AT if own & seen else self.looks_left - 1
+        return own & seen
 
     def take(self, grad: Tensor) -> Tensor:
         """Elements at positions that depend on the number of elements alone, as float32."""
@@ -62,8 +75,13 @@ def _opened(
     if torch._C._current_graph_task_id() != -1:
         return  # inside another backward pass: a checkpointed module that runs again
     if has_gradients:
-        for root in roots:
-            if root.grad_fn is not None:
+        inner = edges.inner(roots)
+        for root, grad in zip(roots, _gradients(current, len(roots)), strict=True):
+            if root.grad_fn in inner:
+                # What runs through it has the gradients of the other outputs in it as well.
+                if grad is not None and grad.numel() > 1:
+                    _tell(recorder, edges, "output", grad)
+            elif root.grad_fn is not None:
                 _watch_output(recorder, edges, root)
     given = current.given
     if given is None and edges.searches_left:
@@ -127,9 +145,18 @@ def _given(recorder: Recorder, roots: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
+def _gradients(current: BackwardPass, num: int) -> Sequence[Tensor | None]:
+    """What the caller gave for each root."""
+    given = current.started_from
+    found = [given] if isinstance(given, Tensor) else list(given or ())
+    return found if len(found) == num else [None] * num
+
+
+def _leaves(nodes: Sequence[Any], seen: set[Any] | None = None) -> Iterator[Tensor]:
+    """The leaves behind some nodes. `seen` comes to hold the nodes that were met."""
     stack = [node for node in nodes if node is not None]
-    seen = set(stack)
+    seen = set() if seen is None else seen
+    seen.update(stack)
     while stack:
         node = stack.pop()
         if node.name() == _LEAF:

@@ -154,8 +154,14 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     gradients = kwargs.get(
         "grad_tensors", kwargs.get("grad_outputs", args[gradients_at] if len(args) > gradients_at else None)
     )
-    for listener in OPEN_LISTENERS:
-        listener(recorder, recorder.current, roots, gradients is not None)
+    current = recorder.current
+    assert current is not None
+    current.started_from = gradients
+    try:
+        for listener in OPEN_LISTENERS:
+            listener(recorder, current, roots, gradients is not None)
+    finally:
+        current.started_from = None
 
 
 OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Tensor], bool], None]] = []

@@ -102,6 +102,7 @@ class BackwardPass:
         "smoothed",
         "stage",
         "start_ns",
+        "started_from",
         "sync",
         "touched",
         "whole",
@@ -116,6 +117,7 @@ class BackwardPass:
         self.sync: bool | None = None
         self.touched: dict[int, ParamInfo] = {}
         self.leaves: list[LocalPlan] = []  # sampled into their slots; rows are made when the pass is over
+        self.started_from: Any = None  # the gradients that the caller gave, while the pass begins
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
         self.handles: list[Any] = []  # of hooks that are taken off when the pass is over
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
