@@ -267,7 +267,7 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
 
 
 def _tells(values: np.ndarray) -> bool:
-    return np.count_nonzero(np.nan_to_num(values)) >= MIN_ON_GRID
+    return int(np.count_nonzero(np.nan_to_num(values))) >= MIN_ON_GRID
 
 
 def _note_coarse(track: Track) -> None:

@@ -21,6 +21,6 @@ def arrived_twice(data: StepData) -> list[str]:
     names = in_short(sorted({name for name, _, _ in found}))
     return [
         f"in the backward{where} functions that run a backward pass of their own (a checkpoint by hand) bring {names} "
-        "one gradient two times, bit by bit: right where a module is called twice on the same input, and x 2 where such "
-        "a function runs its pass twice, or accumulates and returns it"
+        "one gradient two times, bit by bit: right where a module is called twice on the same input, and x 2 where "
+        "such a function runs its pass twice, or accumulates and returns it"
     ]
