@@ -176,7 +176,9 @@ class Exchange(Event, tag="exchange"):
     gradient that arrived at the output, and of the one that backward gave for the input. `lost`: it gave none.
     `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
     which has no gradient, behind which the rank put its own input back; there is no output then. `stopped`: and what it
-    took was detached, or gradients were disabled. A `group` of this rank alone: a function that hands its input on, and
+    took was detached, or gradients were disabled. `operation`: one of torch's functional collectives, by what it does
+    ("sum", "gather", "reduce-scatter"); there are elements of the input and of the gradient that arrived alone, and
+    `function` is its name. A `group` of this rank alone: a function that hands its input on, and
     may scale the gradient that others' backward scaled. `collectives` are those that it called in forward, or SENT
     alone: it sent to single ranks, and each of its tensors is a part.
     """
@@ -196,6 +198,7 @@ class Exchange(Event, tag="exchange"):
     params: int | None = None
     put_back: bool = False
     stopped: bool = False
+    operation: str = ""
 
 
 class AttentionBackward(Event, tag="attention_backward"):

@@ -83,6 +83,8 @@ def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
 def _judge(events: dict[int, Exchange]) -> Passed | None:
     if all(event.put_back for event in events.values()):
         return Passed(events, GATHER, "kept")
+    if all(event.operation for event in events.values()):
+        return _documented(events)
     read = {rank: _read(event) for rank, event in events.items()}
     if any(one is None for one in read.values()):
         return None
@@ -125,6 +127,25 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
 
 
+def _documented(events: dict[int, Exchange]) -> Passed | None:
+    """A functional collective of torch's: its backward sums over the ranks where outputs are alike, which is one sum
+    too many for a gradient that is whole on each of them."""
+    first = next(iter(events.values()))
+    given, arrived = {}, {}
+    for rank, event in events.items():
+        parts = _parts(event, (event.input_counts, event.output_counts))
+        if parts is None:
+            return None
+        given[rank], arrived[rank] = parts
+    near = max(ALIKE, 4 * EPSILON.get(first.dtype, EPSILON["bfloat16"]))
+    if _alike(given, near):
+        return None
+    whole = _alike(arrived, near) and bool(_flat(arrived).any())
+    if first.operation == SCATTER or (not whole and _apart(arrived)):
+        return Passed(events, first.operation, "right")
+    return Passed(events, first.operation, "scaled", float(len(events)), whole=True) if whole else None
+
+
 def _mixed(events: dict[int, Exchange], kind: str, arrived: Parts, back: Parts, near: float) -> Passed | None:
     """What came back where forward handed each rank's own input on, or a part of it: the sum or mean over all ranks, or
     all ranks' parts, is no gradient of that. What else it may be (a clip by a norm over ranks) is meant."""
@@ -141,8 +162,11 @@ def _mixed(events: dict[int, Exchange], kind: str, arrived: Parts, back: Parts, 
 
 def _read(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
     """Input, output, the gradient that arrived and the one that was given, each as parts."""
+    return _parts(event, (event.input_counts, event.output_counts, event.output_counts, event.input_counts))
+
+
+def _parts(event: Exchange, counts: tuple[tuple[int, ...], ...]) -> tuple[list[np.ndarray], ...] | None:
     values = np.frombuffer(event.values, np.float32).astype(np.float64)
-    counts = (event.input_counts, event.output_counts, event.output_counts, event.input_counts)
     if len(values) != sum(map(sum, counts)):
         return None
     found, start = [], 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from probe_workers import with_and_without
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ TENSOR = (
     "tensor parallel, one seed",
     "tensor parallel, losses added up",
     "tensor parallel, a batch each",
+    "tensor parallel, functional sum",
     "tensor parallel, clipped by hand",
     "tensor parallel, clipped by hand, copies counted twice",
     "tensor parallel, clipped by hand, each rank by its own norm",
 )
 SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated",
-            "sequence parallel, norms summed twice", "sequence parallel, parts not summed")  # fmt: skip
+            "sequence parallel, norms summed twice", "sequence parallel, parts not summed",
+            "sequence parallel, functional", "sequence parallel, functional also before the head")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, own put back, detached", "context parallel, averaged in backward")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
@@ -122,6 +125,22 @@ SwapHandedOn = function("SwapHandedOn", exchanged, lambda grad: grad)
 SwapDoubled = function("SwapDoubled", exchanged, lambda grad: 2 * exchanged(grad))
 
 
+class Functional:
+    """A functional collective, applied as a function is."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def apply(self, x: Tensor) -> Tensor:
+        result: Tensor = self.call(x, dist.group.WORLD)
+        return result
+
+
+FunctionalSum = Functional(lambda x, group: functional.all_reduce(x, "sum", group))
+FunctionalGather = Functional(lambda x, group: functional.all_gather_single_autograd(x, 1, group))
+FunctionalScatter = Functional(lambda x, group: functional.reduce_scatter_single_autograd(x, "sum", 1, group))
+
+
 class Row(nn.Module):
     """The rows of a linear layer that belong to this rank; its bias is everybody's."""
 
@@ -145,9 +164,12 @@ class Block(nn.Module):
             enter = GatherSliced if "sliced" in self.variant else Gather
             leave = Repeated if "repeated" in self.variant else ReduceScatter
             leave = Scatter if "not summed" in self.variant else leave
+            if "functional" in self.variant:
+                enter, leave = FunctionalGather, FunctionalScatter
         else:
             enter = MeanBack if "averaged" in self.variant else Copy
             leave = SumTwice if "again" in self.variant or "added up" in self.variant else Sum
+            leave = FunctionalSum if "functional" in self.variant else leave
             if "in place" in self.variant:
                 leave = SumInPlaceTwice if "again" in self.variant else SumInPlace
         x = self.norm(h)
@@ -182,7 +204,8 @@ class Model(nn.Module):
             h = Scatter.apply(h) if in_parts else h
             for block in self.blocks:
                 h = block(h)
-            h = GatherSliced.apply(h) if in_parts else h
+            before_head = FunctionalGather if "also" in self.variant else GatherSliced
+            h = before_head.apply(h) if in_parts else h
         elif self.variant in CONTEXT:
             k = self.keys(h)
             if "own put back" in self.variant:

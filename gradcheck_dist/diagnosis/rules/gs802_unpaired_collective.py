@@ -106,6 +106,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                     else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
                 )
                 + (_BEHIND if first.passed.outcome == "own" and first.shared and not parts else "")
+                + (_FUNCTIONAL if first.passed.first.operation else "")
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
                 + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
                 severity="warning"
@@ -162,6 +163,12 @@ def _whole(fault: Faulty) -> str:
 _TORCH = (
     " It is torch's own, which on gloo exchanges gradients that are not contiguous (of a transposed or sliced tensor) "
     "as if they were: use a function of your own that calls .contiguous() in backward."
+)
+
+
+_FUNCTIONAL = (
+    " It is torch's own functional collective, which has had a gradient since torch 2.13, one for ranks that go on "
+    "differently: call it in a torch.autograd.Function whose backward does what is owed."
 )
 
 

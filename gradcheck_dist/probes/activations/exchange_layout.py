@@ -69,18 +69,19 @@ def _of_one(
     if len(grown) + len(shrunk) != len(unlike) or len(grown) > 1 or len(shrunk) > 1:
         return None
     return (
-        _equal(shrunk[0], given[shrunk[0]], size) if shrunk else [WHOLE],
-        _equal(grown[0], made[grown[0]], size) if grown else [WHOLE],
+        equal_parts(shrunk[0], given[shrunk[0]], size) if shrunk else [WHOLE],
+        equal_parts(grown[0], made[grown[0]], size) if grown else [WHOLE],
     )
 
 
-def _equal(dim: int, length: int, size: int) -> list[Box]:
+def equal_parts(dim: int, length: int, size: int) -> list[Box]:
+    """As many parts of one length along a dimension."""
     return [(dim, index * length // size, length // size) for index in range(size)]
 
 
 def _rows(lengths: list[int], total: int, size: int) -> list[Box] | None:
     if not lengths:
-        return _equal(0, total, size) if total % size == 0 else None
+        return equal_parts(0, total, size) if total % size == 0 else None
     if len(lengths) != size or sum(lengths) != total:
         return None
     ends = np.cumsum(lengths)

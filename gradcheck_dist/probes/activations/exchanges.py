@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import SENT, Exchange, Site
+from gradcheck_dist.probes.activations import functional
 from gradcheck_dist.probes.activations.attention import Attentions, is_attention
 from gradcheck_dist.probes.activations.attention import watch as watch_attention
 from gradcheck_dist.probes.activations.exchange_calls import (
@@ -266,6 +267,7 @@ class _Watched(NamedTuple):
     params: int | None = None
     put_back: bool = False
     stopped: bool = False
+    operation: str = ""
 
 
 @guarded("exchanges")
@@ -273,6 +275,9 @@ def watch(
     recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: Calls
 ) -> None:
     """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
+    if exchanges.listens and (operation := functional.operation_of(cls)) is not None:
+        _watch_functional(recorder, exchanges, cls, operation, args, results)
+        return
     if not exchanges.listens or not (calls.sent or exchanges.may_communicate(cls, args, results, calls)):
         if exchanges.notes and any(isinstance(arg, nn.Parameter) for arg in args) and may_move_leaves(calls, args):
             gathered.not_followed(recorder, cls)
@@ -328,6 +333,34 @@ def watch(
         came(recorder, told, before, after, parts, like, come, [grad_outputs[number] for number in numbers])
 
     handle = node.register_hook(kept_away(recorder, "exchanges", passed))
+
+
+def _watch_functional(
+    recorder: Recorder, exchanges: Exchanges, cls: type, operation: str, args: tuple[Any, ...], result: Any
+) -> None:
+    found = functional.watched(exchanges, cls, operation, args, result)
+    if found is None:
+        return
+    ranks, index, before, counts, parts, name = found
+    dtype = _coarsest([args[0]])
+    told = _Watched(name, ranks, index, counts, (), (name,), None, caller_site(), dtype, operation=operation)
+
+    def passed(_: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        grad = grad_outputs[0]
+        if grad is not None and is_plain(grad):
+            arrived, arrived_counts = take([grad], parts)
+            tell(
+                recorder,
+                told._replace(output_counts=arrived_counts),
+                before,
+                before[:0],
+                arrived,
+                before[:0],
+                lost=False,
+            )
+
+    handle = result.grad_fn.register_hook(kept_away(recorder, "exchanges", passed))
 
 
 @guarded("exchanges")
