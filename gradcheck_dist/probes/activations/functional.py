@@ -51,7 +51,7 @@ def parts_of(operation: str, given: Tensor, size: int) -> tuple[list[Box], list[
 
 def group_of(args: Sequence[Any]) -> tuple[int, ...]:
     """The ranks of the group that is named last among the arguments."""
-    name = [arg for arg in args if isinstance(arg, str)][-1]
+    name: Any = [arg for arg in args if isinstance(arg, str)][-1]
     return tuple(ranks_of(torch._C._distributed_c10d._resolve_process_group(name)))
 
 
