@@ -30,8 +30,9 @@ arrives at each parameter is reduced and scaled as it should be, so nothing else
     all-to-all       <->  all-to-all, sizes of both sides swapped
     send to the next <->  send to the one before (a ring)
 torch.distributed.nn.functional.all_reduce sums in backward too, and so do torch's functional collectives since 2.13:
-right for losses that the ranks add up, and once too much for one loss that all of them compute. Where ranks should go on alike and do not, look behind the function: a
-column-parallel layer without its all-reduce in backward, dropout from unlike seeds.
+right for losses that the ranks add up, and once too much for one loss that all of them compute. Where ranks should go
+on alike and do not, look behind the function: a column-parallel layer without its all-reduce in backward, dropout from
+unlike seeds.
 
 ## References
 - Megatron-LM, arXiv 1909.08053, section 3 (f and g), and arXiv 2205.05198 (sequence parallelism).
