@@ -68,6 +68,18 @@ def test_ranks_that_began_with_models_of_their_own_are_found() -> None:
     assert (finding.code, finding.num_parameters) == ("GS106", 2)  # a norm's ones tell nothing
 
 
+def test_shards_that_are_reduced_once_more_by_hand_are_parts_of_one_tensor_and_no_models_apart() -> None:
+    world = World(replace(TRAINER, impl="fsdp"))
+    run = world.run()
+    for rank, process in enumerate(world.ranks):
+        for name, id in process.ids.items():
+            run.ranks[rank].param_values |= {(id, end): draw(zlib.crc32(f"{name}{rank}".encode())) for end in (0, 1)}
+        last = next(event for event in reversed(run.ranks[rank].events) if isinstance(event, Reduce))
+        again = msgspec.structs.replace(last, impl="all_reduce", seq=last.seq, wrapper=None)
+        run.ranks[rank].events.append(again)
+    assert {"GS105"} <= set(codes(diagnose(run))) and "GS106" not in codes(diagnose(run))
+
+
 @pytest.mark.parametrize(
     ("first", "last"),
     [

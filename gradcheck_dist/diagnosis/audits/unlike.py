@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
-from gradcheck_dist.events import GATHERED, Event, Reduce
+from gradcheck_dist.events import GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
 
@@ -25,13 +25,15 @@ _SHARDED = {"fsdp", "hsdp", "replicate", GATHERED}
 @dataclass(frozen=True)
 class Unlike:
     """A parameter, a reduction of its gradient on `rank`, and the ranks of its group by the values that they hold, or
-    by the parts that their modules say they are (`declared`)."""
+    by the parts that their modules say they are (`declared`). `shards`: another reduction leaves each a shard of one
+    tensor."""
 
     param: ParamKey
     rank: int
     event: Reduce
     holders: tuple[tuple[int, ...], ...]
     declared: bool = False
+    shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Mixed:
             bool(self.unlike)
             and not self.alike
             and all(
-                not one.declared
+                not (one.declared or one.shards)
                 and all(len(ranks) == 1 for ranks in one.holders)
                 and len({self.coordinate.get(rank, rank) for (rank,) in one.holders}) == len(one.holders)
                 for one in self.unlike
@@ -79,10 +81,21 @@ def mixed(facts: StepFacts) -> Mixed:
             if len(holders) == 1:
                 alike.append(key)
             elif key not in unlike or len(group) > len(unlike[key].event.group):
-                unlike[key] = Unlike(key, rank, event, holders)
+                unlike[key] = Unlike(key, rank, event, holders, shards=_are_shards(facts.data, of_rank[rank], event))
     for one in _declared(facts.data):
         unlike.setdefault(one.param, one)
     return Mixed(list(unlike.values()), [key for key in alike if key not in unlike], facts.contributions.coordinate)
+
+
+def _are_shards(data: StepData, track: Track, event: Reduce) -> bool:
+    """Whether a wrapper leaves ranks of this group a shard each of this parameter's gradient."""
+    return any(
+        isinstance(other, Reduce)
+        and other.impl in SHARDING - {"replicate"}
+        and len(set(other.group) & set(event.group)) > 1
+        and track.param.id in data.params_of(track.rank, other.params)
+        for other in data.events[track.rank]
+    )
 
 
 def _declared(data: StepData) -> Iterator[Unlike]:

@@ -144,9 +144,9 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
             known = result.setdefault(key, finding)
             known.num_parameters = finding.num_parameters = max(known.num_parameters, finding.num_parameters)
             if known is not finding and _hidden(known) and not _hidden(finding):
-                result[key], finding.step, finding.steps = finding, known.step, known.steps + finding.steps
+                result[key], finding.step, finding.steps = finding, known.step, sorted({*known.steps, *finding.steps})
             elif known is not finding:
-                known.steps += finding.steps
+                known.steps = sorted({*known.steps, *finding.steps})
             if key in verdict.effects:
                 effects[key].append(verdict.effects[key])
     for key, of_steps in effects.items():
