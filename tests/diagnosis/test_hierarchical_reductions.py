@@ -73,8 +73,8 @@ def test_a_reduction_that_nobody_waits_for_is_told_as_one() -> None:
     all_reduce(world, ((0, 1, 2, 3),), DP_LINE, read_early=True)
     (finding,) = ended(world).findings
     assert finding.first_event is not None
-    assert (finding.code, finding.first_event.kind, finding.first_event.line) == ("GS000", "reduce", DP_LINE)
-    assert "is not in the gradient" in finding.explanation and "work.wait()" in finding.fix
+    assert (finding.code, finding.first_event.kind, finding.first_event.line) == ("GS103", "reduce", DP_LINE)
+    assert "the result is not in them" in finding.explanation and "wait()" in finding.fix
 
 
 def test_a_sum_that_nobody_recorded_behind_one_that_scatters_is_one_cause_with_its_division() -> None:
