@@ -22,6 +22,8 @@ from gradcheck_dist.ledger.tracks import StepData
 
 NAMELESS = 10.0
 """What a number costs that is no product of degrees and counts; names cost less."""
+LEAST, MOST = 1e-3, 0.02
+"""Relative: how near to right a loss's weight must be, and how near at the roughest."""
 Slot = tuple[int, tuple[int, int]]
 """A gradient on a rank, and (accumulation step, microbatch)."""
 
@@ -133,11 +135,16 @@ def _without(cell: Cell, left: float) -> Cell:
     return replace(cell, ratio=ratio, root_ratio=cell.root_ratio / left, stderr=stderr)
 
 
+def _loss_is_right(cell: Cell) -> bool:
+    return abs(cell.root_ratio - 1) <= min(max(cell.tolerance, LEAST), MOST)
+
+
 def _cost(
     found: Sequence[Judged], left: float, size: float, quantities: Mapping[str, float]
-) -> tuple[int, float, bool, float]:
+) -> tuple[int, int, float, bool, float]:
     """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of that which
-    averages over `size` parts and that which sums, the one beside which most is right, or the rest is simplest."""
+    averages over `size` parts and that which sums, the one beside which most is right, or most losses are, or the rest
+    is simplest."""
     halves = [_without(one.cell, left) for one in found]
     best = min(range(len(found)), key=lambda index: found[index].tolerance)
     ratio = halves[best].ratio
@@ -145,6 +152,7 @@ def _cost(
     averages = all(_averages(one) for one in found)
     return (
         sum(not half.right for half in halves),
+        sum(not _loss_is_right(half) for half in halves),
         names[0].cost if names else NAMELESS,
         averages == (left == 1.0),
         abs(log(ratio)),
