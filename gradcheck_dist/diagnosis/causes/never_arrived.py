@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from gradcheck_dist.diagnosis.causes.account import Account, event_at
+from gradcheck_dist.diagnosis.causes.account import Account, Step, event_at
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, last_backward
 from gradcheck_dist.diagnosis.causes.hands import FAINT, Judged
 from gradcheck_dist.diagnosis.weights.cells import Cell
@@ -143,8 +143,8 @@ def _cost(
     found: Sequence[Judged], left: float, size: float, quantities: Mapping[str, float]
 ) -> tuple[int, int, float, bool, float]:
     """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of that which
-    averages over `size` parts and that which sums, the one beside which most is right, or most losses are, or the rest
-    is simplest."""
+    averages over `size` parts and that which sums, the one beside which most is right, or, where nothing was reduced
+    and tells which it would be, most losses are, or the rest is simplest."""
     halves = [_without(one.cell, left) for one in found]
     best = min(range(len(found)), key=lambda index: found[index].tolerance)
     ratio = halves[best].ratio
@@ -152,17 +152,20 @@ def _cost(
     averages = all(_averages(one) for one in found)
     return (
         sum(not half.right for half in halves),
-        sum(not _loss_is_right(half) for half in halves),
+        sum(not _loss_is_right(half) and not _reductions(one) for half, one in zip(halves, found, strict=True)),
         names[0].cost if names else NAMELESS,
         averages == (left == 1.0),
         abs(log(ratio)),
     )
 
 
+def _reductions(one: Judged) -> list[Step]:
+    return [step for step in one.account.steps if isinstance(step.event, Reduce)]
+
+
 def _averages(one: Judged) -> bool:
     """Whether what reduced this weight, or the wrapper that did not, averages."""
-    reductions = [step for step in one.account.steps if isinstance(step.event, Reduce)]
-    if reductions:
+    if reductions := _reductions(one):
         return reductions[-1].factor < 1
     return isinstance(one.account.leaf, Backward) and one.account.leaf.sync is False
 
