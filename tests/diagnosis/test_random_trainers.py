@@ -62,6 +62,7 @@ NAMED_WRONGLY = [
     ("rescaling-and-averaging", 1200018),
     ("hand-on-some-parameters", 3200008),
     ("clip-by-hand", 1500003),
+    ("every-loss-by-a-number-of-its-own", 12340009),
 ]
 
 

@@ -14,6 +14,10 @@ from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 from gradcheck_dist.ledger.solve import EPSILON
 
+USUAL = 1 / 3
+"""The least share of losses that tells how much they all should weigh: of twenty that each have a number of their own,
+two are alike in bfloat16 by chance."""
+
 
 @dataclass(frozen=True)
 class OwnObjective:
@@ -103,8 +107,8 @@ def _usual(
             levels.append([key])
     for chosen in (set(right), set(quotients)):
         counts = sorted(((len(chosen.intersection(level)), index) for index, level in enumerate(levels)), reverse=True)
-        stands_out = len(counts) == 1 or counts[0][0] > counts[1][0]
-        if stands_out and counts[0][0] > 0:
+        most, more = counts[0][0], counts[1][0] if len(counts) > 1 else 0
+        if most > more and most >= USUAL * len(chosen):
             return 1.0 / float(np.median([quotients[key] for key in levels[counts[0][1]]]))
     return None
 
