@@ -174,6 +174,7 @@ ONCE_WRONG: list[tuple[str, int, type[Event]]] = [
     ("some-losses-scaled-and-averaged", 96012, Loss),
     ("never-reduced", 0, Clip),
     ("never-reduced", 8, Clip),
+    ("repeated-reduction", 5, Loss),
 ]
 
 

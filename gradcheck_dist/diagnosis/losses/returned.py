@@ -18,6 +18,8 @@ from gradcheck_dist.ledger.tracks import StepData
 
 NOTHING = 1e-6
 """Transfers below this are none: float32 rounding leaves some 1e-8."""
+TELLS = 0.5
+"""Of the weight that is documented: noise below it tells nothing from that weight."""
 Line = tuple[str, int]
 
 
@@ -48,7 +50,8 @@ def looked_at(data: StepData, contributions: Contributions, measured: Iterable[H
 
 
 def weighing(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[ContributionKey]]:
-    """Contributions with a weight in some parameter, or with one that is not known well enough; and those measured."""
+    """Contributions with a weight in some parameter; and those whose weights were measured well enough in one to tell
+    what is documented from nothing."""
     weighs: set[ContributionKey] = set()
     seen: set[ContributionKey] = set()
     for held in measured:
@@ -57,7 +60,9 @@ def weighing(measured: Iterable[Held]) -> tuple[set[ContributionKey], set[Contri
         largest = max((abs(value) for value in held.observed.tolist() if np.isfinite(value)), default=0.0)
         for column, key in enumerate(held.replay.basis.keys):
             value, error = float(held.observed[column]), float(held.stderr[column])
-            seen.add(key)
+            documented = abs(float(held.nominal[column])) if held.nominal is not None else 0.0
+            if SIGMAS * error <= TELLS * (documented or largest):
+                seen.add(key)
             if not abs(value) <= max(NOTHING * largest, SIGMAS * error):
                 weighs.add(key)
     return weighs, seen
