@@ -16,15 +16,22 @@ from gradcheck_dist.probes import attach
 NUM_PASSES = 3
 
 
-def train(divided_by: str, run_dir: str) -> None:
-    """One step; each sum of squared errors is divided by the elements of "all" ranks and passes, of them per rank
-    ("average", as DDP's own average asks for), or of the "rank" alone."""
+def begin() -> tuple[int, int, nn.Module, torch.optim.Optimizer]:
+    """The rank, how many there are, a model below DDP that is the same on all of them, and its optimizer. What is drawn
+    from here on is the rank's own."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)
+    return rank, world, model, optimizer
+
+
+def train(divided_by: str, run_dir: str) -> None:
+    """One step; each sum of squared errors is divided by the elements of "all" ranks and passes, of them per rank
+    ("average", as DDP's own average asks for), or of the "rank" alone."""
+    rank, world, model, optimizer = begin()
     batches = [(torch.randn(4 + k + 3 * rank, 6), torch.randn(4 + k + 3 * rank, 4)) for k in range(NUM_PASSES)]
     num = torch.tensor(float(sum(target.numel() for _, target in batches)))
     if divided_by != "rank":
@@ -42,12 +49,7 @@ def train(divided_by: str, run_dir: str) -> None:
 def train_metrics(times: float, run_dir: str) -> None:
     """Two steps of a mean over all ranks' elements, as a metric keeps it: its sum is the mean of this rank's elements
     times their number; sums are gathered without gradients, and this rank's own is put back. `times` multiplies it."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1 + rank)
+    rank, world, model, optimizer = begin()
     with attach(run_dir):
         for _ in range(2):
             target = torch.randn(4 + 3 * rank, 4)
