@@ -91,7 +91,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_empty_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
-    passes = passes_of(run)
+    passes = passes_of(run, verdicts)
     tell_unusual(verdicts, passes)
     confirm(verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:

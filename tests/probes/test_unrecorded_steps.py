@@ -66,7 +66,7 @@ def test_a_window_that_no_recorded_step_has_is_told_beside_a_clean_verdict(tmp_p
     report = judged(tmp_path / "run", {0, 4, 100})
     (note,) = report.coverage.notes
     assert report.verdict == "clean"
-    assert "2 steps that were not recorded have 2 backward passes, those recorded 3" in note
+    assert "2 steps that were not recorded have 2 backward passes, those judged 3" in note
     assert "--steps 3:4" in note
     assert "--steps 3:4" in report.next_step
 

@@ -47,19 +47,24 @@ def all_off_by(verdict: StepVerdict, ratio: float) -> bool:
     return bool(known) and all(abs(one / ratio - 1) <= EXACT for one in known)
 
 
+def why_and_fix(step: int, *, short: bool) -> tuple[str, str]:
+    """Why a step has fewer passes (`short`), or more, than others, and what to do about it."""
+    if short:
+        return (
+            f"the window is a short one ({FIRST if step == 0 else 'the end of an epoch'})",
+            "Divide the loss by the number of passes of its own window, or leave the short window out.",
+        )
+    return (
+        "gradients of a window that was not finished (the end of an epoch) were left in",
+        "Step the optimizer with what an unfinished window holds, divided by its own number of passes, or empty the "
+        "gradients before the next window begins.",
+    )
+
+
 def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, consequence: str) -> Finding:
     passes, factor = verdict.context.num_accumulation, float(ratio)
     number = f"{passes} backward passes add" if passes > 1 else "One backward pass adds"
-    if passes > usual:
-        why = "gradients of a window that was not finished (the end of an epoch) were left in"
-        fix = (
-            "Step the optimizer with what an unfinished window holds, divided by its own number of passes, or empty "
-            "the gradients before the next window begins."
-        )
-    else:
-        first = verdict.context.step == 0
-        why = f"the window is a short one ({FIRST if first else 'the end of an epoch'})"
-        fix = "Divide the loss by the number of passes of its own window, or leave the short window out."
+    why, fix = why_and_fix(verdict.context.step, short=passes < usual)
     assert found.first_event is not None
     return msgspec.structs.replace(
         found,
