@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 WIDTH, WORDS, STEPS, PASSES = 8, 16, 2, 2
 MAX_NORM = 0.1
+AVG = dist.ReduceOp.AVG
 TENSOR = (
     "tensor parallel",
     "tensor parallel, summed again in backward",
@@ -44,6 +45,12 @@ CONTRASTIVE = (
     "whole contrastive loss, own put back",
     "whole contrastive loss, own put back, detached",
     "whole contrastive loss, summed twice",
+    "whole contrastive loss, stacked",
+    "whole contrastive loss, stacked, sliced in backward",
+    "whole contrastive loss beside own ones",
+    "whole contrastive loss beside own ones, sliced in backward",
+    "whole contrastive loss beside own ones, sliced in backward, gradients summed",
+    "whole score beside own losses, sliced in backward",
     "statistics in place",
     "own losses on statistics in place",
     "neighbours",
@@ -70,6 +77,13 @@ def gathered(x: Tensor) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.contiguous())
     return torch.cat(parts, 1)
+
+
+def stacked(x: Tensor) -> Tensor:
+    """As Lightning's AllGatherGrad does: a dimension for the ranks."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.stack(parts)
 
 
 def own_part(x: Tensor) -> Tensor:
@@ -113,6 +127,8 @@ MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad
 Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
 GatherMean = function("GatherMean", gathered, lambda grad: own_part(summed(grad)) / dist.get_world_size())
 GatherSliced = function("GatherSliced", gathered, own_part)
+Stack = function("Stack", stacked, lambda grad: summed(grad)[dist.get_rank()])
+StackSliced = function("StackSliced", stacked, lambda grad: grad[dist.get_rank()])
 GatherSummedTwice = function("GatherSummedTwice", gathered, lambda grad: own_part(summed(summed(grad))))
 Neighbour = function("Neighbour", passed_round, passed_round)  # of two ranks the next one is the one before
 NeighbourHandedOn = function("NeighbourHandedOn", passed_round, lambda grad: grad)
@@ -227,6 +243,10 @@ class Model(nn.Module):
         return logits
 
 
+def own_loss(model: Model, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(model.words(ids[:, :-1])).flatten(0, 1), ids[:, 1:].flatten())
+
+
 def loss_of(model: Model, ids: Tensor) -> Tensor:
     if model.variant in CONTRASTIVE:
         features = model.keys(model.words(ids)).mean(1)[None]
@@ -241,7 +261,12 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
             every = torch.cat([features[0], others])
             return F.cross_entropy(features[0] @ every.T, torch.arange(len(features[0]))) / PASSES
         every = every_rank(features, model.variant)[0]
+        if "score" in model.variant:
+            return (own_loss(model, ids) - every.std(0).mean()) / PASSES
         loss = F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
+        if "beside" in model.variant:
+            own = own_loss(model, ids) / PASSES
+            return loss + (own / dist.get_world_size() if "gradients summed" in model.variant else own)
         return loss * dist.get_world_size() if "times ranks" in model.variant else loss
     logits = model(ids[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
@@ -256,6 +281,9 @@ def every_rank(features: Tensor, variant: str) -> Tensor:
         dist.all_gather(parts, features.detach() if "detached" in variant else features)
         parts[dist.get_rank()] = features
         return torch.cat(parts, 1)
+    if "stacked" in variant:
+        parts = (StackSliced if "sliced" in variant else Stack).apply(features)
+        return torch.cat(list(parts), 1)
     how = GatherSliced if "sliced" in variant else GatherSummedTwice if "twice" in variant else Gather
     result: Tensor = how.apply(features)
     return result
@@ -281,7 +309,7 @@ def reduce(model: Model) -> None:
         elif "others summed" in model.variant:
             dist.all_reduce(param.grad)
         elif model.variant not in TENSOR + SEQUENCE:
-            dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+            dist.all_reduce(param.grad, op=dist.ReduceOp.SUM if "gradients summed" in model.variant else AVG)
         if "head halved" in model.variant and "head" in name:
             param.grad /= 2
 

@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Event, Exchange, ProbeError
 from gradcheck_dist.ledger.exchanges import Passed, passed
 from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.activations.exchange_layout import boxes, num_of_each, take
 from gradcheck_dist.trace.run import read_run
 
 
@@ -43,7 +44,15 @@ def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: st
     assert "GS802" in reports[variant].rules.passed
 
 
-@pytest.mark.parametrize("variant", ["whole contrastive loss", "neighbours"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "whole contrastive loss",
+        "whole contrastive loss, stacked",
+        "whole contrastive loss beside own ones",
+        "neighbours",
+    ],
+)
 def test_embeddings_that_ranks_exchange_with_their_gradients_are_clean(
     reports: dict[str, Report], variant: str
 ) -> None:
@@ -52,13 +61,20 @@ def test_embeddings_that_ranks_exchange_with_their_gradients_are_clean(
 
 
 @pytest.mark.parametrize(
-    ("variant", "factor"), [("sliced in backward", 0.5), ("own put back", 0.5), ("summed twice", 2.0)]
+    ("variant", "factor"),
+    [
+        (", sliced in backward", 0.5),
+        (", stacked, sliced in backward", 0.5),
+        (" beside own ones, sliced in backward", 0.5),
+        (", own put back", 0.5),
+        (", summed twice", 2.0),
+    ],
 )
 def test_shares_of_a_loss_that_every_rank_computes_whole_are_not_averaged(
     reports: dict[str, Report], variant: str, factor: float
 ) -> None:
     """The average over two data ranks is half of the sum of their shares, which is the loss's gradient."""
-    (finding,) = reports[f"whole contrastive loss, {variant}"].findings
+    (finding,) = reports[f"whole contrastive loss{variant}"].findings
     assert (finding.code, finding.factor.observed) == ("GS802", pytest.approx(factor, rel=1e-5))
     assert f"leaves x {factor:g} of the gradient" in finding.explanation
     assert finding.severity == ("warning" if factor < 1 else "error")
@@ -68,6 +84,17 @@ def test_a_whole_loss_times_the_ranks_that_share_its_gradient_accuses_nobody(rep
     report = reports["whole contrastive loss, sliced in backward, times ranks"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("what enters at the loss makes up for that" in reason for reason in report.reasons)
+
+
+def test_shares_that_a_sum_of_gradients_adds_up_accuse_nobody(reports: dict[str, Report]) -> None:
+    report = reports["whole contrastive loss beside own ones, sliced in backward, gradients summed"]
+    assert not any(finding.code == "GS802" for finding in report.findings)
+
+
+def test_the_share_of_a_term_that_counts_nothing_leaves_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["whole score beside own losses, sliced in backward"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("leaves x 0.5 of the gradient" in reason for reason in report.reasons)
 
 
 def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Report]) -> None:
@@ -310,6 +337,21 @@ def test_what_cannot_be_told_is_left_out() -> None:
     cut = exchange([drawn(0)], [drawn(1)], [drawn(2)], [drawn(3)])
     cut.values = cut.values[:-4]
     assert outcome(cut, *strange[1:]) is None
+
+
+@pytest.mark.parametrize("size", [2, 17, 64])
+@pytest.mark.parametrize("gather", [torch.cat, torch.stack])
+def test_as_many_elements_are_taken_of_what_corresponds(gather: Any, size: int) -> None:
+    x = torch.randn(6, 20)
+    made = gather([x] * size)
+    parts = boxes([x], [made], size, None)
+    assert parts is not None
+    assert boxes([made], [x], size, None) == parts[::-1]
+    (given, of_one), (out, of_each) = (
+        take([one], of_side, num_of_each(parts)) for one, of_side in zip([x, made], parts, strict=True)
+    )
+    assert of_each == of_one * size
+    assert torch.equal(out, given.repeat(size))
 
 
 def test_parts_of_unlike_lengths_are_matched_by_rank() -> None:

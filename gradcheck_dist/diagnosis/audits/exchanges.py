@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.events import Event, Exchange, Loss, LossGradient
+from gradcheck_dist.events import Event, Exchange, Loss, LossGradient, LossTerm, Reduce
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import (
     APART,
@@ -92,7 +92,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             if abs(share - 1) <= UNDOES or not weights_right:
                 continue
             in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
-            if in_place or one.first.stopped or _inside_a_loss(data, one):
+            own_term = _losses_differ(data, one) and _has_terms(data, one)  # a coefficient may make up for it
+            if in_place or one.first.stopped or own_term or _inside_a_loss(data, one):
                 result.reasons.append(f"{of_whole(fault)}: {_VERIFY}")
             else:
                 result.found.append(fault)
@@ -259,7 +260,9 @@ def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, .
 def _share_of_whole(data: StepData, contributions: Contributions, one: Passed) -> float | None:
     """What an average over the ranks leaves of a loss's gradient that each of them computes whole on what all have put
     in, each from data of its own: of as many shares it takes the mean where their sum is due, and what backward summed
-    makes up for that. None where ranks have losses of their own, or are one data rank."""
+    makes up for that. None where ranks have losses of their own, or are one data rank. Of several losses one may be
+    whole: what arrives is alike then on all ranks, which shares that a sum adds up would be, too.
+    """
     if (
         one.forward not in (SUM, GATHER)
         or one.outcome not in ("right", "scaled", "kept")
@@ -267,11 +270,32 @@ def _share_of_whole(data: StepData, contributions: Contributions, one: Passed) -
     ):
         return None
     data_ranks = {contributions.coordinate.get(rank, rank) for rank in one.ranks}
-    if len(data_ranks) < len(one.ranks) or _losses_differ(data, one):
+    if len(data_ranks) < len(one.ranks) or (_losses_differ(data, one) and not (one.whole and _averaged(data, one))):
         return None
     slot = (one.first.accumulation_step, one.first.microbatch)
     known = all(loss_values(data, rank).get(slot) for rank in one.ranks)
     return one.factor / len(one.ranks) if (known if one.outcome == "kept" else one.whole) else None
+
+
+def _averaged(data: StepData, one: Passed) -> bool:
+    """Whether every reduction of gradients over the ranks of an exchange is documented to average."""
+    found = [
+        event
+        for rank in one.ranks
+        for event in data.events[rank]
+        if isinstance(event, Reduce) and set(one.ranks) <= {*event.group, *event.replicate_group}
+    ]
+    return bool(found) and all(event.op == "avg" and event.premul is None for event in found)
+
+
+def _has_terms(data: StepData, one: Passed) -> bool:
+    """Whether a term that counts nothing enters backward in the pass of an exchange."""
+    return any(
+        isinstance(event, LossTerm)
+        and (event.accumulation_step, event.microbatch) == (one.first.accumulation_step, one.first.microbatch)
+        for rank in one.ranks
+        for event in data.events[rank]
+    )
 
 
 def of_whole(fault: Faulty) -> str:

@@ -45,9 +45,24 @@ def boxes(
         return None
     if len(made) == size and all(one.shape == given[0].shape for one in made):
         return [WHOLE], [WHOLE] * size
-    if len(made) != 1 or given[0].dim() != made[0].dim():
+    if len(made) != 1:
         return None
-    return _of_one(tuple(given[0].shape), tuple(made[0].shape), size, splits)
+    mine, theirs = tuple(given[0].shape), tuple(made[0].shape)
+    if abs(len(mine) - len(theirs)) == 1 and splits is None:
+        return _stacked(mine, theirs, size)
+    return _of_one(mine, theirs, size, splits) if len(mine) == len(theirs) else None
+
+
+def _stacked(given: tuple[int, ...], made: tuple[int, ...], size: int) -> tuple[list[Box], list[Box]] | None:
+    """Parts of which one side holds one from each rank along a dimension of its own (`torch.stack` of a gather)."""
+    longer, one = sorted((given, made), key=len, reverse=True)
+    dim = next(
+        (dim for dim in range(len(longer)) if longer[dim] == size and longer[:dim] + longer[dim + 1 :] == one), None
+    )
+    if dim is None:
+        return None
+    together = equal_parts(dim, size, size)
+    return ([WHOLE], together) if longer is made else (together, [WHOLE])
 
 
 def each_whole(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Box], list[Box]] | None:
@@ -88,9 +103,14 @@ def _rows(lengths: list[int], total: int, size: int) -> list[Box] | None:
     return [(0, int(end) - length, length) for end, length in zip(ends, lengths, strict=True)]
 
 
-def take(tensors: Sequence[Tensor], parts: Sequence[Box]) -> tuple[Tensor, tuple[int, ...]]:
-    """Some elements of each part, as float32, shape (sum of counts,), and how many of each."""
-    num = max(4, min(NUM_VALUES, MAX_VALUES // len(parts)))
+def num_of_each(parts: tuple[Sequence[Box], Sequence[Box]]) -> int:
+    """How many elements of each part are taken, as many on both sides: those that correspond are compared."""
+    return max(4, min(NUM_VALUES, MAX_VALUES // max(map(len, parts))))
+
+
+def take(tensors: Sequence[Tensor], parts: Sequence[Box], num: int | None = None) -> tuple[Tensor, tuple[int, ...]]:
+    """Up to `num` elements of each part, as float32, shape (sum of counts,), and how many of each."""
+    num = num or num_of_each((parts, parts))
     found, counts = [], []
     for index, box in enumerate(parts):
         tensor = tensors[index] if len(tensors) > 1 else tensors[0]

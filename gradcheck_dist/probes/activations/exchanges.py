@@ -36,7 +36,7 @@ from gradcheck_dist.probes.activations.exchange_calls import (
     call_of,
     may_move_leaves,
 )
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, each_whole, take
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, each_whole, num_of_each, take
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -311,10 +311,11 @@ def watch(
     index = exchanges.number(ranks, cls, sent=sent)
     if index is None:
         return
-    before, input_counts = take(inputs, parts[0])
+    num = num_of_each(parts)
+    before, input_counts = take(inputs, parts[0], num)
     if parts[0] == [WHOLE]:
         before = calls.as_given(inputs[0], before)
-    after, output_counts = take(made, parts[1])
+    after, output_counts = take(made, parts[1], num)
     names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
@@ -383,7 +384,8 @@ def came(
         for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
     )
     lost = all(grad is None for grad in grad_inputs)
-    values = [take(grads, boxes_of)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
+    num = num_of_each(parts)
+    values = [take(grads, boxes_of, num)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
     tell(recorder, told, before, after, values[0], values[1], lost=lost)
 
 
