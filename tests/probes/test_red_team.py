@@ -84,6 +84,13 @@ def soft_targets_only(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     return 4 * F.kl_div(F.log_softmax(kept / 2, -1), torch.ones_like(kept) / 20, reduction="sum") / num_tokens
 
 
+def mixed_up(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
+    """Soft targets as mixup makes them; the mean over a pass."""
+    logits, labels = logits_of(model, data)
+    hard = F.one_hot(labels.clamp_min(0), 20).float()
+    return torch.sum(-(0.7 * hard + 0.3 * hard.flip(0)) * F.log_softmax(logits, -1), dim=-1).mean()
+
+
 def smoothed_by_hand(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     logits, labels = logits_of(model, data)
     log_probs, valid = F.log_softmax(logits, -1), labels >= 0
@@ -128,6 +135,8 @@ RIGHT: dict[str, tuple[Loss, str]] = {
     "a gradient penalty": (gradient_penalty, "clean"),
     "distillation beside labels": (distillation, "undetermined"),
     "distillation with a temperature": (soft_targets_only, "undetermined"),
+    "soft targets' means, divided": (lambda *given: mixed_up(*given) / ACCUMULATION, "clean"),
+    "soft targets' means times a temperature": (lambda *given: 4 * mixed_up(*given), "undetermined"),
     "label smoothing by hand": (smoothed_by_hand, "clean"),
     "a penalty for confidence": (penalty_for_confidence, "undetermined"),
     "a policy gradient": (policy_gradient, "clean"),
@@ -150,6 +159,7 @@ WRONG: dict[str, tuple[Loss, str]] = {
     "smoothed by hand and divided twice": (lambda *given: smoothed_by_hand(*given) / ACCUMULATION, "GS303"),
     "smoothed by hand and not divided": (lambda *given: smoothed_by_hand(*given) * ACCUMULATION, "GS303"),
     "masked and divided twice": (lambda *given: masked(*given) / ACCUMULATION, "GS303"),
+    "soft targets' means that are added up": (mixed_up, "GS303"),
     "divided by padded tokens": (
         lambda model, data, num_tokens: F.cross_entropy(*logits_of(model, data), reduction="sum") / (ACCUMULATION * 24),
         "GS303",

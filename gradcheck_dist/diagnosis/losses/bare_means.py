@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from gradcheck_dist.diagnosis.losses.elements import weights_of_means
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
@@ -39,7 +40,7 @@ def added_means(
         return None
     weights = _of_means(contributions)
     weight = _written(data, contributions, weights) if weights else None
-    if weight is None or any(of_rank != slots[0] for of_rank in slots) or not _one_loop(data, contributions):
+    if weight is None or any(of_rank != slots[0] for of_rank in slots) or not one_loop(data, contributions):
         return None
     if abs(weight - 1) <= SAME:
         numbers = {num_steps, num_ranks, num_steps * num_ranks} - {1}
@@ -93,17 +94,3 @@ def _share_of_elements(contributions: Contributions) -> float | None:
     ]
     mean = sum(shares) / len(shares) if shares else 1.0
     return None if abs(mean - 1) <= SAME else mean
-
-
-def _one_loop(data: StepData, contributions: Contributions) -> bool:
-    """Whether all passes begin on one line and reach the same parameters."""
-    sites = {
-        (c.gradient.site.file, c.gradient.site.line) if c.gradient is not None and c.gradient.site else None
-        for c in contributions.by_key.values()
-    }
-    reached: Mapping[int, set[frozenset[tuple[int, int]]]] = {rank: set() for rank in data.events}
-    for tracks in data.tracks.values():
-        for rank, track in tracks.items():
-            if track.leaves:
-                reached[rank].add(frozenset(track.leaves))
-    return len(sites) == 1 and None not in sites and all(len(kinds) <= 1 for kinds in reached.values())

@@ -7,6 +7,8 @@ from math import prod
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
+from gradcheck_dist.diagnosis.weights.loops import one_loop
+from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import Contribution, Contributions
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -16,9 +18,9 @@ SAME = 1e-3
 """Factors nearer to one another than this, relative, are the same."""
 
 
-def coefficient(case: Case, _: StepData) -> str | None:
+def coefficient(case: Case, data: StepData) -> str | None:
     """Why one factor on all weights of a loss accuses nobody: it may be a coefficient that is meant."""
-    if not _may_be_meant(case):
+    if not _may_be_meant(case, data):
         return None
     if added := _added(case):
         return (
@@ -34,7 +36,7 @@ def coefficient(case: Case, _: StepData) -> str | None:
     )
 
 
-def _may_be_meant(case: Case) -> bool:
+def _may_be_meant(case: Case, data: StepData) -> bool:
     """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or targets are soft."""
     culprit = case.culprit
     if culprit.unrecorded or case.pattern.kind != "uniform":
@@ -45,8 +47,18 @@ def _may_be_meant(case: Case) -> bool:
         return average and is_round(case.pattern.factor) and _beside_others(case)
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
-        return True  # distillation is multiplied by the temperature's square, and more
+        return not _adds_up_means(case, data)  # distillation is multiplied by the temperature's square, and more
     return bool(_added(case)) or _labels_alone(case) or _beside_others(case)
+
+
+def _adds_up_means(case: Case, data: StepData) -> bool:
+    """Whether each pass of one loop is a mean over its tokens that nothing multiplies, and their sum is too large by
+    as many as there are passes, or ranks: no coefficient stands there."""
+    counted = case.context.contributions
+    scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)} or {1.0}
+    means = [(one.weight or 0.0) * (one.num_tokens or 0) / scale for one in counted.by_key.values() for scale in scales]
+    whole = all(same(mean, 1) for mean in means)
+    return whole and case.pattern.factor > 1 and is_of_degrees(case.pattern.factor, counted) and one_loop(data, counted)
 
 
 def _labels_alone(case: Case) -> bool:
