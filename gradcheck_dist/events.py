@@ -9,6 +9,10 @@ samples, the header) is defined in `records.py`, what losses and activations did
 from __future__ import annotations
 
 from gradcheck_dist.model_events import FUNCTION as FUNCTION
+from gradcheck_dist.model_events import HANDED_ON as HANDED_ON
+from gradcheck_dist.model_events import HANDED_ON_SUMMED as HANDED_ON_SUMMED
+from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE
+from gradcheck_dist.model_events import SAID_SUMMANDS as SAID_SUMMANDS
 from gradcheck_dist.model_events import SENT as SENT
 from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
 from gradcheck_dist.model_events import Backward as Backward

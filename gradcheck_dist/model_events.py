@@ -164,6 +164,10 @@ class StageGradient(Event, tag="stage_gradient"):
 
 
 SENT = "send"
+HANDED_ON, HANDED_ON_SUMMED = "copy", "copy, summed"
+SAID_ALIKE, SAID_SUMMANDS = "said alike", "said summands"
+"""Operations of an Exchange: a copy that goes on, whose gradient is declared to be whole, or a summand on each rank;
+and what ranks declare to be copies, or summands."""
 
 
 class Exchange(Event, tag="exchange"):
@@ -177,10 +181,10 @@ class Exchange(Event, tag="exchange"):
     `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
     which has no gradient, behind which the rank put its own input back; there is no output then. `stopped`: and what it
     took was detached, or gradients were disabled. `operation`: one of torch's functional collectives, by what it does
-    ("sum", "gather", "reduce-scatter"); there are elements of the input and of the gradient that arrived alone, and
-    `function` is its name. A `group` of this rank alone: a function that hands its input on, and
-    may scale the gradient that others' backward scaled. `collectives` are those that it called in forward, or SENT
-    alone: it sent to single ranks, and each of its tensors is a part.
+    ("sum", "gather", "reduce-scatter"), or a DTensor's local part (HANDED_ON and others above); there are elements of
+    the input and of the gradient that arrived alone, and `function` is its name. A `group` of this rank alone: a
+    function that hands its input on, and may scale the gradient that others' backward scaled. `collectives` are those
+    that it called in forward, or SENT alone: it sent to single ranks, and each of its tensors is a part.
     """
 
     function: str

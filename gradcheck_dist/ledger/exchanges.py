@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradcheck_dist.events import SENT, Event, Exchange
+from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, SAID_ALIKE, SAID_SUMMANDS, SENT, Event, Exchange
 from gradcheck_dist.ledger.solve import EPSILON
 
 ALIKE = 1e-4
@@ -34,6 +34,8 @@ OWN_PART = "own part"
 MOVE = "move"
 """Each tensor that a rank gets is one of another rank: a ring's neighbours."""
 
+_DECLARED = (HANDED_ON, HANDED_ON_SUMMED, SAID_ALIKE, SAID_SUMMANDS)
+
 Parts = dict[int, list[np.ndarray]]
 """By rank: the sampled elements of each part."""
 
@@ -44,7 +46,8 @@ class Passed:
 
     `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
     gradients are summands), "kept" (a gather without a gradient but for the own part), "scaled" (by `factor`), "lost"
-    (nothing came), "mixed" (others' gradients came, of whom forward took nothing), "other". `whole`: what arrived
+    (nothing came), "mixed" (others' gradients came, of whom forward took nothing), "unlike" (what ranks hand on as
+    copies are none), "other". `whole`: what arrived
     was alike on all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
     """
 
@@ -83,6 +86,8 @@ def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
 def _judge(events: dict[int, Exchange]) -> Passed | None:
     if all(event.put_back for event in events.values()):
         return Passed(events, GATHER, "kept")
+    if all(event.operation in _DECLARED for event in events.values()):
+        return _declared(events)
     if all(event.operation for event in events.values()):
         return _documented(events)
     read = {rank: _read(event) for rank, event in events.items()}
@@ -127,17 +132,47 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
 
 
-def _documented(events: dict[int, Exchange]) -> Passed | None:
-    """A functional collective of torch's: its backward sums over the ranks where outputs are alike, which is one sum
-    too many for a gradient that is whole on each of them."""
-    first = next(iter(events.values()))
+def _declared(events: dict[int, Exchange]) -> Passed | None:
+    """Copies that go on as plain tensors: what arrives is handed on as one gradient, or as summands of it; or copies
+    and summands that come from plain ones."""
+    operation = next(iter(events.values())).operation
+    read = _given_and_arrived(events)
+    if read is None:
+        return None
+    given, arrived, near = read
+    if operation in (SAID_ALIKE, SAID_SUMMANDS):
+        unlike = Passed(events, OWN, "unlike") if operation == SAID_ALIKE else Passed(events, SUM, "right")
+        return unlike if _apart(given) else None
+    if not _alike(given, near):
+        return None
+    whole = _alike(arrived, near) and bool(_flat(arrived).any())
+    if not whole and not _apart(arrived):
+        return None
+    if (operation == HANDED_ON_SUMMED) == whole:
+        return Passed(events, COPY, "scaled", float(len(events)), whole=True) if whole else Passed(events, COPY, "own")
+    return Passed(events, COPY, "right", whole=whole)
+
+
+def _given_and_arrived(events: dict[int, Exchange]) -> tuple[Parts, Parts, float] | None:
+    """Inputs, the gradients that arrived, and within what they are alike."""
     given, arrived = {}, {}
     for rank, event in events.items():
         parts = _parts(event, (event.input_counts, event.output_counts))
         if parts is None:
             return None
         given[rank], arrived[rank] = parts
-    near = max(ALIKE, 4 * EPSILON.get(first.dtype, EPSILON["bfloat16"]))
+    dtype = next(iter(events.values())).dtype
+    return given, arrived, max(ALIKE, 4 * EPSILON.get(dtype, EPSILON["bfloat16"]))
+
+
+def _documented(events: dict[int, Exchange]) -> Passed | None:
+    """A functional collective of torch's: its backward sums over the ranks where outputs are alike, which is one sum
+    too many for a gradient that is whole on each of them."""
+    first = next(iter(events.values()))
+    read = _given_and_arrived(events)
+    if read is None:
+        return None
+    given, arrived, near = read
     if _alike(given, near):
         return None
     whole = _alike(arrived, near) and bool(_flat(arrived).any())

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "all DTensors",
-            "sequence parallel, clipped by local norms")  # fmt: skip
+            "sequence parallel, clipped by local norms", "local", "local, not declared", "local, whole declared summed",
+           "local, summands declared copies")  # fmt: skip
 
 
 class Whole(nn.Module):
@@ -30,11 +31,49 @@ class Whole(nn.Module):
         return whole.to_local(grad_placements=[Partial(self.reduce_op)])
 
 
+class Local(nn.Module):
+    """A feed-forward layer between parts of a sequence, computed on what lies here of its weights."""
+
+    def __init__(self, mesh: Any, variant: str) -> None:
+        super().__init__()
+        self.mesh, self.variant = mesh, variant
+        self.up = nn.Parameter(distribute_tensor(torch.randn(2 * WIDTH, WIDTH) / 4, mesh, [Shard(0)]))
+        self.down = nn.Parameter(distribute_tensor(torch.randn(WIDTH, 2 * WIDTH) / 4, mesh, [Shard(1)]))
+
+    def forward(self, x: Any) -> Any:
+        summands = None if "not declared" in self.variant else [Partial()]
+        whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=summands)
+        up, down = (param.to_local() for param in (self.up, self.down))
+        y = torch.tanh(whole @ up.T) @ down.T
+        made = DTensor.from_local(y, self.mesh, [Replicate() if "declared copies" in self.variant else Partial()])
+        return x + made.redistribute(placements=[Shard(1)])
+
+
+class ToLocal(nn.Module):
+    """What all ranks go on with alike."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.declared = [Partial()] if "whole declared summed" in variant else None
+
+    def forward(self, x: Any) -> Tensor:
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=self.declared)
+
+
+def local_model(variant: str, mesh: Any) -> nn.Module:
+    """Sequence parallel, by hand. No copy of a parameter shows what comes back through the layers."""
+    model = nn.Sequential(nn.Linear(WORDS, WIDTH), Local(mesh, variant), Local(mesh, variant), ToLocal(variant),
+                          nn.Linear(WIDTH, WORDS))  # fmt: skip
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Shard(1), use_local_output=False)})
+
+
 def model_of(variant: str, mesh: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
     if variant == "all DTensors":
         return distribute_module(model, mesh)
+    if "local" in variant.split(",")[0]:
+        return local_model(variant, mesh)
     if "sequence parallel" in variant:
         model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
         plan = {
@@ -67,7 +106,7 @@ def train(variant: str) -> int:
     mesh = init_device_mesh("cpu", (2,))
     model = model_of(variant, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    one_batch = "sequence parallel" in variant
+    one_batch = "sequence parallel" in variant or variant.startswith("local")
     shape = (4, TOKENS // 4) if one_batch else (TOKENS,)
     data = torch.Generator().manual_seed(0 if one_batch else dist.get_rank())
     for _ in range(STEPS):
@@ -83,7 +122,8 @@ def train(variant: str) -> int:
             clip(model)
         optimizer.step()
         optimizer.zero_grad()
-    return zlib.crc32(b"".join(param.to_local().detach().numpy().tobytes() for param in model.parameters()))
+    held = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in held))
 
 
 def train_all(folder: str) -> list[tuple[int, int]]:

@@ -39,3 +39,27 @@ def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Rep
         "loss.backward()"
         in Path(str(finding.first_event.file)).read_text().splitlines()[(finding.first_event.line or 0) - 1]
     )
+
+
+def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report]) -> None:
+    assert reports["local"].verdict == "clean"
+    assert "GS802" in reports["local"].rules.passed
+
+
+@pytest.mark.parametrize(
+    ("variant", "code", "fix"),
+    [
+        ("not declared", ".to_local(grad_placements=summands)", "to_local(grad_placements=[Partial()])"),
+        ("whole declared summed", ".to_local(grad_placements=self.declared)", "leave grad_placements out"),
+        ("summands declared copies", "DTensor.from_local(y", "declare Partial()"),
+    ],
+)
+def test_what_is_declared_of_a_local_part_is_held_against_what_arrives(
+    reports: dict[str, Report], variant: str, code: str, fix: str
+) -> None:
+    (finding,) = reports[f"local, {variant}"].findings
+    assert (finding.code, finding.severity) == ("GS802", "error")
+    assert fix in finding.fix
+    assert finding.first_event is not None
+    file, line = str(finding.first_event.file), finding.first_event.line or 0
+    assert code in Path(file).read_text().splitlines()[line - 1]

@@ -105,7 +105,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             continue
         if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
             continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
-        apart = _losses_differ(data, one)
+        apart = _losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)
         if one.outcome == "kept":
@@ -128,6 +128,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 or _is_mean_of_gathered(one)
             ):
                 scaled.append(fault)
+        elif one.outcome == "unlike" and not shared:
+            continue  # of data ranks it may be meant
         elif one.outcome == "own" and not shared and not one.first.function:
             result.reasons.append(
                 f"{fault.name} at {fault.where} changes a tensor of the graph in place and has no gradient, so that "

@@ -29,6 +29,8 @@ arrives at each parameter is reduced and scaled as it should be, so nothing else
     reduce-scatter   <->  all-gather
     all-to-all       <->  all-to-all, sizes of both sides swapped
     send to the next <->  send to the one before (a ring)
+A DTensor that lies in copies and goes on as a plain tensor hands on what arrives, unless it is told to sum it
+(`to_local(grad_placements=[Partial()])`).
 torch.distributed.nn.functional.all_reduce sums in backward too, and so do torch's functional collectives since 2.13:
 right for losses that the ranks add up, and once too much for one loss that all of them compute. Where ranks should go
 on alike and do not, look behind the function: a column-parallel layer without its all-reduce in backward, dropout from
@@ -37,6 +39,7 @@ unlike seeds.
 ## References
 - Megatron-LM, arXiv 1909.08053, section 3 (f and g), and arXiv 2205.05198 (sequence parallelism).
 - pytorch/pytorch#58005 (gradients of torch.distributed.nn.functional.all_reduce); mlfoundations/open_clip#616.
+- torch/distributed/tensor/_api.py, _ToTorchTensor (what `to_local` takes a gradient for).
 - torch/distributed/nn/functional.py, _AllGather.backward: on gloo it receives into `empty_like` of gradients, whose
   memory need not be in order (torch 2.13; seen with keys that attention transposes).
 """
@@ -51,6 +54,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
+from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, SAID_ALIKE
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
@@ -92,7 +96,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     for found in alike.values():
         first, event = found[0], found[0].passed.first
         ranks = tuple(sorted({rank for one in found for rank in one.passed.ranks}))
-        parts = first.passed.outcome == "own" and first.shared and UNSUMMED in facts.found
+        parts = first.passed.outcome in ("own", "unlike") and first.shared and UNSUMMED in facts.found
         yield Remark(
             answer=Answer(
                 explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
@@ -102,12 +106,14 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                     if first.share is not None
                     else _KEPT
                     if first.passed.outcome == "kept"
+                    else _DECLARE[first.passed.first.operation]
+                    if first.passed.first.operation in _DECLARE
                     else _SUM_BEHIND
                     if parts
                     else f"Let the backward of {first.name} {_OWES[first.passed.forward]}{_written(first)}."
+                    + (_BEHIND if first.passed.outcome == "own" and first.shared else "")
+                    + (_FUNCTIONAL if first.passed.first.operation else "")
                 )
-                + (_BEHIND if first.passed.outcome == "own" and first.shared and not parts else "")
-                + (_FUNCTIONAL if first.passed.first.operation else "")
                 + (_TORCH if _is_torchs(first) and first.passed.outcome == "other" else "")
                 + " `gradcheck run --verify` shows which module's gradient is off, and holds the repaired one.",
                 severity="warning"
@@ -143,6 +149,18 @@ _BEHIND = (
     " Or, if all ranks should go on alike, look behind it: a column-parallel layer whose backward does not sum its "
     "input's gradient, or dropout from unlike seeds."
 )
+
+
+_DECLARE = {
+    HANDED_ON: "Declare what arrives: to_local(grad_placements=[Partial()]) for the mesh dimension of these ranks, or "
+    "go on with the DTensor (use_local_output=False in torch's parallel styles). Or, if all ranks should go on alike, "
+    "look behind it: dropout from unlike seeds, labels of their own.",
+    HANDED_ON_SUMMED: "What arrives is whole on each rank, and Partial() has it summed: leave grad_placements out "
+    "there, or declare Replicate() for the mesh dimension of these ranks.",
+    SAID_ALIKE: "If these are summands, as a row-parallel layer gives them, declare Partial() for the mesh dimension "
+    "of these ranks in place of Replicate(), so that they are summed. Else look in front of it for what makes them "
+    "differ: dropout from unlike seeds, inputs of their own.",
+}
 
 
 _KEPT = (
@@ -198,6 +216,8 @@ def _pattern(fault: Faulty) -> str:
         return f"the gradients that come back through {fault.name} are x {passed.factor:.6g}"
     if passed.outcome in ("own", "kept"):
         return f"{fault.name} hands each rank what its own output asks for; the others' share is lost"
+    if passed.outcome == "unlike":
+        return f"what {fault.name} declares to be copies differs between the ranks"
     return f"what comes back through {fault.name} is another gradient than that of its forward"
 
 
@@ -226,6 +246,11 @@ def _what(fault: Faulty) -> str:
         sums = passed.forward in (SUM, COPY, GATHER) and abs(passed.factor / size - 1) < 1e-3
         named = f", the number of ranks: a sum too many.{twice}" if sums else "."
         return f"Backward gives x {passed.factor:.6g} of what its forward's transpose does{named} All in front gets it."
+    if passed.outcome == "unlike":
+        return (
+            "It declares them to be copies (Replicate), and nothing sums them: all behind goes on as if they were, "
+            "each rank with what it has or with its part of that."
+        )
     if passed.outcome == "mixed" and passed.forward == OWN_PART:
         return (
             "Backward gathers what arrives on all ranks: gradients of other ranks' parts for activations that went "

@@ -6,7 +6,8 @@ when it called a collective in forward, or was seen to call one in backward; a f
 arrived and came back are recorded. Whether one is the transpose of the other is judged when the ranks are together.
 
 A collective that is called on a tensor of the graph changes it in place, and no node knows of it: what arrives at the
-tensor is what goes on. DTensors know what they do, and so do torch's own wrappers.
+tensor is what goes on. DTensors know what they do, and so do torch's own wrappers; what their local parts are told to
+hand back is declared, and compared with what arrives (dtensor_locals.py).
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.events import SENT, Exchange, Site
-from gradcheck_dist.probes.activations import functional
+from gradcheck_dist.events import SENT
+from gradcheck_dist.probes.activations import dtensor_locals, functional
 from gradcheck_dist.probes.activations.attention import Attentions, is_attention
 from gradcheck_dist.probes.activations.attention import watch as watch_attention
 from gradcheck_dist.probes.activations.exchange_calls import (
@@ -36,7 +36,15 @@ from gradcheck_dist.probes.activations.exchange_calls import (
     call_of,
     may_move_leaves,
 )
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, boxes, each_whole, num_of_each, take
+from gradcheck_dist.probes.activations.exchange_events import (
+    Arriving,
+    Watched,
+    came,
+    coarsest,
+    watch_arriving,
+    watch_tensor,
+)
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, boxes, each_whole, num_of_each, take
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -62,7 +70,7 @@ class Exchanges:
         self._open: list[Calls] = []
         self.attentions = Attentions(recorder)
         self._backward: dict[type, tuple[int, ...] | None] = {}
-        self.gathered: tuple[Call, _Watched, Tensor] | None = None
+        self.gathered: tuple[Call, Watched, Tensor] | None = None
         self._step = -1
         self._alike: Counter[tuple[Any, ...]] = Counter()
         self._indices: Counter[tuple[Any, ...]] = Counter()
@@ -219,15 +227,15 @@ def is_over(recorder: Recorder, exchanges: Exchanges, before: Tensor, called: Ca
     if not 1 < len(call.ranks) <= MAX_RANKS or call.tensor is None:
         return
     counts = (len(before),)
-    dtype = _coarsest([call.tensor])
+    dtype = coarsest([call.tensor])
     if call.parts is not None:
         stopped = not torch.is_grad_enabled() or call.tensor.grad_fn is None
-        told = _Watched("", call.ranks, 0, counts, (), (call.name,), None, caller_site(), dtype, stopped=stopped)
+        told = Watched("", call.ranks, 0, counts, (), (call.name,), None, caller_site(), dtype, stopped=stopped)
         exchanges.gathered = (call, told, before)
     elif (index := exchanges.number(call.ranks, call.name)) is not None:
-        told = _Watched("", call.ranks, index, counts, counts, (call.name,), None, caller_site(), dtype)
+        told = Watched("", call.ranks, index, counts, counts, (call.name,), None, caller_site(), dtype)
         after = take([call.tensor], [WHOLE])[0]
-        _watch_tensor(recorder, call.tensor, told, before, after)
+        watch_tensor(recorder, call.tensor, told, before, after)
 
 
 @guarded("exchanges")
@@ -241,33 +249,7 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
         return
     index = exchanges.number(call.ranks, call.name)
     if index is not None:
-        _watch_tensor(recorder, own, told._replace(put_back=True, number=index), before, before[:0])
-
-
-def _watch_tensor(recorder: Recorder, tensor: Tensor, told: _Watched, before: Tensor, after: Tensor) -> None:
-    def arrived(grad: Tensor | None) -> None:
-        handle.remove()
-        if grad is not None and is_plain(grad):
-            values = take([grad], [WHOLE])[0]
-            tell(recorder, told, before, after, values[: len(after)], values, lost=False)
-
-    handle = tensor.register_hook(unserializable_hook(kept_away(recorder, "exchanges", arrived)))
-
-
-class _Watched(NamedTuple):
-    function: str
-    group: tuple[int, ...]
-    number: int
-    input_counts: tuple[int, ...]
-    output_counts: tuple[int, ...]
-    collectives: tuple[str, ...]
-    defined_at: Site | None
-    site: Site | None
-    dtype: str
-    params: int | None = None
-    put_back: bool = False
-    stopped: bool = False
-    operation: str = ""
+        watch_tensor(recorder, own, told._replace(put_back=True, number=index), before, before[:0])
 
 
 @guarded("exchanges")
@@ -275,8 +257,9 @@ def watch(
     recorder: Recorder, exchanges: Exchanges, cls: type, args: tuple[Any, ...], results: Any, calls: Calls
 ) -> None:
     """A function was applied: watch what arrives at its outputs and what its backward gives for its inputs."""
-    if exchanges.listens and (operation := functional.operation_of(cls)) is not None:
-        _watch_functional(recorder, exchanges, cls, operation, args, results)
+    if exchanges.listens and (told_of := _by_torch(cls)) is not None:
+        for arriving in told_of(exchanges, args, results):
+            watch_arriving(recorder, results, *arriving)
         return
     if not exchanges.listens or not (calls.sent or exchanges.may_communicate(cls, args, results, calls)):
         if exchanges.notes and any(isinstance(arg, nn.Parameter) for arg in args) and may_move_leaves(calls, args):
@@ -302,7 +285,7 @@ def watch(
             gathered.not_followed(recorder, cls)
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     if is_attention(inputs, made):
-        watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], _coarsest([*inputs, made[0]]))
+        watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], coarsest([*inputs, made[0]]))
         return
     splits = next((call.splits for call in calls if call.splits is not None), None)
     parts = each_whole(inputs, made) if sent else boxes(inputs, made, len(ranks), splits)
@@ -320,8 +303,8 @@ def watch(
     written = defined_at(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
-    dtype = _coarsest([*inputs, *made])
-    told = _Watched(
+    dtype = coarsest([*inputs, *made])
+    told = Watched(
         cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
     )
     node: Any = made[0].grad_fn
@@ -336,83 +319,12 @@ def watch(
     handle = node.register_hook(kept_away(recorder, "exchanges", passed))
 
 
-def _watch_functional(
-    recorder: Recorder, exchanges: Exchanges, cls: type, operation: str, args: tuple[Any, ...], result: Any
-) -> None:
-    found = functional.watched(exchanges, cls, operation, args, result)
-    if found is None:
-        return
-    ranks, index, before, counts, parts, name = found
-    dtype = _coarsest([args[0]])
-    told = _Watched(name, ranks, index, counts, (), (name,), None, caller_site(), dtype, operation=operation)
-
-    def passed(_: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-        handle.remove()
-        grad = grad_outputs[0]
-        if grad is not None and is_plain(grad):
-            arrived, arrived_counts = take([grad], parts)
-            tell(
-                recorder,
-                told._replace(output_counts=arrived_counts),
-                before,
-                before[:0],
-                arrived,
-                before[:0],
-                lost=False,
-            )
-
-    handle = result.grad_fn.register_hook(kept_away(recorder, "exchanges", passed))
-
-
-@guarded("exchanges")
-def came(
-    recorder: Recorder,
-    told: _Watched,
-    before: Tensor,
-    after: Tensor,
-    parts: tuple[list[Box], list[Box]],
-    like: tuple[list[tuple[int, ...]], list[tuple[int, ...]]],
-    grad_inputs: Sequence[Tensor | None],
-    grad_outputs: Sequence[Tensor | None],
-) -> None:
-    """Backward ran through a function."""
-    one = next((grad for grad in grad_outputs if grad is not None), None)
-    if one is None or not all(grad is None or is_plain(grad) for grad in [*grad_inputs, *grad_outputs]):
-        return
-    given, arrived = (
-        [one.new_zeros(()).expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
-        for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
-    )
-    lost = all(grad is None for grad in grad_inputs)
-    num = num_of_each(parts)
-    values = [take(grads, boxes_of, num)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
-    tell(recorder, told, before, after, values[0], values[1], lost=lost)
-
-
-def tell(
-    recorder: Recorder,
-    told: _Watched,
-    before: Tensor,
-    after: Tensor,
-    arrived: Tensor,
-    given: Tensor,
-    *,
-    lost: bool,
-) -> None:
-    current = recorder.current
-    if current is None or not recorder.sampling:
-        return
-    event: Callable[..., Exchange] = functools.partial(
-        Exchange,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        lost=lost,
-        index=told.number,
-        **{name: value for name, value in told._asdict().items() if name != "number"},
-    )
-    recorder.emit_values(event, torch.cat([before, after, arrived, given]))
+def _by_torch(cls: type) -> Callable[[Exchanges, tuple[Any, ...], Any], list[Arriving]] | None:
+    """What is to be told of a function of torch's that documents its backward; None for any other."""
+    if (name := dtensor_locals.known(cls)) is not None:
+        return functools.partial(dtensor_locals.watched, name)
+    known = functional.known(cls)
+    return None if known is None else functools.partial(functional.watched, *known)
 
 
 def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
@@ -421,8 +333,3 @@ def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
     if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not is_plain(results):
         return False
     return is_plain(given[0]) and results.data_ptr() == given[0].data_ptr()
-
-
-def _coarsest(tensors: Sequence[Tensor]) -> str:
-    """The type that rounds most, which gradients are of, too."""
-    return str(max((one.dtype for one in tensors), key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")

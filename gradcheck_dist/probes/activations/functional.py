@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradcheck_dist.probes.activations.exchange_events import Arriving, Watched, coarsest
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, equal_parts, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.reductions.copies import ranks_of
 
 if TYPE_CHECKING:
@@ -29,12 +31,13 @@ _OPERATIONS = {
 }
 
 
-def operation_of(cls: type) -> str | None:
-    """Which documented operation a function is; None for any other function."""
-    name = cls.__name__
-    if not name.startswith(_GENERATED):
+def known(cls: type) -> tuple[str, str] | None:
+    """Which documented operation a function is, and torch's name of it; None for any other function."""
+    if not cls.__name__.startswith(_GENERATED):
         return None
-    return _OPERATIONS.get(name.removeprefix(_GENERATED).removeprefix("autograd_"))
+    name = cls.__name__.removeprefix(_GENERATED).removeprefix("autograd_")
+    operation = _OPERATIONS.get(name)
+    return None if operation is None else (operation, name.removesuffix("_default"))
 
 
 def parts_of(operation: str, given: Tensor, size: int) -> tuple[list[Box], list[Box]] | None:
@@ -55,21 +58,19 @@ def group_of(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(ranks_of(torch._C._distributed_c10d._resolve_process_group(name)))
 
 
-def watched(exchanges: Exchanges, cls: type, operation: str, args: Sequence[Any], result: Any) -> Any:
-    """(ranks, number, elements of the input, how many of each part, the output's parts, name) of an application that is
-    to be recorded, else None."""
+def watched(operation: str, name: str, exchanges: Exchanges, args: Sequence[Any], result: Any) -> list[Arriving]:
+    """What is told of an application, when its gradient has arrived; nothing of one that is not to be recorded."""
     given = args[0]
     if not isinstance(given, Tensor) or not given.requires_grad or given.is_leaf or not is_plain(given):
-        return None
+        return []
     if not isinstance(result, Tensor) or result.grad_fn is None or not given.is_floating_point():
-        return None
+        return []
     ranks = group_of(args)
     parts = parts_of(operation, given, len(ranks))
-    if parts is None or len(ranks) < 2:
-        return None
-    index = exchanges.number(ranks, cls)
-    if index is None:
-        return None
+    index = exchanges.number(ranks, name) if parts is not None and len(ranks) > 1 else None
+    if parts is None or index is None:
+        return []
     before, counts = take([given], parts[0])
-    name = cls.__name__.removeprefix(_GENERATED).removeprefix("autograd_").removesuffix("_default")
-    return ranks, index, before, counts, parts[1], name
+    dtype = coarsest([given])
+    told = Watched(name, ranks, index, counts, (), (name,), None, caller_site(), dtype, operation=operation)
+    return [(told, before, parts[1])]
