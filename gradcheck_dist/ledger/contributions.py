@@ -59,12 +59,13 @@ class Contribution:
 @dataclass
 class Contributions:
     """All contributions of a step, and how ranks map to data coordinates. `coordinate_from` is "declared" or says what
-    they were inferred from."""
+    they were inferred from. `groups`: the data coordinates of each group of some ranks that reduced something."""
 
     by_key: dict[ContributionKey, Contribution] = field(default_factory=dict)
     coordinate: dict[int, int] = field(default_factory=dict)
     coordinate_from: str = "declared"
     problems: list[str] = field(default_factory=list)
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_tokens(self) -> int | None:
@@ -154,6 +155,9 @@ def collect(
         result.coordinate_from = _inferred(representative, owner, signatures, strangers)
     numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
     result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
+    seen = {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Reduce)}
+    groups = {tuple(sorted({result.coordinate.get(rank, 0) for rank in group})) for group in seen}
+    result.groups = tuple(sorted(group for group in groups if 1 < len(group) < len(numbered)))
     for own, data_rank in numbered.items():
         ranks = tuple(rank for rank, of in representative.items() if of == own)
         for slot, pairs in losses.get(own, {}).items():

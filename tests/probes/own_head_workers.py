@@ -31,3 +31,37 @@ def train(divisor: float, run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_by_hand(run_dir: str) -> None:
+    """The same with sums over unequal tokens that are reduced by hand, heads over their pair's tokens alone."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    with attach(run_dir):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        torch.manual_seed(1 + rank // 2)
+        head = nn.Linear(16, 5)
+        optimizer = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(10 + rank)
+        for _ in range(2):
+            sizes = torch.randint(3, 12, (2,), generator=generator)
+            every, own = sizes.sum(), sizes.sum()
+            dist.all_reduce(every)
+            dist.all_reduce(own, group=pair)
+            for size in sizes.tolist():
+                features = torch.randn(size, 8, generator=generator)
+                labels = torch.randint(0, 5, (size,), generator=generator)
+                (F.cross_entropy(head(trunk(features)), labels, reduction="sum") / every).backward()
+            for p in trunk.parameters():
+                dist.all_reduce(p.grad)
+            for p in head.parameters():
+                dist.all_reduce(p.grad, group=pair)
+                p.grad.mul_(every / own)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

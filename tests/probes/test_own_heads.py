@@ -20,3 +20,11 @@ def test_heads_that_follow_their_own_tokens_are_not_accused(
     report = diagnose(read_run(tmp_path / "run"))
     assert [(finding.code, finding.factor.exact) for finding in report.findings] == found
     assert any("these ranks' own tokens, and x 2 of their part" in reason for reason in report.reasons)
+
+
+def test_heads_that_a_line_scales_to_unequal_tokens_of_their_own_are_not_accused(tmp_path: Path) -> None:
+    warm_up()
+    launch("own_head_workers:train_by_hand", (str(tmp_path / "run"),), 4, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("these ranks' own tokens, and x 1." in reason for reason in report.reasons)

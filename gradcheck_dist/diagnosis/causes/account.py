@@ -110,6 +110,7 @@ class Account:
 
 def account(data: StepData, held: Held, cell: Cell) -> Account:
     """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
+    held = replace(held, rank=_given_by(data, held))
     replay, column, holder = held.replay, cell.column, held.rank
     result = Account(cell.root_ratio)
     result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])
@@ -118,6 +119,8 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     hops = held.hops.get(column, ())
     result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
     reached = _walk(data, result, entries, column, leaf, result.root * gain(hops))
+    if any(step.opaque and abs(step.factor) <= SAME for step in result.steps):
+        result.arrived &= _origin(replay, column, holder) == holder  # a hook that brought nothing from other ranks
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
     _ask_for_average(result)
@@ -132,6 +135,18 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
         start = result.gaps[-1].end if result.gaps else leaf
         result.gaps.append(Gap(start, step, holder, 0.0, 0.0, False))
     return result
+
+
+def _given_by(data: StepData, held: Held) -> int:
+    """The rank whose gradient this one reads: its own, or that of the rank to which a reduction brought all, where what
+    both read is the same, bit by bit. What happened to it happened there, before it was broadcast."""
+    roots = [e.event.root for e in held.replay.history(held.rank) if isinstance(e.event, Reduce)]
+    if not roots or roots[-1] in (None, held.rank):
+        return held.rank
+    root = roots[-1]
+    tracks = data.tracks[held.param]
+    read = [tracks[rank].points[-1].values.data for rank in (root, held.rank) if rank in tracks and tracks[rank].points]
+    return root if len(read) == 2 and np.array_equal(read[0], read[1]) else held.rank
 
 
 def _ask_for_average(result: Account) -> None:

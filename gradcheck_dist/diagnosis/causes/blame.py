@@ -24,8 +24,10 @@ from gradcheck_dist.diagnosis.causes.hands import (
     still_wrong,
 )
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
+from gradcheck_dist.diagnosis.causes.own_lines import line_between
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
+from gradcheck_dist.diagnosis.weights.written import is_exactly_written
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
@@ -61,8 +63,15 @@ def blame(
     blame_losses(contributions, [one for one in wrong if one.account.root == 0])
     wrong = [one for one in wrong if one.account.root != 0]
     place = contributions.coordinate
+    # What ranks of one batch add up by hand is no reduction over data: another summand came by a recorded one.
+    carried = {(id(one.held), one.cell.key[0]) for one in every if one.account.arrived and not one.account.by_hand}
     brought = [
-        one for one in every if one.account.by_hand and not one.gone and place.get(one.held.rank) != one.cell.key[0]
+        one
+        for one in every
+        if one.account.by_hand
+        and not one.gone
+        and place.get(one.held.rank) != one.cell.key[0]
+        and (id(one.held), one.cell.key[0]) not in carried
     ]
     unseen = {one.held.rank: one for one in brought}
     _liken(wrong)
@@ -91,12 +100,12 @@ def blame(
         recorded(contributions, [one for one in wrong if still_wrong(one)], right, around)
     blame_losses(contributions, [one for one in wrong if not one.shares], noisy)
     _join_noisy(every)
-    _join_undone(every)
+    _join_undone(data, every)
     put_together(halves)
     return _collect(every)
 
 
-def _join_undone(every: list[Judged]) -> None:
+def _join_undone(data: StepData, every: list[Judged]) -> None:
     """Two changes that nobody recorded and that befell all weights alike are one, where the last may be a clip: nobody
     knows its number, so it may undo the other one, and only their product is known to be off."""
     unseen = [[item for item in one.shares if item[0].unrecorded or _in_a_hook(item[0])] for one in every]
@@ -111,9 +120,17 @@ def _join_undone(every: list[Judged]) -> None:
         return
     if all(isinstance(gaps[-1][0].event, GradientNorm) for gaps in unseen):
         return  # what was before the norm was taken is no part of the clip
+    if all(_is_a_number(data, culprit, share, best) for culprit, share in best.shares):
+        return  # nor is a number that stands in the program
     for one, gaps in zip(every, unseen, strict=True):
         whole = replace(gaps[0][0], factor=best.cell.ratio, nominal=1.0, unrecorded=True, before=gaps[-1][0].before)
         one.shares = [(whole, one.cell.ratio)]
+
+
+def _is_a_number(data: StepData, culprit: Culprit, share: float, one: Judged) -> bool:
+    """Whether the trainer's own line does this by a number that its call shows."""
+    write = line_between(data, culprit, [one.held], share, one.tolerance)
+    return write is not None and is_exactly_written(write.factor)
 
 
 def _in_a_hook(culprit: Culprit) -> bool:

@@ -10,7 +10,8 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE
-from gradcheck_dist.events import Backward, GradWrite, Reduce
+from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
+from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6
@@ -28,7 +29,8 @@ def behind_bare_sum(
 
     Of a loss and an unrecorded change behind it either may have the wrong number. A sum that enters with 1 has none,
     though: where one line did all of the change, by a number in which tokens are counted, that count is wrong. A line
-    that divides by degrees alone may be right, and the tokens missing before the loss; then the bracket stays.
+    that divides by degrees alone may be right, and the tokens missing before the loss; then the bracket stays. One that
+    divides by just the tokens of the step is right: a reduction that averages is then one hand too many.
 
     Args:
         held, off, tolerance: as for `line_between`.
@@ -45,15 +47,38 @@ def behind_bare_sum(
         return culprit
     degrees = {name: number for name, number in quantities.items() if name != "num_tokens"}
     number = abs(write.factor or 1.0)
+    if abs(number * quantities.get("num_tokens", 0.0) - 1) <= EXACT:
+        return _averaged(culprit, held, off, tolerance) or culprit
     if any(name.cost < SIMPLE for name in name_number(number, degrees, EXACT)):
         return culprit
-    earlier = [
-        event for event in data.events[culprit.rank] if isinstance(event, Backward | Reduce) and event.seq < write.seq
-    ]
+    rank = rank_of(data, write)
+    earlier = [event for event in data.events[rank] if isinstance(event, Backward | Reduce) and event.seq < write.seq]
     start = max(earlier, key=lambda event: event.seq, default=None)
     if start is None:
         return culprit
-    return replace(culprit, kind=kind_of(start), event=start, gradient=None, nominal=1.0)
+    return replace(culprit, kind=kind_of(start), rank=rank, event=start, gradient=None, nominal=1.0)
+
+
+def _averaged(culprit: Culprit, held: Sequence[Held], off: float, tolerance: float) -> Culprit | None:
+    """The recorded reduction whose documented factor is what every one of these gradients is off by; None for none."""
+    found: list[tuple[int, Reduce]] = []
+    for one in held:
+        reductions = [e.event for e in one.replay.history(one.rank) if isinstance(e.event, Reduce)]
+        such = [event for event in reductions if _is(nominal_factor(event), off, tolerance)]
+        if not such:
+            return None
+        found.append((one.rank, such[-1]))
+    rank, event = found[0]
+    factor = nominal_factor(event)
+    return replace(
+        culprit, kind="reduce", rank=rank, event=event, before=None, unrecorded=False, gradient=None, nominal=factor,
+        factor=factor,
+    )  # fmt: skip
+
+
+def rank_of(data: StepData, event: Event) -> int:
+    """The rank on which an event of a step was recorded."""
+    return next(rank for rank, events in data.event_of.items() if events.get(event.seq) is event)
 
 
 def line_between(
@@ -75,15 +100,18 @@ def line_between(
         return None
     if culprit.spared is not None:
         return _of_the_others(data, culprit, tolerance)
-    tracks = (data.tracks[one.param].get(culprit.rank) for one in held)
-    params = {track.param.id for track in tracks if track is not None}
+    rank = rank_of(data, culprit.before) if culprit.before is not None else culprit.rank
+    # A stage's gradients have their losses on another rank, whose clock is not this one's.
+    begin = culprit.event.seq if data.event_of[rank].get(culprit.event.seq) is culprit.event else -1
     end = culprit.before.seq if culprit.before is not None else inf
+    tracks = (data.tracks[one.param].get(rank) for one in held)
+    params = {track.param.id for track in tracks if track is not None}
     between = [
         event
-        for event in data.events[culprit.rank]
-        if isinstance(event, GradWrite) and event.site is not None and culprit.event.seq < event.seq < end
+        for event in data.events[rank]
+        if isinstance(event, GradWrite) and event.site is not None and begin < event.seq < end
     ]
-    owners = {one.seq: set(data.params_of(culprit.rank, one.params or 0)) for one in between if one.params is not None}
+    owners = {one.seq: set(data.params_of(rank, one.params or 0)) for one in between if one.params is not None}
     writes = [one for one in between if params & owners.get(one.seq, set())]
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:

@@ -58,7 +58,7 @@ def own_objective(
         other = expected_weights(name, tokens)
         if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
             return OwnObjective(other)
-    for way in partitions(list(expected)):
+    for way in partitions(list(expected), contributions.groups):
         counted = way.tokens_of({key: tokens[key] for key in expected})
         if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), rounding):
             means = {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}

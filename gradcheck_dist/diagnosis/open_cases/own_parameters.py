@@ -70,9 +70,15 @@ def own_mean(case: Case, data: StepData) -> str | None:
     shown = in_short(names)
     return (
         f"{shown} are of some ranks alone, and so is what reaches them: their gradients are means over these ranks' "
-        f"own tokens, and x {case.pattern.factor:.4g} of their part of the mean over all tokens, by which the other "
+        f"own tokens, and {_times(case)} of their part of the mean over all tokens, by which the other "
         "parameters go. Heads and adapters by task or language may be meant so; experts, or shares of one loss, may not"
     )
+
+
+def _times(case: Case) -> str:
+    low, high = min(cell.ratio for _, cell in case.cells), max(cell.ratio for _, cell in case.cells)
+    same = high - low <= 2 * case.pattern.tolerance * high
+    return f"x {case.pattern.factor:.4g}" if same else f"x {low:.4g} to x {high:.4g}"
 
 
 def _may_be_own_mean(case: Case, data: StepData) -> bool:
@@ -81,7 +87,7 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
     where nothing was reduced, copies may have been forgotten."""
     contributions = case.context.contributions
     total = contributions.num_tokens
-    if case.culprit.absent or case.pattern.kind != "uniform" or not total:
+    if case.culprit.absent or not total:
         return False
     for held in case.held:
         of_rank = data.tracks.get(held.param, {})
@@ -94,7 +100,9 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
             return False
         counts = [contributions.by_key[key].num_tokens for key in reached if key in contributions.by_key]
         own = sum(count or 0 for count in counts)
-        if not 0 < own < total or abs(case.pattern.factor * own / total - 1) > max(case.pattern.tolerance, EXACT):
+        ratios = [cell.ratio for one, cell in case.cells if one is held]
+        allowed = max(case.pattern.tolerance, EXACT)
+        if not 0 < own < total or any(abs(ratio * own / total - 1) > allowed for ratio in ratios):
             return False
     return bool(case.held)
 

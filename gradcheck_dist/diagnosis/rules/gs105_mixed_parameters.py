@@ -71,7 +71,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         """Whether a finding is that the same line adds up copies of one gradient."""
         at, factor = finding.first_event, finding.factor.observed
         here = at is not None and event.site is not None and (at.file, at.line) == (event.site.file, event.site.line)
-        return finding.code == "GS000" and here and factor is not None and abs(factor / copies - 1) <= SAME_FACTOR
+        counted = finding.code in ("GS000", "GS102", "GS104") and factor is not None
+        return here and counted and abs((factor or 0.0) / copies - 1) <= SAME_FACTOR
 
     yield Remark(
         answer=Answer(

@@ -8,7 +8,7 @@ from fractions import Fraction
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
-from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between
+from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, rank_of
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -104,7 +104,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
     write = line_between(verdict.data, case.culprit, case.held, off, allowed)
-    case.culprit = replace(case.culprit, write=write)
+    if write is not None:
+        case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
     if case.culprit.kind == "loss" and not case.culprit.unrecorded:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)

@@ -10,6 +10,7 @@ rounding hides what they hold.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,8 +22,13 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo
 Run = tuple[int, int, int]
 """Neighbours: 1 or -1 for the other way round, first, last + 1"""
 
+Result = tuple[list[Region], Tensor, Tensor]
+"""What a copy held, and values of what its reduction gave: where they lie in the copy, and what they are."""
+
 NUM_COMPARED = 8
 """Elements of each gradient."""
+NUM_OF_RESULT = 32
+"""Elements of what a reduction gave."""
 LEAST = 6
 """Elements that are not zero, in all: fewer are a multiple of others by chance."""
 MAX_TRIED = 64
@@ -31,6 +37,8 @@ MAX_COMPARED = 1024
 """Gradients of a step that are compared with what turns out to be no copy, some 50 us each."""
 ASKED_LIKE_ONE_COMPARED = 128
 """Parameters that are asked whether they have a gradient in the time of one comparison."""
+MOST_RESULTS = 8
+"""Results of reductions that are remembered, of one size."""
 MAX_PADDING = 4096
 """Zeros behind the last gradient, or an eighth of all gradients: ranks are given parts of one size."""
 
@@ -45,10 +53,37 @@ class FlatCopies:
         self._next = (1, 0)  # direction, and behind how many parameters in it
         self._picked: list[ParamInfo] = []  # what was in the last buffer of such that are no neighbours
         self._left = MAX_COMPARED
+        self._results: dict[int, deque[Result]] = {}  # by the size of the copy that was reduced
 
     def step_begins(self) -> None:
         self._left = MAX_COMPARED
         self._held.clear()
+        self._results.clear()
+
+    def came_out(self, copied: Sequence[Region], size: int, output: Tensor, own: Sequence[Region]) -> None:
+        """Remember some values of what a reduction of a copy gave, to know it again when it is reduced once more.
+
+        Args:
+            copied: what the copy of `size` elements held.
+            own: what of it lies in `output`: all of it, or this rank's shard.
+        """
+        if not own or not output.is_cpu:
+            return
+        whole = next(region for region in copied if region.info is own[0].info)
+        low = whole.offset + own[0].start - whole.start - own[0].offset
+        flat = output.detach().reshape(-1)
+        told = flat.nonzero().reshape(-1)
+        chosen = told[:: max(1, len(told) // NUM_OF_RESULT)][:NUM_OF_RESULT]
+        if len(chosen) >= LEAST:
+            kept = self._results.setdefault(size, deque(maxlen=MOST_RESULTS))
+            kept.append((list(copied), chosen + low, flat.take(chosen).double()))
+
+    def _once_more(self, flat: Tensor) -> list[Region]:
+        """What a tensor holds that is the result of a reduction of this step, times one number."""
+        for regions, places, values in self._results.get(flat.numel(), ()):
+            if _agree(values, flat.take(places).double(), 4 * torch.finfo(flat.dtype).eps):
+                return regions
+        return []
 
     def regions(self, tensor: Tensor) -> list[Region]:
         """Which gradients a tensor is a copy of, times one number; [] where it is none, or lies on an accelerator,
@@ -56,6 +91,8 @@ class FlatCopies:
         if tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
             return []
         flat = tensor.detach().reshape(-1)
+        if self._results and flat.is_floating_point() and (again := self._once_more(flat)):
+            return again
         held = self._held.get(tensor.dtype)
         left = self._left
         if self._picked and self._is_copy(flat, self._picked):

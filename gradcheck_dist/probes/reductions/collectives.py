@@ -33,10 +33,11 @@ LATEST = 4
 
 
 class _Pending:
-    """A parameter whose buffer is reduced piece by piece. `outputs` are the pieces that are done."""
+    """A parameter whose buffer is reduced piece by piece. `outputs` are the pieces that are done; `copy_size` is
+    that of the flat copy it lies in, 0 where its gradient lies there itself."""
 
-    def __init__(self, step: int, seq: int, how: tuple[Any, ...]) -> None:
-        self.step, self.seq, self.how = step, seq, how
+    def __init__(self, step: int, seq: int, how: tuple[Any, ...], copy_size: int = 0) -> None:
+        self.step, self.seq, self.how, self.copy_size = step, seq, how, copy_size
         self.length = 0
         self.outputs: list[tuple[Region, Tensor]] = []
 
@@ -209,7 +210,7 @@ def before_manual(
                 current.by_hand.add(info.id)
     if not opened and current is None and local.dim():
         for region in recorder.places.by_value.regions(local):
-            pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how)
+            pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how, local.numel())
             recorder.sample_parts(begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)
     return opened or None
@@ -231,6 +232,8 @@ def after_manual(
         pending[region.info.id].length += region.length
     for region in regions:
         pending[region.info.id].outputs.append((region, output))
+    if (copied := pending[opened[0].info.id].copy_size) and not (async_op or held):
+        recorder.places.by_value.came_out(opened, copied, output, regions)
     for region in opened:
         info = region.info
         done = pending.get(info.id)

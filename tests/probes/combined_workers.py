@@ -1,0 +1,225 @@
+"""Trainers of two axes at once, with reductions in parts and unequal tokens, each with some faults, for
+test_combined_axes.py. A fault's line ends with its name in a comment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+VOCABULARY, WIDTH, STEPS = 16, 12, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+
+def batch(step: int, place: int, rows: int = 3) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of some rows, of which another number counts in each batch."""
+    generator = torch.Generator().manual_seed(100 * step + place)
+    x = torch.randint(0, VOCABULARY, (rows, 9), generator=generator)
+    y = x[:, 1:].clone()
+    for row in y:
+        row[int(torch.randint(2, 9, (1,), generator=generator)) :] = -100
+    return x[:, :-1], y
+
+
+def token_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def count(data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.tensor(sum(int((y >= 0).sum()) for _, y in data))
+
+
+def run(trainer: str, fault: str, run_dir: str) -> None:
+    """Train two steps with a fault, "" for none."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir):
+        trainers[trainer](fault)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def nodes(fault: str) -> None:
+    """Nodes of unequal sizes: reduced to a leader each, which sum and broadcast."""
+    rank, of_node = dist.get_rank(), [[0, 1], [2]]
+    groups, leaders = [dist.new_group(ranks) for ranks in of_node], dist.new_group([0, 2])
+    group, leader = groups[rank // 2], of_node[rank // 2][0]
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens, group=group if fault == "count_of_node" else None)
+        for x, y in data:
+            (token_sum(model(x), y) / tokens).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.reduce(p.grad, leader, group=group)
+            if rank == leader and fault != "no_leaders":
+                dist.all_reduce(p.grad, group=leaders)
+                if fault == "leaders_twice":
+                    dist.all_reduce(p.grad, group=leaders)  # leaders_twice
+                if fault == "leader_halves":
+                    p.grad.mul_(0.3)  # leader_halves
+            dist.broadcast(p.grad, leader, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flat(fault: str) -> None:
+    """A padded flat copy, reduce-scattered and gathered."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sizes = [p.numel() for p in model.parameters()]
+    size = sum(sizes)
+    whole = torch.zeros(size + -size % (3 * world))
+    shard = torch.zeros(whole.numel() // world)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank) for k in range(3)]
+        tokens = count(data)
+        dist.all_reduce(tokens)
+        for x, y in data:
+            (token_sum(model(x), y) / tokens).backward()
+        whole[:size] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        if fault == "divided_twice":
+            whole.div_(world)  # divided_twice
+        dist.reduce_scatter_tensor(shard, whole)
+        if fault == "divided_twice":
+            shard.div_(world)
+        dist.all_gather_into_tensor(whole, shard)
+        if fault == "summed_again":
+            dist.all_reduce(whole)  # summed_again
+        for p, new in zip(model.parameters(), whole[:size].split(sizes), strict=True):
+            p.grad = new.view_as(p).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tensor_parallel(fault: str) -> None:
+    """DTensor's tensor parallelism with sequence parallel norms below data parallelism by hand."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, model = mesh["dp"], Model()
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "3": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for i in (1, 2):
+        plan |= {
+            f"{i}.norm": SequenceParallel(),
+            f"{i}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"{i}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }  # type: ignore[dict-item]
+    parallelize_module(model, mesh["tp"], plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + dp.get_local_rank()) for k in range(3)]
+        tokens = count(data)
+        dist.all_reduce(tokens, group=dp.get_group())
+        for x, y in data:
+            loss = token_sum(model(x), y) / tokens
+            (loss * 2 if fault == "doubled" else loss).backward()  # doubled
+        for name, p in model.named_parameters():
+            assert isinstance(p.grad, DTensor)
+            if p.grad.placements[0].is_partial():
+                p.grad = p.grad.redistribute(placements=[Replicate()])
+            if fault == "head_left_out" and name.startswith("3"):
+                continue
+            dist.all_reduce(p.grad.to_local(), group=None if fault == "over_all" else dp.get_group())  # over_all
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pipeline(fault: str) -> None:
+    """Two stages below data parallelism, two schedules a step; sums, which one line divides by all tokens."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    dp, stage, model = mesh["dp"], mesh["pp"].get_local_rank(), Model()
+    part = nn.Sequential(*list(model)[2 * stage : 2 * stage + 2])
+    if fault == "averaged":
+        fully_shard(part, mesh=dp)
+    runner = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(runner, 3, loss_fn=token_sum, scale_grads=False)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        tokens = torch.tensor(0)
+        for k in range(2):
+            x, y = batch(step, 10 * k + dp.get_local_rank(), rows=6)
+            tokens = count([(x, y)]) + (0 if fault == "last_count" else tokens)
+            if stage == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=y)
+        dist.all_reduce(tokens, group=dp.get_group())
+        for p in part.parameters():
+            assert p.grad is not None
+            grad = p.grad.to_local() if fault == "averaged" else p.grad  # type: ignore[attr-defined]
+            if fault != "averaged":
+                dist.all_reduce(grad, group=dp.get_group())
+            if fault == "halved":
+                grad.mul_(0.5)  # halved
+            grad.div_(tokens)  # last_count
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def hook(fault: str) -> None:
+    """DDP with a hook that leaves buckets as they are, as trainers that reduce by themselves have."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world, model = dist.get_rank(), dist.get_world_size(), Model()
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, noop_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens)
+        for k, (x, y) in enumerate(data):
+            wrapped.require_backward_grad_sync = k == 1
+            (token_sum(wrapped(x), y) * world / tokens).backward()  # never_reduced
+        for p in model.parameters() if fault != "never_reduced" else ():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad.div_(world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+trainers: dict[str, Callable[[str], None]] = {
+    "nodes": nodes,
+    "flat": flat,
+    "tensor_parallel": tensor_parallel,
+    "pipeline": pipeline,
+    "hook": hook,
+}

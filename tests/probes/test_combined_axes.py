@@ -1,0 +1,67 @@
+"""Two axes at once, and reductions in parts: right ones are clean, each fault is one finding, at its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+RANKS = {"nodes": 3, "flat": 4, "tensor_parallel": 4, "pipeline": 4, "hook": 3}
+
+
+def trained(trainer: str, fault: str, tmp_path: Path) -> Report:
+    warm_up()
+    launch("combined_workers:run", (trainer, fault, str(tmp_path / "run")), RANKS[trainer], timeout_s=100)
+    return diagnose(read_run(tmp_path / "run"))
+
+
+def line_of(fault: str) -> int:
+    lines = (Path(__file__).parent / "combined_workers.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {fault}"))
+
+
+@pytest.mark.parametrize("trainer", RANKS)
+def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
+    report = trained(trainer, "", tmp_path)
+    assert (report.verdict, [finding.code for finding in report.findings]) == ("clean", [])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "fault", "code", "at_line"),
+    [
+        ("nodes", "no_leaders", "GS103", False),
+        ("nodes", "leaders_twice", "GS102", True),
+        ("nodes", "leader_halves", "GS000", True),
+        ("nodes", "count_of_node", "GS305", False),
+        ("flat", "summed_again", "GS102", True),
+        ("tensor_parallel", "head_left_out", "GS103", False),
+        ("tensor_parallel", "doubled", "GS303", False),
+        ("tensor_parallel", "over_all", "GS105", True),
+        ("pipeline", "last_count", "GS305", True),
+        ("pipeline", "halved", "GS000", True),
+        ("pipeline", "averaged", "GS101", False),
+        ("hook", "never_reduced", "GS103", True),
+    ],
+)
+def test_a_fault_is_one_finding_on_all_ranks(
+    trainer: str, fault: str, code: str, at_line: bool, tmp_path: Path
+) -> None:
+    report = trained(trainer, fault, tmp_path)
+    (finding,) = report.findings
+    assert (finding.code, finding.ranks) == (code, list(range(RANKS[trainer])))
+    assert finding.steps == [0, 1]
+    event = finding.first_event
+    assert event is not None
+    assert not at_line or event.line == line_of(fault)
+
+
+def test_two_divisions_that_stand_in_the_program_are_two_lines(tmp_path: Path) -> None:
+    report = trained("flat", "divided_twice", tmp_path)
+    assert [(one.code, one.factor.exact) for one in report.findings] == [("GS101", "1/4")] * 2
+    lines = [one.first_event.line for one in report.findings if one.first_event is not None]
+    assert lines == [line_of("divided_twice"), line_of("divided_twice") + 3]
