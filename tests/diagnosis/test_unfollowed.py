@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace as N
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.open_cases.inside_step import stepped_together
+from gradcheck_dist.diagnosis.open_cases.inside_step import reduced_inside, stepped_together
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, not_attached
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import BEFORE, Event, OptimizerStep, Param, Reduce, Replica, StepEnd
@@ -58,6 +59,29 @@ def step(
 
 def test_an_optimizer_may_reduce_gradients_itself() -> None:
     assert "when the optimizer has begun its step" in str(stepped_together(step((5, 4))))
+
+
+@pytest.mark.parametrize(
+    ("factor", "others", "seqs", "is_open"),
+    [
+        (32.0, 0.0, (5, 4), True),  # sums of tokens, of which the optimizer takes the mean over ranks, and its own norm
+        (0.5, 0.0, (5, 4), False),  # nothing multiplies
+        (32.0, 32.0, (5, 4), False),  # reduced before
+        (32.0, 0.0, (4, 5), False),
+    ],
+)
+def test_what_is_too_large_where_an_optimizer_reduces_may_be_divided_there(
+    factor: float, others: float, seqs: tuple[int, int], is_open: bool
+) -> None:
+    cells = [N(key=(0, 0, 0), ratio=factor, margin=1e-6), N(key=(1, 0, 0), ratio=others, margin=1e-6)]
+    case: Any = N(
+        culprit=N(absent=False),
+        pattern=N(kind="uniform", factor=factor),
+        terms=(),
+        context=N(contributions=N(coordinate={0: 0, 1: 1})),
+        held=[N(rank=0, cells=cells)],
+    )
+    assert ("own passes weigh x 32" in str(reduced_inside(case, step(seqs)))) == is_open
 
 
 def test_a_reduction_before_or_behind_the_step_is_not_inside_of_it() -> None:

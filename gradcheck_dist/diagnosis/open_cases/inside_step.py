@@ -9,8 +9,22 @@ from gradcheck_dist.ledger.tracks import StepData
 
 
 def reduced_inside(case: Case, data: StepData) -> str | None:
-    """Why a reduction that never came accuses nobody."""
-    return stepped_together(data) if case.culprit.absent else None
+    """Why a reduction that never came accuses nobody, and neither a factor that what comes inside may divide by."""
+    if case.culprit.absent:
+        return stepped_together(data)
+    too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1 and not case.terms
+    reason = stepped_together(data) if too_large and _are_own_alone(case) else None
+    return (
+        reason
+        and f"each rank's own passes weigh x {case.pattern.factor:.6g} when the optimizer reads them, and {reason}"
+    )
+
+
+def _are_own_alone(case: Case) -> bool:
+    """Whether the gradients that optimizers read hold nothing of other ranks' passes."""
+    place = case.context.contributions.coordinate
+    others = [cell for held in case.held for cell in held.cells if cell.key[0] != place.get(held.rank, held.rank)]
+    return bool(others) and all(abs(cell.ratio) <= cell.margin for cell in others)
 
 
 def gathered_otherwise(_: Case, data: StepData) -> str | None:
