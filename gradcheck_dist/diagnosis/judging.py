@@ -81,11 +81,13 @@ CLIP_BY_HAND = "GS601"
 
 @dataclass
 class _Weighed:
-    """The weights of a step as they were measured, and what they are compared with."""
+    """The weights of a step as they were measured, and what they are compared with. `as_measured`: up to coefficients,
+    which are what was measured."""
 
     measured: list[Held]
     target: Aim
     on_the_way: Transits
+    as_measured: bool
 
 
 @left_open
@@ -155,7 +157,10 @@ def _judge_step(
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
-    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up), by_norm)
+    facts = StepFacts(
+        *(verdict.context, data, recorded, norms, verdict.held, found, on_the_way),
+        *(bool(made_up), weighed.as_measured, by_norm),
+    )
     if backwards := list(own_backwards(data.events)):
         with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
         if with_them.comes_out_right and all(one.is_multiple for one in backwards):
@@ -172,7 +177,7 @@ def _judge_step(
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
-    verdict.reasons += [*faults(data, recorded, facts.weights_right).reasons, *open_attention(data)]
+    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
@@ -266,7 +271,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.apart = sets_apart(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
-    return _Weighed(measured, target, on_the_way)
+    return _Weighed(measured, target, on_the_way, as_measured=bool(means.reasons))
 
 
 def _cases(

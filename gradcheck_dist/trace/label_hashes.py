@@ -10,11 +10,13 @@ import numpy as np
 HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's MMIX multiplier and increment
 MAX_LABELS = 1 << 16
 MAX_RANKS = 64
+MAX_PASSAGES = 33
 
 
 def tell_no_batch(num_labels: int | None, label_hash: int | None) -> bool:
     """Whether labels of this checksum are all zeros, or 0 to n-1 (from the n-th number of a rank on, where ranks gather
-    what they compare), as those of contrastive losses are: equal ones need not be of one batch."""
+    what they compare; every k-th number, where a query has k passages), as those of contrastive losses are: equal ones
+    need not be of one batch."""
     return bool(num_labels) and label_hash is not None and label_hash in _plain(min(num_labels or 0, MAX_LABELS))
 
 
@@ -23,7 +25,10 @@ def _plain(num: int) -> frozenset[int]:
     counted = np.arange(num)
     return frozenset(
         found
-        for labels in (np.zeros(num, np.int64), *(counted + rank * num for rank in range(MAX_RANKS)))
+        for labels in (
+            *(counted * passages for passages in range(MAX_PASSAGES)),
+            *(counted + rank * num for rank in range(MAX_RANKS)),
+        )
         for found in (zlib.crc32(labels.tobytes()), _on_accelerator(labels))
     )
 

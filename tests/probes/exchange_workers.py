@@ -44,7 +44,9 @@ CONTRASTIVE = (
     "whole contrastive loss, sliced in backward, times ranks",
     "whole contrastive loss, own put back",
     "whole contrastive loss, own put back, detached",
+    "whole contrastive loss, own put back, times ranks, last pass on a line of its own",
     "whole contrastive loss, summed twice",
+    "whole divergence, own put back",
     "whole contrastive loss, stacked",
     "whole contrastive loss, stacked, sliced in backward",
     "whole contrastive loss beside own ones",
@@ -263,6 +265,9 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
         every = every_rank(features, model.variant)[0]
         if "score" in model.variant:
             return (own_loss(model, ids) - every.std(0).mean()) / PASSES
+        if "divergence" in model.variant:  # from a teacher's scores
+            teacher = torch.softmax(torch.eye(len(every)), -1)
+            return F.kl_div(F.log_softmax(every @ every.T, -1), teacher, reduction="batchmean") / PASSES
         loss = F.cross_entropy(every @ every.T, torch.arange(len(every))) / PASSES
         if "beside" in model.variant:
             own = own_loss(model, ids) / PASSES
@@ -337,8 +342,12 @@ def train(variant: str) -> int:
     shared = variant in TENSOR + SEQUENCE and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
-        for _ in range(PASSES):
-            loss_of(model, torch.randint(WORDS, (4, 5), generator=data)).backward()
+        for index in range(PASSES):
+            loss = loss_of(model, torch.randint(WORDS, (4, 5), generator=data))
+            if "last pass on" in variant and index == PASSES - 1:  # outside of no_sync
+                loss.backward()
+            else:
+                loss.backward()
         reduce(model)
         if "clipped by hand" in variant:
             clip(model)

@@ -70,7 +70,9 @@ def test_labels_that_are_the_same_in_every_batch_tell_no_batch_that_was_evaluate
         assert any("2 pass(es) were emptied" in reason and "in every batch" in reason for reason in report.reasons)
 
 
-@pytest.mark.parametrize("labels", [torch.zeros(7, dtype=torch.long), torch.arange(7), torch.arange(7) + 21])
+@pytest.mark.parametrize(
+    "labels", [torch.zeros(7, dtype=torch.long), torch.arange(7), torch.arange(7) + 21, 3 * torch.arange(7)]
+)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_checksums_of_labels_that_tell_nothing_are_known(labels: torch.Tensor, device: str) -> None:
     found = zlib.crc32(labels.numpy().data)

@@ -80,8 +80,13 @@ def test_shares_of_a_loss_that_every_rank_computes_whole_are_not_averaged(
     assert finding.severity == ("warning" if factor < 1 else "error")
 
 
-def test_a_whole_loss_times_the_ranks_that_share_its_gradient_accuses_nobody(reports: dict[str, Report]) -> None:
-    report = reports["whole contrastive loss, sliced in backward, times ranks"]
+@pytest.mark.parametrize(
+    "variant", ["sliced in backward, times ranks", "own put back, times ranks, last pass on a line of its own"]
+)
+def test_a_whole_loss_times_the_ranks_that_share_its_gradient_accuses_nobody(
+    reports: dict[str, Report], variant: str
+) -> None:
+    report = reports[f"whole contrastive loss, {variant}"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("what enters at the loss makes up for that" in reason for reason in report.reasons)
 
@@ -95,6 +100,14 @@ def test_the_share_of_a_term_that_counts_nothing_leaves_the_verdict_open(reports
     report = reports["whole score beside own losses, sliced in backward"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("leaves x 0.5 of the gradient" in reason for reason in report.reasons)
+
+
+def test_a_gather_without_a_gradient_for_losses_whose_values_nobody_knows_leaves_the_verdict_open(
+    reports: dict[str, Report],
+) -> None:
+    report = reports["whole divergence, own put back"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("leaves x 0.5 of its gradient" in reason for reason in report.reasons)
 
 
 def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Report]) -> None:

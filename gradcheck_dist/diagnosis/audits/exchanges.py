@@ -117,6 +117,12 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 )
             elif apart:
                 result.found.append(fault)
+            elif weights_right and not shared and sum(one.first.input_counts) > 1 and not _has_values(data, one):
+                result.reasons.append(
+                    f"what {fault.name} ({fault.where}) gathers has no gradient, and each rank put its own part back: "
+                    "where all compute one whole loss on it, which nothing tells here, an average over the "
+                    f"{len(one.ranks)} ranks leaves x {1 / len(one.ranks):.6g} of its gradient: {_VERIFY}"
+                )
         elif one.outcome == "lost":
             result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
         elif one.outcome == "scaled":
@@ -274,9 +280,14 @@ def _share_of_whole(data: StepData, contributions: Contributions, one: Passed) -
     data_ranks = {contributions.coordinate.get(rank, rank) for rank in one.ranks}
     if len(data_ranks) < len(one.ranks) or (_losses_differ(data, one) and not (one.whole and _averaged(data, one))):
         return None
+    is_whole = _has_values(data, one) if one.outcome == "kept" else one.whole
+    return one.factor / len(one.ranks) if is_whole else None
+
+
+def _has_values(data: StepData, one: Passed) -> bool:
+    """Whether the values of the losses in an exchange's pass are known on all of its ranks."""
     slot = (one.first.accumulation_step, one.first.microbatch)
-    known = all(loss_values(data, rank).get(slot) for rank in one.ranks)
-    return one.factor / len(one.ranks) if (known if one.outcome == "kept" else one.whole) else None
+    return all(loss_values(data, rank).get(slot) for rank in one.ranks)
 
 
 def _averaged(data: StepData, one: Passed) -> bool:

@@ -33,6 +33,8 @@ class StepFacts:
     on_the_way: Transits
     made_up: bool = False
     """Whether weights were off at the loss that an exchange of activations may make up for."""
+    as_measured: bool = False
+    """Whether the weights are right up to coefficients alone, which are what was measured."""
     by_norm: HandNorm | None = None
     """The clip by hand that took a wrong norm, of which the weights are freed."""
     own_backwards: tuple[OwnBackward, ...] = ()
@@ -44,6 +46,11 @@ class StepFacts:
     def weights_right(self) -> bool:
         """Whether every weight that could be told is as it should be."""
         return not self.found and not self.made_up and any(held.cells for held in self.held)
+
+    @property
+    def wholly_right(self) -> bool:
+        """Whether they are, and no coefficient was taken for meant."""
+        return self.weights_right and not self.as_measured
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.events import Backward, Event
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
+from gradcheck_dist.ledger.discarded import tell_batches
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.handed_on import is_handed_on
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -163,9 +164,12 @@ def _passes(data: StepData, contributions: Contributions) -> dict[ContributionKe
 def _same_labels(
     losses: Mapping[Place, Iterable[ContributionKey]], counted: Mapping[ContributionKey, Contribution]
 ) -> bool:
-    """Whether every loss counts the same labels."""
+    """Whether every loss counts the same labels. Those that are the same numbers in every batch (a contrastive loss's
+    0 to n-1) tell that only of losses that were computed on lines of their own."""
     hashes = [{(key[0], counted[key].label_hash) for key in keys} for keys in losses.values()]
-    return all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
+    computed_apart = len({place[0] for place in losses}) == len(losses)
+    tell = computed_apart or all(tell_batches(counted[key]) for keys in losses.values() for key in keys)
+    return tell and all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
 
 
 def _usual(

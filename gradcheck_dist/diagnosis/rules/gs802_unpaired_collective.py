@@ -91,7 +91,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     alike: dict[tuple[object, ...], list[Faulty]] = defaultdict(list)
-    for fault in faults(facts.data, facts.contributions, facts.weights_right).found:
+    for fault in faults(facts.data, facts.contributions, facts.wholly_right).found:
         alike[fault.place].append(fault)
     for found in alike.values():
         first, event = found[0], found[0].passed.first
