@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from gradcheck_dist.events import Event, Loss
@@ -26,11 +27,15 @@ _LETTERS = {
 }
 LETTERS: dict[type[Event], str] = {KINDS[kind]: letter for kind, letter in _LETTERS.items()}
 """Event kinds that have a place on the timeline, with their letters."""
+OTHER = "!"
+"""The letter of any other event that a finding points at."""
 
 
 def name_of(event: Event) -> str:
     """The kind of an event in words. A loss ends a forward, which is not recorded itself."""
-    return "forward" if isinstance(event, Loss) else NAMES[type(event)].replace("_", " ")
+    if isinstance(event, Loss):
+        return "forward"
+    return NAMES.get(type(event), str(type(event).__struct_config__.tag)).replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,13 @@ class Lane:
         return f"rank {self.rank}" + (f" stage {self.stage}" if self.stage is not None else "")
 
 
-def lanes_of(data: StepData, start_ns: int) -> tuple[Lane, ...]:
-    """The lanes of a step that began at `start_ns`, by rank and stage."""
+def lanes_of(data: StepData, start_ns: int, culprits: Collection[tuple[int, int]] = ()) -> tuple[Lane, ...]:
+    """The lanes of a step that began at `start_ns`, by rank and stage. `culprits`: rank and seq of events that have a
+    place there whatever they are."""
     lanes: list[Lane] = []
     for rank, events in sorted(data.events.items()):
-        marks = [_mark(data, rank, event, start_ns) for event in events if type(event) in LETTERS]
+        shown = [event for event in events if type(event) in LETTERS or (rank, event.seq) in culprits]
+        marks = [_mark(data, rank, event, start_ns) for event in shown]
         marks = sorted(_with_forward(marks), key=lambda mark: (mark.start_ns, mark.seq))
         stages = sorted({mark.stage for mark in marks if mark.stage is not None})
         if len(stages) < 2:
@@ -86,7 +93,7 @@ def _mark(data: StepData, rank: int, event: Event, start_ns: int) -> Mark:
     return Mark(
         rank=rank,
         seq=event.seq,
-        letter=LETTERS[type(event)],
+        letter=LETTERS.get(type(event), OTHER),
         name=name_of(event),
         start_ns=end - duration_ns(event),
         end_ns=end,

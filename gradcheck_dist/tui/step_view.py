@@ -95,7 +95,7 @@ class StepView:
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        return lanes_of(self.verdict.data, self.start_ns)
+        return lanes_of(self.verdict.data, self.start_ns, self.culprits)
 
     @cached_property
     def timed(self) -> bool:

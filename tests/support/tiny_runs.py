@@ -13,12 +13,15 @@ from gradcheck_dist import errors
 from gradcheck_dist.events import (
     AFTER,
     BEFORE,
+    HANDED_ON,
     LEAF,
     SCHEMA_VERSION,
     AnyRecord,
     Backward,
     Clip,
     Event,
+    Exchange,
+    GradWrite,
     Header,
     Loss,
     LossGradient,
@@ -68,9 +71,11 @@ def records(
     names: tuple[str, ...] = NAMES,
     end: bool = True,
     site: Site | None = None,
+    local: bool = False,
 ) -> Iterator[list[AnyRecord]]:
     """The records of one rank after its header, a list a step. Faults: "repeated" sums at every backward, "averaged"
-    averages what should be summed, "unreduced" leaves each rank its own; None is healthy."""
+    averages what should be summed, "unreduced" leaves each rank its own; None is healthy. `local`: what all ranks hold
+    alike goes on as a plain tensor, whose gradients differ, and a line multiplies gradients by 1."""
     place = site or Site(SOURCE, SOURCE_LINE, "train")
     total = sum(num_tokens(r, k) for r in range(world) for k in range(accumulation))
     seq = 0
@@ -110,6 +115,12 @@ def records(
                     num_tokens=num_tokens(rank, k),
                 )
             )
+            if local:
+                values = np.concatenate([np.ones(8), np.arange(8) * (rank + 1)]).astype("<f4").tobytes()
+                told = {"function": "DTensor.to_local", "group": tuple(range(world)), "operation": HANDED_ON}
+                place_of = {"index": k, "accumulation_step": k, "microbatch": 0}
+                counts = {"input_counts": (8,), "output_counts": (8,)}
+                events.append(Exchange(**common(), **told, **place_of, **counts, values=values))
             for r in range(world):
                 grads[r] = grads[r] + leaves[r, k] / total
             if fault != "unreduced" and (last or fault == "repeated"):
@@ -121,6 +132,8 @@ def records(
                 grads = dict.fromkeys(grads, reduced)
                 rows.append((seq, AFTER, grads[rank]))
             events.append(backward)
+        if local:
+            events.append(GradWrite(**common(), params=0, factor=1.0))
         norm = float(np.linalg.norm(grads[rank]))
         events.append(Clip(**common(), params=0, max_norm=1e9, norm_type=2.0, total_norm=norm, coefficient=1.0))
         events.append(OptimizerStep(**common(), optimizer="AdamW", params=0, lr=0.001))

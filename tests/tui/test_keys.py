@@ -10,15 +10,16 @@ import pytest
 from still_source import StillSource, first_snapshot, screen_text
 from textual.pilot import Pilot
 from textual.widgets import Input
-from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_unsummed
+from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_run, write_unsummed
 
 from gradcheck_dist.tui.app import SCREENS, WatchApp
+from gradcheck_dist.tui.lanes import LETTERS, OTHER
 from gradcheck_dist.tui.screens.help import HelpScreen
 from gradcheck_dist.tui.snapshot import Snapshot
 from gradcheck_dist.tui.widgets.heatmap import Heatmap
 from gradcheck_dist.tui.widgets.param_rows import ParamRows
 from gradcheck_dist.tui.widgets.stops_list import StopsList
-from gradcheck_dist.tui.widgets.timeline_chart import TimelineChart
+from gradcheck_dist.tui.widgets.timeline_chart import COLOURS, TimelineChart
 
 Steps = Callable[[WatchApp, Pilot[None]], Awaitable[None]]
 
@@ -59,6 +60,25 @@ def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapsh
         assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
 
     drive(snapshot, steps)
+
+
+def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline(tmp_path: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("d")
+        await pilot.pause()
+        text = screen_text(app)
+        assert "seen here, and in no weight" in text
+        assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
+        assert "DTensor.to_local hands its input on" in text
+        await pilot.press("3", "o")
+        await pilot.pause()
+        assert {"!", "W"} <= set(screen_text(app).split("rank 0", 1)[1].splitlines()[0])
+
+    drive(first_snapshot(write_run(tmp_path / "run", fault=None, local=True)), steps, size=(120, 40))
+
+
+def test_every_event_on_the_timeline_has_a_colour() -> None:
+    assert set(COLOURS) == {*LETTERS.values(), OTHER}
 
 
 def test_what_a_finding_means_for_this_run_stands_on_the_event_and_explain_screens(snapshot: Snapshot) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class Writes:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._num_others = 0
-        self._waiting: list[tuple[int, Site | None, float | None, list[ParamInfo]]] = []
+        self._waiting: list[tuple[int, int, Site | None, float | None, list[ParamInfo]]] = []
 
     def whose(self, tensors: Sequence[Tensor]) -> list[ParamInfo]:
         """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it)."""
@@ -98,7 +99,7 @@ class Writes:
     def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None) -> None:
         recorder = self._recorder
         if self._waiting:
-            seq, last_site, last_factor, last = self._waiting[-1]
+            seq, _, last_site, last_factor, last = self._waiting[-1]
             if (last_site, last_factor, seq, bool(last)) == (site, factor, recorder.last_seq, bool(infos)):
                 last += infos
                 return
@@ -106,14 +107,14 @@ class Writes:
             self._num_others += 1
             if self._num_others > MOST_OTHERS:
                 return
-        self._waiting.append((recorder.next_seq(), site, factor, infos))
+        self._waiting.append((recorder.next_seq(), time.time_ns(), site, factor, infos))
 
     def tell(self) -> None:
         """Emit what was seen."""
         waiting, self._waiting, self._num_others = self._waiting, [], 0
-        for seq, site, factor, infos in waiting:
+        for seq, t_ns, site, factor, infos in waiting:
             params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
-            self._recorder.emit(GradWrite, seq=seq, site=site, params=params, factor=factor)
+            self._recorder.emit(GradWrite, seq=seq, t_ns=t_ns, site=site, params=params, factor=factor)
 
 
 def _number(value: Any) -> float | None:

@@ -200,8 +200,10 @@ class Recorder(Sampler):
     # ---- events
 
     def emit(self, kind: Callable[..., Event], *, seq: int | None = None, **fields: Any) -> None:
-        """Append an event. Fields may be 0-d tensors: on CPU they are read here, on an accelerator later."""
+        """Append an event that happens now, unless `t_ns` says when. Fields may be 0-d tensors: on CPU they are read
+        here, on an accelerator later."""
         fields["seq"] = self.next_seq() if seq is None else seq
+        fields.setdefault("t_ns", time.time_ns())
         self.num_events += 1
         on_device: dict[str, Tensor] = {}
         for name, value in fields.items():
@@ -212,9 +214,9 @@ class Recorder(Sampler):
                     on_device[name] = value.detach()
         if on_device:
             rest = {name: value for name, value in fields.items() if name not in on_device}
-            self._deferred.append((functools.partial(kind, t_ns=time.time_ns(), step=self.step, **rest), on_device))
+            self._deferred.append((functools.partial(kind, step=self.step, **rest), on_device))
         else:
-            event = kind(t_ns=time.time_ns(), step=self.step, **fields)
+            event = kind(step=self.step, **fields)
             if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd | Unrecorded):
                 self.writer.append(cast(AnyRecord, event))
             elif self.unsampled is not None:

@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Static
 
+from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.reports.text import printable
 from gradcheck_dist.tui.screens.base import RunScreen
 from gradcheck_dist.tui.snapshot import Selection, Snapshot
@@ -77,7 +78,7 @@ class EventScreen(RunScreen):
             cell = step.cell(selection.param, selection.holder, selection.key)
             ledger = step.ledger_at(selection.param, selection.holder, stop) if stop is not None else []
         self.query_one(EventCard).show(
-            mark, stop, cell, ledger, culprit=step.culprits.get(where), consequence=_consequence(snapshot, selection)
+            mark, stop, cell, ledger, culprit=step.culprits.get(where), finding=_finding(snapshot, selection)
         )
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one("#path", Static).update(_path_title(selection))
@@ -131,16 +132,16 @@ class EventScreen(RunScreen):
             self.watch_app.open_path(selection.param, holders[(at + by) % len(holders)], selection.key)
 
 
-def _consequence(snapshot: Snapshot, selection: Selection) -> str:
-    """What the selected finding means for this run."""
+def _finding(snapshot: Snapshot, selection: Selection) -> Finding | None:
+    """The selected finding."""
     findings = snapshot.report.findings if snapshot.report is not None else []
-    return findings[selection.finding].consequence if selection.finding < len(findings) else ""
+    return findings[selection.finding] if selection.finding < len(findings) else None
 
 
 def _path_title(selection: Selection) -> str:
     """Which contribution into which parameter."""
     if selection.param is None or selection.key is None:
-        return "no path is selected: this event concerns no observed parameter"
+        return "no way of a contribution: this event is on none that was observed"
     data_rank, step, microbatch = selection.key
     stage, name = selection.param
     where = f"stage {stage}: " if stage >= 0 else ""

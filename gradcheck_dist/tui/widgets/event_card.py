@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import Static
 
-from gradcheck_dist.diagnosis.finding import FirstEvent
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.events import (
     AmpScale,
@@ -43,7 +43,7 @@ class EventCard(Static):
         ledger: list[tuple[Cell, float | None]],
         *,
         culprit: FirstEvent | None,
-        consequence: str = "",
+        finding: Finding | None = None,
     ) -> None:
         text = Text()
         if mark is None:
@@ -53,7 +53,8 @@ class EventCard(Static):
         text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
         if culprit is not None:
             between = f"between this and {end_of(culprit)}, by nothing that was recorded"
-            words = between if culprit.unrecorded else "after this the weight could not come right"
+            known = "after this the weight could not come right" if stop is not None else "seen here, and in no weight"
+            words = between if culprit.unrecorded else known
             text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
         _source(text, mark, max(40, self.app.size.width - 38), last_line_of(culprit) if culprit is not None else None)
         for fact in _facts(mark):
@@ -63,8 +64,11 @@ class EventCard(Static):
         if ledger:
             text.append("\nledger after this event: observed/expected of every contribution\n", "bold")
             _ledger(text, ledger)
-        if consequence and culprit is not None:
-            text.append("\nwhat it means for this run\n", "bold").append(f"{prose(consequence)}\n")
+        if finding is not None and culprit is not None:
+            if stop is None:
+                text.append("\nwhat was found\n", "bold").append(f"{prose(finding.explanation)}\n")
+            if finding.consequence:
+                text.append("\nwhat it means for this run\n", "bold").append(f"{prose(finding.consequence)}\n")
         self.update(text)
 
 

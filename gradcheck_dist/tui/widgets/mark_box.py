@@ -41,7 +41,9 @@ class MarkBox(Static):
             text.append(f"\n{short_path(site.file)}:{site.line}", "bold").append(f"  {printable(source or '')}")
         else:
             text.append("\nno source line was recorded", "dim")
-        text.append("\nForward Loss-grad Backward Reduce Scale Unscale Clip V=clamp Optimizer Zero Pipeline", "dim")
+        text.append(
+            "\nForward Loss-grad Backward Reduce Scale Write Unscale Clip V=clamp Norm Optimizer Zero Pipeline", "dim"
+        )
         text.append("\nB0 k=0, B0··· no sync, F┄┄┄ inferred from its end; plain: off the path", "dim")
         self.update(text, layout=False)
 

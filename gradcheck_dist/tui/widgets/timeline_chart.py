@@ -13,7 +13,7 @@ from textual.color import Color
 from textual.message import Message
 from textual.reactive import reactive
 
-from gradcheck_dist.tui.lanes import Lane, Mark
+from gradcheck_dist.tui.lanes import OTHER, Lane, Mark
 from gradcheck_dist.tui.step_view import StepView
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
@@ -21,12 +21,13 @@ LABEL_WIDTH = 16
 ORDER_CELL = 4
 """Cells of one event when events are drawn in order and not to scale."""
 
-_COLOURS = {
+COLOURS = {
     "F": "#8fb8de",
     "L": "#c9c9c9",
     "B": "#4285c8",
     "R": "#f0a04b",
     "S": "#d9c05a",
+    "W": "#d9c05a",
     "U": "#d9c05a",
     "C": "#b48ead",
     "V": "#b48ead",
@@ -34,6 +35,7 @@ _COLOURS = {
     "O": "#6cc0a0",
     "Z": "#9a9a9a",
     "P": "#707a88",
+    OTHER: "#c9c9c9",
 }
 
 
@@ -245,7 +247,7 @@ class TimelineChart(Rows):
             return Style(color=text.bgcolor, bgcolor=text.color, bold=True)
         if self._culprit(mark):
             return Style(color="#ffffff", bgcolor="#c02000", bold=True)
-        colour = _COLOURS[mark.letter]
+        colour = COLOURS[mark.letter]
         if self.view is not None and not self.view.concerns(mark, self.param):
             return Style(color=_faded(colour, self.background_colors[1].hex6))
         return Style(color="#101418", bgcolor=colour)
