@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from gradcheck_dist.events import (
     Backward,
     ClipValue,
     Event,
+    GradWrite,
     OptimizerStep,
     Param,
     ProbeStatus,
@@ -39,6 +40,8 @@ Slot = tuple[int, int]
 
 SAME_LEAF = 1e-5
 """Relative difference within which two ranks' gradients of a pass are one."""
+MOST_WRITTEN = 4
+"""Numbers that lines of the trainer's multiplied one gradient by, of which each may have moved a grid."""
 MIN_ON_GRID = 8
 """Elements that must lie on the grid of a coarser type: one of 2^13 float32 numbers does by chance."""
 
@@ -259,9 +262,14 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                         track.twice.add(slot)
                     values = Values(track.leaves[slot][1].data + values.data, values.partial, values.over)
                 track.leaves[slot] = (seq, values)
+    written: dict[int, set[float]] = defaultdict(set)
+    for event in events:
+        if isinstance(event, GradWrite) and event.factor and event.params is not None:
+            for param_id in trace.param_sets.get(event.params, ()):
+                written[param_id].add(event.factor)
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
-        _note_coarse(track)
+        _note_coarse(track, sorted(written[track.param.id])[:MOST_WRITTEN])
         _end_at_value_clip(trace, track, events)
         yield track
 
@@ -270,25 +278,41 @@ def _tells(values: np.ndarray) -> bool:
     return int(np.count_nonzero(np.nan_to_num(values))) >= MIN_ON_GRID
 
 
-def _note_coarse(track: Track) -> None:
+def _note_coarse(track: Track, written: Sequence[float] = ()) -> None:
     """A buffer whose elements all lie on the grid of a coarser type, as its contributions do not, was once rounded to
-    it: compressed for a reduction and brought back."""
+    it: compressed for a reduction and brought back. A line that multiplied it then, by a number that was `written`,
+    moves the grid."""
     if track.dtype not in ("float32", "float64") or not track.leaves:
         return
     leaves = np.concatenate([values.data for _, values in track.leaves.values()])
     for dtype in ("float16", "bfloat16"):
-        if not _on_grid(leaves, dtype) and any(_on_grid(point.values.data, dtype) for point in track.points):
+        if _on_grid(leaves, dtype):
+            continue
+        found = any(_on_grid(point.values.data, dtype) for point in track.points)
+        if found or any(_on_grid(point.values.data, dtype, by) for point in track.points for by in written):
             track.dtype = dtype  # the coarser of two comes last
 
 
-def _on_grid(values: np.ndarray, dtype: str) -> bool:
+def _on_grid(values: np.ndarray, dtype: str, factor: float | None = None) -> bool:
+    """Whether all elements lie on a type's grid, or, once rounded, on `factor` times it."""
     told = values[np.isfinite(values) & (values != 0)]
     if len(told) < MIN_ON_GRID or np.abs(told).max() > np.finfo(np.float16).max:
         return False
+    if factor is not None:
+        before = told / factor
+        with np.errstate(over="ignore"):
+            near = before.astype(np.float16).astype(float) if dtype == "float16" else _to_bfloat16(before)
+        return bool((np.abs(near * factor - told) <= EPSILON["float32"] * np.abs(told)).all())
     if dtype == "float16":
         return bool((told.astype(np.float16) == told).all())
     single = told.astype(np.float32)
     return bool((single == told).all() and not (single.view(np.uint32) & 0xFFFF).any())
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16 numbers."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(float)
 
 
 def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> None:

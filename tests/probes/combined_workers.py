@@ -216,10 +216,53 @@ def hook(fault: str) -> None:
         optimizer.zero_grad()
 
 
+def cast(fault: str) -> None:
+    """Gradients that are reduced in bfloat16, and divided when they are float32 again."""
+    rank, world, model = dist.get_rank(), dist.get_world_size(), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens)
+        for x, y in data:
+            (token_sum(model(x), y) * (1 if fault == "averaged_again" else world) / tokens).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            coarse = p.grad.bfloat16()
+            dist.all_reduce(coarse)
+            p.grad = coarse.float()
+            p.grad /= world  # averaged_again
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def functional(fault: str) -> None:
+    """Functional collectives on gradients, which no probe follows."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    rank, model = dist.get_rank(), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens)
+        for x, y in data:
+            (token_sum(model(x), y) / tokens).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None and dist.group.WORLD is not None
+            total = all_reduce(p.grad, "sum", dist.group.WORLD)
+            if not (fault == "not_copied" and name.startswith("3")):
+                p.grad.copy_(total)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
     "tensor_parallel": tensor_parallel,
     "pipeline": pipeline,
     "hook": hook,
+    "cast": cast,
+    "functional": functional,
 }

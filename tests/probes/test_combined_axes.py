@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
-RANKS = {"nodes": 3, "flat": 4, "tensor_parallel": 4, "pipeline": 4, "hook": 3}
+RANKS = {"nodes": 3, "flat": 4, "tensor_parallel": 4, "pipeline": 4, "hook": 3, "cast": 3, "functional": 3}
 
 
 def trained(trainer: str, fault: str, tmp_path: Path) -> Report:
@@ -46,6 +46,8 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("pipeline", "halved", "GS000", True),
         ("pipeline", "averaged", "GS101", False),
         ("hook", "never_reduced", "GS103", True),
+        ("cast", "averaged_again", "GS000", True),
+        ("functional", "not_copied", "GS103", False),
     ],
 )
 def test_a_fault_is_one_finding_on_all_ranks(

@@ -105,12 +105,6 @@ def judge(case: Case) -> Answer:
             mine = "these parameters" if len(case.ranks) == case.context.world_size else "what these ranks hold"
             there = "on this line" if culprit.write is not None else "between these two lines"
             fix = f"Do to {mine} what your code does to the others {there}."
-        elif culprit.unheard:
-            where = (
-                f"Between the {culprit.kind} event and {end} other gradients are given other ranks' contributions, by "
-                "a reduction that was not recorded; these are left as they were."
-            )
-            fix = "Reduce these parameters' gradients too, as your code does with the others between these two lines."
         elif left_as_it_was(case):
             where = (
                 f"What the reduction brings is not in the gradient that {end} reads: the own rank's part is there as "

@@ -36,6 +36,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -54,7 +55,11 @@ def triggered(context: StepContext) -> bool:
 
 
 def judge(case: Case) -> Answer | None:
-    if not case.culprit.absent or case.context.contributions.num_coordinates < 2:
+    if case.context.contributions.num_coordinates < 2:
+        return None
+    if case.culprit.unheard:
+        return _left_out(case)
+    if not case.culprit.absent:
         return None
     foreign = [cell for held, cell in case.cells if not cell.right and _is_foreign(case, held.rank, cell.key[0])]
     came = [cell for cell in foreign if abs(cell.ratio) > max(1e-3, cell.margin)]
@@ -108,6 +113,19 @@ def judge(case: Case) -> Answer | None:
         if lacking
         else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module.",
+    )
+
+
+def _left_out(case: Case) -> Answer | None:
+    """Gradients that a reduction which nobody recorded leaves as they were."""
+    if case.pattern.kind != "own-rank-only":
+        return None
+    end = "the optimizer" if case.culprit.before is None else f"the {kind_of(case.culprit.before)} event"
+    return Answer(
+        explanation=f"Other ranks' contributions never reach this gradient ({case.pattern.text}): between the "
+        f"{case.culprit.kind} event and {end} other gradients are given them, by a reduction that was not recorded; "
+        "these are left as they were.",
+        fix="Reduce these parameters' gradients too, as your code does with the others between these two lines.",
     )
 
 
