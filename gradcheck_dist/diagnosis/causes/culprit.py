@@ -92,10 +92,13 @@ def line_of(event: Event) -> tuple[str, int] | None:
 
 
 def caller_of(event: Event) -> tuple[str, int | str] | None:
-    """The line of an event. Of a schedule the function and its divisor: the first stage steps it with inputs, the last
+    """The line of an event. Of a schedule the function, and its divisor: the first stage steps it with inputs, the last
     with targets, each on a line of its own."""
-    if isinstance(event, ScaleGrads) and event.site is not None and event.site.function:
-        return (event.site.file, f"{event.site.function} / {event.divisor:g}")
+    if event.site is not None and event.site.function:
+        if isinstance(event, ScaleGrads):
+            return (event.site.file, f"{event.site.function} / {event.divisor:g}")
+        if isinstance(event, Backward) and event.stage is not None:
+            return (event.site.file, f"{event.site.function} of stages")
     return line_of(event)
 
 
