@@ -66,6 +66,26 @@ def train_metrics(times: float, run_dir: str) -> None:
     dist.destroy_process_group()
 
 
+def train_by_hand(divided: bool, run_dir: str) -> None:
+    """One step of means that are divided by the passes, of which gradients are summed over ranks by hand, and `divided`
+    by their number."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1 + rank)
+    with attach(run_dir):
+        for _ in range(NUM_PASSES):
+            (F.mse_loss(model(torch.randn(5, 6)), torch.randn(5, 4)) / NUM_PASSES).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            if divided and param.grad is not None:
+                param.grad /= world
+        optimizer.step()
+    dist.destroy_process_group()
+
+
 def train_tensor_parallel(run_dir: str) -> None:
     """Two steps of a model of which the last bias alone is whole on every rank; no label tells that they have one
     batch."""

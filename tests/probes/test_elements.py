@@ -198,6 +198,19 @@ def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, 
     assert divided_by != "rank" or "--objective rank-token-mean" in report.reasons[0]
 
 
+@pytest.mark.parametrize(("divided", "codes"), [(True, []), (False, ["GS104"])])
+def test_means_of_ranks_that_are_summed_by_hand_are_told_at_the_sum(
+    tmp_path: Path, divided: bool, codes: list[str]
+) -> None:
+    warm_up()
+    launch("element_workers:train_by_hand", (divided, str(tmp_path / "run")), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert ([finding.code for finding in report.findings], report.verdict) == (codes, "findings" if codes else "clean")
+    for finding in report.findings:
+        assert finding.first_event is not None and finding.first_event.kind == "reduce"
+        assert "whole mean over its own elements" in finding.explanation
+
+
 @pytest.mark.parametrize(("times", "codes"), [(2.0, []), (1, ["GS101"])])
 def test_sums_of_all_ranks_that_are_gathered_without_gradients(tmp_path: Path, times: float, codes: list[str]) -> None:
     warm_up()

@@ -83,7 +83,8 @@ def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
     losses = [one.loss for one in case.context.contributions.by_key.values()]
     if case.pattern.kind != "uniform" or abs(case.pattern.factor / size - 1) > max(EXACT, 2 * case.pattern.tolerance):
         return None
-    if not isinstance(event, Reduce) or any(loss is None or loss.reduction != "mean" for loss in losses):
+    are_means = case.context.of_means or all(loss is not None and loss.reduction == "mean" for loss in losses)
+    if not isinstance(event, Reduce) or not are_means:
         return None
     alike = [name for name in case.names if [power for _, power in name.powers] == [1]]  # the passes may be as many
     return Answer(
@@ -100,8 +101,9 @@ def summed_means(case: Case) -> str:
     if case.summing is None or case.summing.event is None:
         return ""
     size, loss, total = case.context.contributions.num_coordinates, case.culprit.event, case.summing.event
+    over = "elements" if case.context.of_means else "tokens"
     return (
-        f"Each rank's losses{_at(loss)} are a whole mean over its own tokens, and the reduction{_at(total)} adds up "
+        f"Each rank's losses{_at(loss)} are a whole mean over its own {over}, and the reduction{_at(total)} adds up "
         f"those of {size} ranks: nothing divides by {size}."
     )
 
