@@ -43,6 +43,8 @@ class Local(nn.Module):
     def forward(self, x: Any) -> Any:
         summands = None if "not declared" in self.variant else [Partial()]
         whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=summands)
+        with torch.no_grad():  # a statistic
+            self.total = DTensor.from_local(whole, self.mesh, [Replicate()]).full_tensor().sum()
         up, down = (param.to_local() for param in (self.up, self.down))
         y = torch.tanh(whole @ up.T) @ down.T
         made = DTensor.from_local(y, self.mesh, [Replicate() if "declared copies" in self.variant else Partial()])

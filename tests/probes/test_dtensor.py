@@ -43,6 +43,7 @@ def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Rep
 
 def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report]) -> None:
     assert reports["local"].verdict == "clean"
+    assert not [problem for problem in reports["local"].coverage.problems if "probe" in problem]
     assert "GS802" in reports["local"].rules.passed
 
 

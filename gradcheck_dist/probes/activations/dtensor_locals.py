@@ -43,7 +43,7 @@ def watched(name: str, exchanges: Exchanges, args: Sequence[Any], result: Any) -
     comes from summands. A parameter's own gradients are judged where they arrive."""
     given = args[0]
     local, whole = (result, given) if name == TO_LOCAL else (given, result)
-    if not given.requires_grad or _is_parameter(given) or not is_plain(local) or not local.is_floating_point():
+    if result.grad_fn is None or _is_parameter(given) or not is_plain(local) or not local.is_floating_point():
         return []
     declared = (args[1] or whole.placements) if name == TO_LOCAL else whole.placements
     found: list[Arriving] = []
