@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,28 @@ class Span:
     site: str
 
 
-def spans(run: Run, step: int | None = None) -> Iterator[Span]:
-    """All events with a place in time, rank by rank; of one step only when it is given."""
+def spans(run: Run, step: int | None = None, culprits: Collection[tuple[int, int]] = ()) -> Iterator[Span]:
+    """All events with a place in time, rank by rank; of one step only when it is given. `culprits`: rank and seq of
+    events that have a place whatever they are."""
     for rank, trace in sorted(run.ranks.items()):
         for event in trace.events:
-            name = NAMES.get(type(event))
-            if name is None or not event.t_ns or (step is not None and event.step != step):
+            shown = type(event) in NAMES or (rank, event.seq) in culprits
+            if not shown or not event.t_ns or (step is not None and event.step != step):
                 continue
             duration = duration_ns(event)
             site = f"{event.site.file}:{event.site.line}" if event.site else ""
             start = event.t_ns - duration
-            yield Span(rank, event.seq, event.step, name, describe(event), start, duration, site)
+            yield Span(rank, event.seq, event.step, kind_of(event), describe(event), start, duration, site)
+
+
+def kind_of(event: Event) -> str:
+    """The kind of an event as a trace names it."""
+    return str(type(event).__struct_config__.tag)
+
+
+def places_of_culprits(report: Report) -> dict[tuple[int, int], str]:
+    """The codes of the findings by rank and seq of their first event."""
+    return {(one.first_event.rank, one.first_event.seq): one.code for one in report.findings if one.first_event}
 
 
 def duration_ns(event: Event) -> int:
@@ -127,16 +138,15 @@ def timeline_figure(report: Report, run: Run) -> Figure | None:
         step = min((event.step for trace in run.ranks.values() for event in trace.events), default=0)
     ranks = sorted(run.ranks)
     chosen = chosen_ranks(ranks, report)
-    found = [span for span in spans(run, step) if span.rank in chosen and span.kind != "step_end"]
+    culprits = places_of_culprits(report)
+    found = [span for span in spans(run, step, culprits) if span.rank in chosen and span.kind != "step_end"]
     if not found:
         return None
     shown = found[:: -(-len(found) // MAX_SPANS)]
     origin = min(span.start_ns for span in shown)
-    culprits = {
-        (finding.first_event.rank, finding.first_event.seq) for finding in report.findings if finding.first_event
-    }
     traces = []
-    for index, kind in enumerate(kind for kind in KINDS if any(span.kind == kind for span in shown)):
+    kinds = dict.fromkeys([*KINDS, *(span.kind for span in shown)])
+    for index, kind in enumerate(kind for kind in kinds if any(span.kind == kind for span in shown)):
         traces.append(_trace(kind, [span for span in shown if span.kind == kind], origin, COLOURS[index % 8]))
     marked = [span for span in found if (span.rank, span.seq) in culprits]
     if marked:

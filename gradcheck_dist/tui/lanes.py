@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gradcheck_dist.events import Event, Loss
 from gradcheck_dist.ledger.tracks import StepData
-from gradcheck_dist.reports.timeline import KINDS, NAMES, duration_ns
+from gradcheck_dist.reports.timeline import KINDS, duration_ns, kind_of
 
 _LETTERS = {
     "loss": "F",
@@ -33,9 +33,7 @@ OTHER = "!"
 
 def name_of(event: Event) -> str:
     """The kind of an event in words. A loss ends a forward, which is not recorded itself."""
-    if isinstance(event, Loss):
-        return "forward"
-    return NAMES.get(type(event), str(type(event).__struct_config__.tag)).replace("_", " ")
+    return "forward" if isinstance(event, Loss) else kind_of(event).replace("_", " ")
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,17 @@ import msgspec
 import pytest
 from hostile import hostile_report
 from sample_reports import finding, report, weight
+from tiny_runs import write_run
 
+from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report, RunInfo
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports import exports, heatmap
 from gradcheck_dist.reports.along import mesh_places
 from gradcheck_dist.reports.figures import ratio_figure, weights_figure
 from gradcheck_dist.reports.tables import COLUMNS, table
-from gradcheck_dist.trace.run import Run
+from gradcheck_dist.reports.timeline import timeline_figure
+from gradcheck_dist.trace.run import Run, read_run
 
 Judged = tuple[Report, Run]
 
@@ -118,6 +121,20 @@ def test_perfetto_has_a_process_a_rank_with_named_lanes_and_marks_the_culprit(fa
     assert culprits[0].endswith("<- GS101")
 
 
+def test_a_culprit_of_another_kind_has_a_place_in_time(tmp_path: Path) -> None:
+    """An exchange of activations is on no timeline, unless a finding points at it."""
+    run = read_run(write_run(tmp_path / "run", fault=None, local=True))
+    found = diagnose(run)
+    (path,) = exports.write(found, run, "perfetto", tmp_path / "trace.json")
+    entries = json.loads(path.read_text())["traceEvents"]
+    as_the_format_asks(entries)
+    exchanges = [entry for entry in entries if entry["name"].startswith("exchange")]
+    assert [entry["cat"] for entry in exchanges] == ["culprit"]
+    figure = timeline_figure(found, run)
+    assert figure is not None
+    assert "exchange k=0" in next(one for one in figure.spec["data"] if one["name"] == "culprit")["text"][0]
+
+
 def as_the_format_asks(entries: list[dict[str, Any]]) -> None:
     """What the description of the Chrome trace event format asks for, and Perfetto's importer of it: microseconds from
     0 up, every lane named by metadata before its first event, durations of one lane beside or inside one another."""
@@ -155,8 +172,11 @@ def as_the_format_asks(entries: list[dict[str, Any]]) -> None:
 
 
 def test_a_timeline_needs_the_run(tmp_path: Path) -> None:
-    with pytest.raises(GradcheckError, match="run folder"):
+    with pytest.raises(GradcheckError, match="not a JSON report"):
         exports.write(report(), None, "perfetto", tmp_path / "trace.json")
+    without_events = Run(path=tmp_path, manifest={}, ranks={})
+    with pytest.raises(GradcheckError, match="--steps 0:3"):
+        exports.write(report(), without_events, "perfetto", tmp_path / "trace.json")
 
 
 def test_tensorboard_reads_scalars_and_findings_and_keeps_what_was_there(faulty: Judged, tmp_path: Path) -> None:

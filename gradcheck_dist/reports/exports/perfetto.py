@@ -10,7 +10,7 @@ from typing import Any
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.text import printable
-from gradcheck_dist.reports.timeline import Span, spans
+from gradcheck_dist.reports.timeline import Span, places_of_culprits, spans
 from gradcheck_dist.trace.run import Run
 
 LANES = {"step_end": (1, "step"), "backward": (2, "backward"), "reduce": (3, "reduce"), "loss": (4, "loss")}
@@ -23,12 +23,19 @@ def write(report: Report, run: Run | None, output: Path) -> list[Path]:
     Raises:
         GradcheckError: E707 the run itself is not at hand, or no event has a time.
     """
-    found = list(spans(run)) if run is not None else []
+    culprits = places_of_culprits(report)
+    found = list(spans(run, culprits=culprits)) if run is not None else []
     if run is None or not found:
         raise GradcheckError(
-            "a timeline needs the events of a run. Name the run folder, not a JSON report.", code="E707"
+            "a timeline needs the events of a run, each with its time. "
+            + (
+                "Name the run folder, not a JSON report."
+                if run is None
+                else "This run has no step with samples, and of others no times are kept: record one with `gradcheck "
+                "run --steps 0:3`, or use --format csv."
+            ),
+            code="E707",
         )
-    culprits = {(one.first_event.rank, one.first_event.seq): one.code for one in report.findings if one.first_event}
     origin = min(span.start_ns for span in found)
     with open(output, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
