@@ -257,6 +257,25 @@ def functional(fault: str) -> None:
         optimizer.zero_grad()
 
 
+def no_batch(fault: str) -> None:
+    """A rank that has no batch in the second of four steps, and takes part with zeros."""
+    rank, model = dist.get_rank(), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        data = [] if (step, rank) == (1, 1) else [batch(step, 10 * k + rank) for k in range(2)]
+        tokens = count(data)
+        dist.all_reduce(tokens)
+        for x, y in data:
+            loss = token_sum(model(x), y) / tokens
+            (loss * 2 if fault == "doubled_later" and step else loss).backward()
+        for p in model.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
@@ -265,4 +284,5 @@ trainers: dict[str, Callable[[str], None]] = {
     "hook": hook,
     "cast": cast,
     "functional": functional,
+    "no_batch": no_batch,
 }

@@ -11,7 +11,16 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
-RANKS = {"nodes": 3, "flat": 4, "tensor_parallel": 4, "pipeline": 4, "hook": 3, "cast": 3, "functional": 3}
+RANKS = {
+    "nodes": 3,
+    "flat": 4,
+    "tensor_parallel": 4,
+    "pipeline": 4,
+    "hook": 3,
+    "cast": 3,
+    "functional": 3,
+    "no_batch": 2,
+}
 
 
 def trained(trainer: str, fault: str, tmp_path: Path) -> Report:
@@ -68,3 +77,8 @@ def test_two_divisions_that_stand_in_the_program_are_two_lines(tmp_path: Path) -
     assert [(one.code, one.factor.exact) for one in report.findings] == [("GS101", "1/4")] * 2
     lines = [one.first_event.line for one in report.findings if one.first_event is not None]
     assert lines == [line_of("divided_twice"), line_of("divided_twice") + 3]
+
+
+def test_steps_of_ranks_stay_side_by_side_where_one_has_no_batch(tmp_path: Path) -> None:
+    (finding,) = trained("no_batch", "doubled_later", tmp_path).findings
+    assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "2", [1, 2, 3])

@@ -92,6 +92,8 @@ def stepping(
         return None
     recorder.between_passes = False
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
+    if recorder.current is None and infos:
+        recorder.begins_empty(infos)
     inside_pass, before = recorder.current is not None, recorder.read.in_step(recorder.step)
     if inside_pass or before:
         # One that steps each parameter as soon as its gradient is there has no use for the others, nor for it again.

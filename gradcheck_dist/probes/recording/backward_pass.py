@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -188,6 +189,7 @@ class ReadGradients:
         self._read: list[list[ParamInfo]] = []
         self._ids: set[int] = set()
         self._kept: tuple[int, dict[int, ParamInfo]] = (-1, {})
+        self._emptied: set[int] = set()
 
     def note(self, step: int, infos: list[ParamInfo]) -> None:
         """An optimizer reads the gradients of these parameters."""
@@ -195,6 +197,7 @@ class ReadGradients:
             self._read, self._ids, self._step = [], set(), step
         self._read.append(infos)
         self._ids.update([info.id for info in infos])
+        self._emptied.difference_update(self._ids)
 
     def in_step(self, step: int) -> set[int]:
         """The ids of the parameters whose gradients were read in this step."""
@@ -204,6 +207,15 @@ class ReadGradients:
         """The gradients of these parameters are emptied."""
         for info in infos:
             self._kept[1].pop(info.id, None)
+            self._emptied.add(info.id)
+
+    @property
+    def num_emptied(self) -> int:
+        return len(self._emptied)
+
+    def are_emptied(self, ids: Iterable[int]) -> bool:
+        """Whether all of these were read by an optimizer, and emptied since."""
+        return self._ids.issuperset(ids) and self._emptied.issuperset(ids)
 
     def left(self, step: int) -> list[ParamInfo]:
         """Those that were read until `step` and still have that gradient, in the model's order, without optimizers' own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
 import torch
@@ -107,6 +107,7 @@ class Recorder(Sampler):
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
         self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
+        self.without_pass = False  # whether this step began with a reduction or an optimizer
         self.trained = False  # whether a loss or a backward pass was seen at all
         self.passes = PassCounts()
         self._begun = -1  # the last step in which a backward pass began
@@ -130,6 +131,11 @@ class Recorder(Sampler):
         return self.step + self._stepped
 
     @property
+    def may_begin_empty(self) -> bool:
+        """Whether a step has ended and gradients were emptied since."""
+        return self._stepped and self.read.num_emptied > 0
+
+    @property
     def last_seq(self) -> int:
         """The number of the latest event."""
         return self._seq
@@ -148,6 +154,7 @@ class Recorder(Sampler):
             self.step += 1
             self.num_events = self.num_rows = self.num_norms = 0
             self.accumulation_step = 0
+            self.without_pass = False
             self.clipped.clear()
             self.covered.clear()
             self.labels.clear()
@@ -164,6 +171,13 @@ class Recorder(Sampler):
             if self.end is not None and asked >= self.end and self.finished is not None:
                 finished, self.finished = self.finished, None
                 finished()
+
+    def begins_empty(self, infos: Sequence[ParamInfo]) -> None:
+        """Called when gradients are reduced or read: those that were emptied since an optimizer read them belong to
+        the next step, though no pass of this rank has begun it (it has no batch, and takes part with zeros)."""
+        if infos and self.may_begin_empty and self.read.are_emptied([info.id for info in infos]):
+            self.ensure_step()
+            self.without_pass = True
 
     def end_step(self) -> None:
         """Called after an optimizer step."""

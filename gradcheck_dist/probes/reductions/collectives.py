@@ -188,7 +188,9 @@ def before_manual(
 ) -> list[Region] | None:
     local = getattr(tensor, "_local_tensor", tensor)
     current = recorder.current
-    if not (recorder.accumulation_step or current is not None):
+    if current is None and recorder.may_begin_empty:
+        recorder.begins_empty([region.info for regions, _ in recorder.places.overlapping(local) for region in regions])
+    if not (recorder.accumulation_step or current is not None or recorder.without_pass):
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
