@@ -38,7 +38,7 @@ or let the loss carry c = R/N instead of 1/N, so that the average undoes it:
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
+from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Reduce
@@ -95,8 +95,8 @@ def judge(case: Case) -> Answer | None:
 def _divides_by(case: Case, size: int) -> bool:
     """Whether all weights are divided by a number of ranks; where these are as many as the accumulation steps, which of
     both was meant is not known."""
-    names = [*case.names[:1], *ambiguous(case.names, near=False)]
-    others = {part for name in names for part, _ in name.powers} - RANKS - {case.context.group_name(size)}
+    single = [name.powers[0][0] for name in case.names if [abs(power) for _, power in name.powers] == [1]]
+    others = set(single) - RANKS - {case.context.group_name(size)}
     is_size = abs(case.pattern.factor * size - 1) <= max(1e-3, 2 * case.pattern.tolerance)
     return size > 1 and not others and case.pattern.kind == "uniform" and is_size
 
