@@ -63,6 +63,7 @@ NAMED_WRONGLY = [
     ("hand-on-some-parameters", 3200008),
     ("clip-by-hand", 1500003),
     ("every-loss-by-a-number-of-its-own", 12340009),
+    ("every-loss-by-a-number-of-its-own", 8801),
 ]
 
 

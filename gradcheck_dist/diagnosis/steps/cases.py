@@ -58,14 +58,17 @@ def cases_of(
             if _num_right(alone) > _num_right(judged):
                 own, judged = found.apart, alone
         rest = _cases(verdict, judged if held_alone else pool(judged))
-    common = [case for case in rest if is_common_factor(case) and (len(rest) == 1 or case.everywhere)]
-    if len(rest) == 1 and not found.anchored and rest[0].pattern.kind == "uniform":
-        common = rest
-    if len(common) == 1:
-        # What all losses share is one doing of theirs with what they do not share. Where their scale is not known,
-        # what all weights share is a part of it.
-        own = {key: weight * Fraction(common_factor(common[0])) for key, weight in own.items()}
-        rest = [case for case in rest if case is not common[0]]
+    everywhere = [case for case in rest if len(rest) == 1 or case.everywhere]
+    common = [case for case in everywhere if is_common_factor(case)]
+    if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
+        common = everywhere
+    elif len(common) > 1:
+        common = []
+    # What all losses share is one doing of theirs with what they do not share. Where their scale is not known, what all
+    # weights share is a part of it, of whichever factors that seems to be made.
+    for case in common:
+        own = {key: weight * Fraction(common_factor(case)) for key, weight in own.items()}
+    rest = [case for case in rest if not any(case is one for one in common)]
     loudest = max(own, key=lambda key: abs(float(own[key] / expected[key]) - 1))
     culprit = blame_loss(verdict.contributions.by_key[loudest], float(own[loudest] / expected[loudest]))
     exact = max(EXACT, rounded)
