@@ -122,11 +122,13 @@ class AmpScale(Event, tag="amp_scale"):
 
 
 class AmpUnscale(Event, tag="amp_unscale"):
-    """A GradScaler divided the gradients by its loss scale."""
+    """A GradScaler divided the gradients by its loss scale. `kept`: some had overflowed in an earlier step, and were
+    there when this one's first pass began."""
 
     scale: float
     params: int
     found_inf: bool = False
+    kept: bool = False
 
 
 class Clip(Event, tag="clip"):

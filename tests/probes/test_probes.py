@@ -268,6 +268,35 @@ def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_pat
     assert any("skipped the optimizer" in problem for problem in report.coverage.problems)
 
 
+@pytest.mark.parametrize("left", ["kept", "emptied", "emptied behind the loss"])
+def test_gradients_that_overflowed_and_stay_leave_the_verdict_open(tmp_path: Path, left: str) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    steps = 0
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal steps
+        total = int((batch(0, 0)[1] >= 0).sum())
+        loss = scaler.scale(token_sum(model, batch(0, 0)) * (1e38 if steps == 1 else 1.0) / total)
+        if left == "emptied behind the loss":
+            optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if left == "emptied" or (left == "kept" and scaler.get_scale() == before):
+            optimizer.zero_grad()
+        steps += 1
+
+    record(step, tmp_path, steps=4)
+    report = judged(tmp_path)
+    if left == "kept":
+        assert (report.verdict, report.run.steps, report.run.skipped_steps) == ("undetermined", [0], [1, 2, 3])
+        assert any("steps 2 to 3 backward added to gradients that had overflowed" in one for one in report.reasons)
+        assert report.next_step.startswith("Call optimizer.zero_grad()")
+    else:
+        assert (report.verdict, report.run.skipped_steps) == ("clean", [1])
+
+
 @pytest.mark.parametrize("steps", [None, range(2)])
 def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_last_one(
     tmp_path: Path, steps: range | None

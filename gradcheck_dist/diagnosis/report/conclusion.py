@@ -8,12 +8,13 @@ from gradcheck_dist import __version__
 from gradcheck_dist.diagnosis.finding import Report, RuleOutcomes, Tool, Verdict
 from gradcheck_dist.diagnosis.report.coverage import coverage as covered
 from gradcheck_dist.diagnosis.report.coverage import gaps
-from gradcheck_dist.diagnosis.report.next_step import ALL_SKIPPED, next_step
+from gradcheck_dist.diagnosis.report.next_step import ALL_SKIPPED, NOT_EMPTIED, next_step
 from gradcheck_dist.diagnosis.report.run_info import metrics, overhead, run_info
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.open_steps import no_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.steps.units import unit_list
+from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
 
@@ -26,6 +27,7 @@ def report_of(
     coverage = covered(run, [verdict.held for verdict in verdicts])
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
+    reasons += _left_by_overflow(run)
     if not verdicts and skipped:
         reasons.append(f"the GradScaler found an overflow in {steps_in_words(skipped)}: {ALL_SKIPPED}")
     elif not verdicts:
@@ -62,3 +64,15 @@ def report_of(
     )
     report.next_step = next_step(report)
     return report
+
+
+def _left_by_overflow(run: Run) -> list[str]:
+    """Why no later step can come right: gradients that overflowed are added to."""
+    unscaled = (event for trace in run.ranks.values() for event in trace.events if isinstance(event, AmpUnscale))
+    steps = sorted({event.step for event in unscaled if event.kept and event.found_inf})
+    if not steps:
+        return []
+    return [
+        f"in {steps_in_words(steps)} backward added to gradients that had overflowed in an earlier step, and no such "
+        f"step can come right: {NOT_EMPTIED}"
+    ]

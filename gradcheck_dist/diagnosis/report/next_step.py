@@ -15,11 +15,13 @@ from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
+NOT_EMPTIED = "nothing empties gradients where the GradScaler skips"
 BRING = (
     "Ranks of another machine recorded into a folder there: copy its rank-*.trace files into this one, or give every "
     "machine the same --out on a shared file system. Otherwise record again."
 )
 SAYS = {
+    NOT_EMPTIED: "Call optimizer.zero_grad() behind every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
     "the trace of rank": BRING,
     "whose trace is missing": BRING,

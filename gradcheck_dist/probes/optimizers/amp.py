@@ -1,4 +1,7 @@
-"""GradScaler: what it multiplies by, when gradients are unscaled, and steps that it skips."""
+"""GradScaler: what it multiplies by, when gradients are unscaled, and steps that it skips.
+
+A skipped step leaves its gradients where they are. What nobody empties is added to, and infinite for good.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,49 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradcheck_dist.events import AmpScale, AmpUnscale
+from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.params import params_of
+from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
 
+class Overflow:
+    """The parameters of the last unscaled step, whether its gradients were finite or not, and whether gradients were
+    still infinite when the first pass of the step behind it began: a bool tensor where they lie."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.infos: list[ParamInfo] = []
+        self.asked = -1
+        self.kept: Tensor | bool = False
+
+    def look(self, step: int) -> None:
+        """A backward pass of this step begins."""
+        if not self.infos or step in (self.step, self.asked):
+            return
+        self.asked, infos, self.infos = step, self.infos, []
+        grads = [grad for info in infos if (grad := info.param.grad) is not None and is_plain(grad)]
+        with torch.no_grad():
+            self.kept = not_finite(grads) if grads else False
+
+    def in_step(self, step: int) -> Tensor | bool:
+        return self.kept if self.asked == step else False
+
+
+def not_finite(grads: list[Tensor]) -> Tensor:
+    """Whether any of these has an element that is not finite."""
+    return torch.stack([torch.isfinite(grad).all() for grad in grads]).all().logical_not()
+
+
 def install(recorder: Recorder, patches: Patches) -> None:
     scaler = torch.amp.GradScaler
+    overflow = Overflow()
     scaled_in: dict[int, int] = {}  # by scaler, the last step in which it scaled
 
     def watch_scale(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +70,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def unscale_(self: Any, optimizer: Any) -> None:
             original(self, optimizer)
             if self.is_enabled():
-                unscaled(recorder, self, optimizer)
+                unscaled(recorder, overflow, self, optimizer)
 
         return unscale_
 
@@ -51,6 +87,17 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(scaler, "unscale_", watch_unscale)
     patches.replace(scaler, "step", watch_step)
 
+    def begin(recorder: Recorder, *_: Any) -> None:
+        begins(recorder, overflow)
+
+    autograd.OPEN_LISTENERS.append(begin)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+
+
+@guarded("amp")
+def begins(recorder: Recorder, overflow: Overflow) -> None:
+    overflow.look(recorder.step)
+
 
 @guarded("amp")
 def scaled(recorder: Recorder, scaled_in: dict[int, int], scaler: Any) -> None:
@@ -62,15 +109,19 @@ def scaled(recorder: Recorder, scaled_in: dict[int, int], scaler: Any) -> None:
 
 
 @guarded("amp")
-def unscaled(recorder: Recorder, scaler: Any, optimizer: Any) -> None:
+def unscaled(recorder: Recorder, overflow: Overflow, scaler: Any, optimizer: Any) -> None:
     if not recorder.recording:
         return
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]))
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found_inf = torch.stack([value.detach().reshape(()) > 0 for value in found.values()]).any()
     recorder.emit(
         AmpUnscale,
         site=caller_site(),
         scale=scaler._scale.detach().double(),
         params=recorder.registry.param_set(infos),
-        found_inf=torch.stack([value.detach().reshape(()) > 0 for value in found.values()]).any(),
+        found_inf=found_inf,
+        kept=overflow.in_step(recorder.step),
     )
+    if not found_inf.is_cpu or found_inf:  # elsewhere nobody waits to see
+        overflow.step, overflow.infos = recorder.step, infos
