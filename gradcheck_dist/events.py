@@ -122,8 +122,8 @@ class AmpScale(Event, tag="amp_scale"):
 
 
 class AmpUnscale(Event, tag="amp_unscale"):
-    """A GradScaler divided the gradients by its loss scale. `kept`: some had overflowed in an earlier step, and were
-    there when this one's first pass began."""
+    """A GradScaler divided the gradients by its loss scale. `kept`: some of them had overflowed in the step before,
+    and were there when this one's first pass began."""
 
     scale: float
     params: int

@@ -157,10 +157,8 @@ def _judge_step(
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
-    facts = StepFacts(
-        *(verdict.context, data, recorded, norms, verdict.held, found, on_the_way),
-        *(bool(made_up), weighed.as_measured, by_norm),
-    )
+    facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up))
+    facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm)
     if backwards := list(own_backwards(data.events)):
         with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
         if with_them.comes_out_right and all(one.is_multiple for one in backwards):

@@ -47,8 +47,8 @@ class Passed:
     `outcome`: "right"; "own" (each rank got what its own output asks for, though the outputs are alike and their
     gradients are summands), "kept" (a gather without a gradient but for the own part), "scaled" (by `factor`), "lost"
     (nothing came), "mixed" (others' gradients came, of whom forward took nothing), "unlike" (what ranks hand on as
-    copies are none), "other". `whole`: what arrived
-    was alike on all ranks. `handed_on`: what was given is what arrived, though forward moved it to other ranks.
+    copies are none), "other". `whole`: what arrived was alike on all ranks. `handed_on`: what was given is what
+    arrived, though forward moved it to other ranks.
     """
 
     events: Mapping[int, Exchange]

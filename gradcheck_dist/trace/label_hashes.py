@@ -11,6 +11,7 @@ HASH_FACTOR, HASH_OFFSET = 6364136223846793005, 1442695040888963407  # Knuth's M
 MAX_LABELS = 1 << 16
 MAX_RANKS = 64
 MAX_PASSAGES = 33
+"""And fewer are looked for: numbers that a query's own passage may lie apart from the next one's."""
 
 
 def tell_no_batch(num_labels: int | None, label_hash: int | None) -> bool:

@@ -47,6 +47,14 @@ def count(data: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.tensor(sum(int((y >= 0).sum()) for _, y in data))
 
 
+def accumulate(model: nn.Module, data: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None = None) -> None:
+    """A pass for each batch, over the tokens of all of them on the ranks of a group."""
+    tokens = count(data)
+    dist.all_reduce(tokens, group=group)
+    for x, y in data:
+        (token_sum(model(x), y) / tokens).backward()
+
+
 def run(trainer: str, fault: str, run_dir: str) -> None:
     """Train two steps with a fault, "" for none."""
     from gradcheck_dist.probes import attach
@@ -67,10 +75,7 @@ def nodes(fault: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         data = [batch(step, 10 * k + rank) for k in range(2)]
-        tokens = count(data)
-        dist.all_reduce(tokens, group=group if fault == "count_of_node" else None)
-        for x, y in data:
-            (token_sum(model(x), y) / tokens).backward()
+        accumulate(model, data, group if fault == "count_of_node" else None)
         for p in model.parameters():
             assert p.grad is not None
             dist.reduce(p.grad, leader, group=group)
@@ -96,10 +101,7 @@ def flat(fault: str) -> None:
     shard = torch.zeros(whole.numel() // world)
     for step in range(STEPS):
         data = [batch(step, 10 * k + rank) for k in range(3)]
-        tokens = count(data)
-        dist.all_reduce(tokens)
-        for x, y in data:
-            (token_sum(model(x), y) / tokens).backward()
+        accumulate(model, data)
         whole[:size] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         if fault == "divided_twice":
             whole.div_(world)  # divided_twice
@@ -244,10 +246,7 @@ def functional(fault: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         data = [batch(step, 10 * k + rank) for k in range(2)]
-        tokens = count(data)
-        dist.all_reduce(tokens)
-        for x, y in data:
-            (token_sum(model(x), y) / tokens).backward()
+        accumulate(model, data)
         for name, p in model.named_parameters():
             assert p.grad is not None and dist.group.WORLD is not None
             total = all_reduce(p.grad, "sum", dist.group.WORLD)

@@ -297,6 +297,29 @@ def test_gradients_that_overflowed_and_stay_leave_the_verdict_open(tmp_path: Pat
         assert (report.verdict, report.run.skipped_steps) == ("clean", [1])
 
 
+def test_what_another_optimizer_empties_before_its_own_pass_is_not_taken_for_left(tmp_path: Path) -> None:
+    """Two models in turn, whose scale comes down step by step: each empties its gradients before its own pass."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    other = Net()
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    turns = 0
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        nonlocal turns
+        total = int((batch(0, 0)[1] >= 0).sum())
+        for one, own in ((other, others), (model, optimizer)):
+            own.zero_grad()
+            scaler.scale(token_sum(one, batch(0, 0)) * (1e38 if turns < 3 else 1.0) / total).backward()
+            scaler.step(own)
+            scaler.update(1024.0)
+            turns += 1
+
+    record(step, tmp_path, steps=3)
+    report = judged(tmp_path)
+    assert report.run.skipped_steps == [0, 1, 2]
+    assert not any("had overflowed" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize("steps", [None, range(2)])
 def test_an_optimizer_that_evaluates_its_closure_several_times_is_judged_by_the_last_one(
     tmp_path: Path, steps: range | None

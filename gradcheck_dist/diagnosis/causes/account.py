@@ -110,7 +110,8 @@ class Account:
 
 def account(data: StepData, held: Held, cell: Cell) -> Account:
     """The account of one cell. `arrived` is False when the contribution never came to the rank that holds it."""
-    held = replace(held, rank=_given_by(data, held))
+    if (given_by := _given_by(data, held)) != held.rank:
+        held = replace(held, rank=given_by)
     replay, column, holder = held.replay, cell.column, held.rank
     result = Account(cell.root_ratio)
     result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])

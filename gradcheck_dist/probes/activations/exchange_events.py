@@ -17,6 +17,8 @@ from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_awa
 
 
 class Watched(NamedTuple):
+    """An exchange that was seen in forward: the fields of its Exchange, `number` being the index."""
+
     function: str
     group: tuple[int, ...]
     number: int
@@ -37,6 +39,8 @@ Arriving = tuple[Watched, Tensor, Sequence[Box]]
 
 
 def watch_tensor(recorder: Recorder, tensor: Tensor, told: Watched, before: Tensor, after: Tensor) -> None:
+    """Tell what arrives at a tensor that a collective changed in place, and that goes on as it is."""
+
     def arrived(grad: Tensor | None) -> None:
         handle.remove()
         if grad is not None and is_plain(grad):
@@ -95,6 +99,8 @@ def tell(
     *,
     lost: bool,
 ) -> None:
+    """Emit the event. Elements are float32, of shape (sum of counts,), on the device where they lie; `lost`: nothing
+    came back."""
     current = recorder.current
     if current is None or not recorder.sampling:
         return

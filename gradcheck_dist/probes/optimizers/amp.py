@@ -23,13 +23,14 @@ from gradcheck_dist.probes.recording.sites import caller_site
 
 
 class Overflow:
-    """The parameters of the last unscaled step, whether its gradients were finite or not, and whether gradients were
-    still infinite when the first pass of the step behind it began: a bool tensor where they lie."""
+    """The parameters whose gradients overflowed last (on an accelerator, that were unscaled last: nobody waits to see),
+    and whether some were still infinite when the first pass of the step behind began: a bool tensor where they lie."""
 
     def __init__(self) -> None:
         self.step = -1
         self.infos: list[ParamInfo] = []
         self.asked = -1
+        self.ids: set[int] = set()
         self.kept: Tensor | bool = False
 
     def look(self, step: int) -> None:
@@ -37,12 +38,16 @@ class Overflow:
         if not self.infos or step in (self.step, self.asked):
             return
         self.asked, infos, self.infos = step, self.infos, []
+        self.ids = {info.id for info in infos}
         grads = [grad for info in infos if (grad := info.param.grad) is not None and is_plain(grad)]
         with torch.no_grad():
             self.kept = not_finite(grads) if grads else False
 
-    def in_step(self, step: int) -> Tensor | bool:
-        return self.kept if self.asked == step else False
+    def kept_of(self, step: int, infos: list[ParamInfo]) -> Tensor | bool:
+        """Whether what is unscaled now was among it: another optimizer's gradients may be emptied before its own pass
+        (a discriminator's, while the generator learns)."""
+        mine = self.asked == step and not self.ids.isdisjoint(info.id for info in infos)
+        return self.kept if mine else False
 
 
 def not_finite(grads: list[Tensor]) -> Tensor:
@@ -121,7 +126,7 @@ def unscaled(recorder: Recorder, overflow: Overflow, scaler: Any, optimizer: Any
         scale=scaler._scale.detach().double(),
         params=recorder.registry.param_set(infos),
         found_inf=found_inf,
-        kept=overflow.in_step(recorder.step),
+        kept=overflow.kept_of(recorder.step, infos),
     )
     if not found_inf.is_cpu or found_inf:  # elsewhere nobody waits to see
         overflow.step, overflow.infos = recorder.step, infos
