@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
-VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "all DTensors",
-            "sequence parallel, clipped by local norms", "local", "local, not declared", "local, whole declared summed",
-           "local, summands declared copies")  # fmt: skip
+VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
+            "all DTensors", "sequence parallel, clipped by local norms", "local", "local, not declared",
+            "local, whole declared summed", "local, summands declared copies")  # fmt: skip
 
 
 class Whole(nn.Module):
@@ -29,6 +29,13 @@ class Whole(nn.Module):
     def forward(self, param: Any) -> Tensor:
         whole = param.redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial(self.reduce_op)])
+
+
+class Computed(nn.Module):
+    """Weights that are computed from a parameter, a copy of which lies on each data rank."""
+
+    def forward(self, param: Any) -> Tensor:
+        return (param * 1.0).to_local()
 
 
 class Local(nn.Module):
@@ -88,9 +95,8 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     for layer in (model[0], model[2]):
         for name, param in list(layer.named_parameters()):
             layer.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [placement])))
-            parametrize.register_parametrization(
-                layer, name, Whole("avg" if "averaged" in variant else "sum"), unsafe=True
-            )
+            whole = Computed() if "computed" in variant else Whole("avg" if "averaged" in variant else "sum")
+            parametrize.register_parametrization(layer, name, whole, unsafe=True)
     return model
 
 
@@ -120,6 +126,8 @@ def train(variant: str) -> int:
             num_tokens = ACCUMULATION * TOKENS * (1 if one_batch else 2)
             loss = F.cross_entropy(model(inputs).transpose(1, -1), labels, reduction="sum") / num_tokens
             loss.backward()
+        for param in model.parameters() if "by hand" in variant else ():
+            dist.all_reduce(param.grad.to_local())  # type: ignore[union-attr]
         if "clipped" in variant:
             clip(model)
         optimizer.step()

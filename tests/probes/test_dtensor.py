@@ -41,6 +41,10 @@ def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Rep
     )
 
 
+def test_of_data_ranks_what_is_summed_at_the_parameters_needs_no_declaration(reports: dict[str, Report]) -> None:
+    assert reports["computed, summed by hand"].verdict == "clean"
+
+
 def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report]) -> None:
     assert reports["local"].verdict == "clean"
     assert not [problem for problem in reports["local"].coverage.problems if "probe" in problem]

@@ -123,7 +123,7 @@ def test_perfetto_has_a_process_a_rank_with_named_lanes_and_marks_the_culprit(fa
 
 def test_a_culprit_of_another_kind_has_a_place_in_time(tmp_path: Path) -> None:
     """An exchange of activations is on no timeline, unless a finding points at it."""
-    run = read_run(write_run(tmp_path / "run", fault=None, local=True))
+    run = read_run(write_run(tmp_path / "run", fault=None, exchanged=True))
     found = diagnose(run)
     (path,) = exports.write(found, run, "perfetto", tmp_path / "trace.json")
     entries = json.loads(path.read_text())["traceEvents"]

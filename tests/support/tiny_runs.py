@@ -13,7 +13,6 @@ from gradcheck_dist import errors
 from gradcheck_dist.events import (
     AFTER,
     BEFORE,
-    HANDED_ON,
     LEAF,
     SCHEMA_VERSION,
     AnyRecord,
@@ -71,11 +70,11 @@ def records(
     names: tuple[str, ...] = NAMES,
     end: bool = True,
     site: Site | None = None,
-    local: bool = False,
+    exchanged: bool = False,
 ) -> Iterator[list[AnyRecord]]:
     """The records of one rank after its header, a list a step. Faults: "repeated" sums at every backward, "averaged"
-    averages what should be summed, "unreduced" leaves each rank its own; None is healthy. `local`: what all ranks hold
-    alike goes on as a plain tensor, whose gradients differ, and a line multiplies gradients by 1."""
+    averages what should be summed, "unreduced" leaves each rank its own; None is healthy. `exchanged`: activations
+    are summed by a function whose backward is wrong, and a line multiplies gradients by 1."""
     place = site or Site(SOURCE, SOURCE_LINE, "train")
     total = sum(num_tokens(r, k) for r in range(world) for k in range(accumulation))
     seq = 0
@@ -115,9 +114,11 @@ def records(
                     num_tokens=num_tokens(rank, k),
                 )
             )
-            if local:
-                values = np.concatenate([np.ones(8), np.arange(8) * (rank + 1)]).astype("<f4").tobytes()
-                told = {"function": "DTensor.to_local", "group": tuple(range(world)), "operation": HANDED_ON}
+            if exchanged:
+                given = [np.arange(8) + 1.0 + r for r in range(world)]
+                arrived = np.arange(8) - 3.0
+                values = np.concatenate([given[rank], sum(given), arrived, arrived[::-1]]).astype("<f4").tobytes()
+                told = {"function": "Reversed", "group": tuple(range(world)), "collectives": ("all_reduce",)}
                 place_of = {"index": k, "accumulation_step": k, "microbatch": 0}
                 counts = {"input_counts": (8,), "output_counts": (8,)}
                 events.append(Exchange(**common(), **told, **place_of, **counts, values=values))
@@ -132,7 +133,7 @@ def records(
                 grads = dict.fromkeys(grads, reduced)
                 rows.append((seq, AFTER, grads[rank]))
             events.append(backward)
-        if local:
+        if exchanged:
             events.append(GradWrite(**common(), params=0, factor=1.0))
         norm = float(np.linalg.norm(grads[rank]))
         events.append(Clip(**common(), params=0, max_norm=1e9, norm_type=2.0, total_norm=norm, coefficient=1.0))

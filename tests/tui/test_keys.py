@@ -69,12 +69,12 @@ def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline
         text = screen_text(app)
         assert "seen here, and in no weight" in text
         assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
-        assert "DTensor.to_local hands its input on" in text
+        assert "Reversed sums the ranks' inputs" in text
         await pilot.press("3", "o")
         await pilot.pause()
         assert {"!", "W"} <= set(screen_text(app).split("rank 0", 1)[1].splitlines()[0])
 
-    drive(first_snapshot(write_run(tmp_path / "run", fault=None, local=True)), steps, size=(120, 40))
+    drive(first_snapshot(write_run(tmp_path / "run", fault=None, exchanged=True)), steps, size=(120, 40))
 
 
 def test_every_event_on_the_timeline_has_a_colour() -> None:

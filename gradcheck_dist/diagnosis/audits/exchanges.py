@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.events import Event, Exchange, Loss, LossGradient, LossTerm, Reduce
+from gradcheck_dist.events import HANDED_ON, Event, Exchange, Loss, LossGradient, LossTerm, Reduce
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import (
     APART,
@@ -134,8 +134,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 or _is_mean_of_gathered(one)
             ):
                 scaled.append(fault)
-        elif one.outcome == "unlike" and not shared:
-            continue  # of data ranks it may be meant
+        elif (one.outcome == "unlike" or one.first.operation == HANDED_ON) and not shared:
+            continue  # of data ranks the first may be meant, and the second be summed at the parameters: weights tell
         elif one.outcome == "own" and not shared and not one.first.function:
             result.reasons.append(
                 f"{fault.name} at {fault.where} changes a tensor of the graph in place and has no gradient, so that "
