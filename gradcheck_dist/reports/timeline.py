@@ -109,7 +109,8 @@ def describe(event: Event) -> str:
     if isinstance(event, Reduce):
         what = f"{event.impl} {event.op} over {plural(len(event.group), 'rank')}"
     elif isinstance(event, Loss):
-        what = f"{event.term} {event.reduction}, {event.num_tokens} tokens"
+        tokens = "" if event.num_tokens is None else f", {plural(event.num_tokens, 'token')}"
+        what = f"{event.term} {event.reduction}{tokens}"
     elif isinstance(event, LossGradient):
         what = f"weight {event.weight:.6g}"
     elif isinstance(event, ScaleGrads):

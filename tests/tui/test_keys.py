@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_run, write_unsummed
 
+from gradcheck_dist.events import Exchange
 from gradcheck_dist.tui.app import SCREENS, WatchApp
 from gradcheck_dist.tui.lanes import LETTERS, OTHER
 from gradcheck_dist.tui.screens.help import HelpScreen
@@ -75,6 +76,22 @@ def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline
         assert {"!", "W"} <= set(screen_text(app).split("rank 0", 1)[1].splitlines()[0])
 
     drive(first_snapshot(write_run(tmp_path / "run", fault=None, exchanged=True)), steps, size=(120, 40))
+
+
+def test_a_finding_whose_event_the_shown_step_lacks_has_its_line(tmp_path: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("d")
+        await pilot.pause()
+        text = screen_text(app)
+        assert "FIRST DIVERGENCE: seen here, and in no weight" in text
+        assert f"▶ {SOURCE_LINE:>4} │ {SOURCE_TEXT}" in text
+        assert "Reversed sums the ranks' inputs" in text
+
+    snapshot = first_snapshot(write_run(tmp_path / "run", fault=None, exchanged=True))
+    assert snapshot.step is not None
+    for events in snapshot.step.verdict.data.events.values():
+        events[:] = [event for event in events if not isinstance(event, Exchange)]
+    drive(snapshot, steps, size=(120, 40))
 
 
 def test_every_event_on_the_timeline_has_a_colour() -> None:

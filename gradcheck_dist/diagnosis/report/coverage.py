@@ -34,7 +34,7 @@ def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
     for param in all_params - observed:
         rests = turns.get(param, 1) > 1
         why = f"left out by the sampling plan: its turn is in one of {turns[param]} recorded steps" if rests else ""
-        reasons.setdefault(param, why or "no gradient of it was seen")
+        reasons.setdefault(param, why or "no gradient of it was seen where an optimizer reads")
     statuses = [event for trace in run.ranks.values() for event in trace.events if isinstance(event, ProbeStatus)]
     inactive = {(event.probe, event.reason) for event in statuses if not event.active}
     active = {event.probe for event in statuses if event.active} - {probe for probe, _ in inactive}

@@ -19,9 +19,10 @@ from gradcheck_dist.events import (
     Reduce,
     ScaleGrads,
 )
+from gradcheck_dist.reports import culprit as accused
 from gradcheck_dist.reports.culprit import end_of, last_line_of
-from gradcheck_dist.reports.source import excerpt, modified_s, short_path
-from gradcheck_dist.reports.text import clip, number, printable, prose, spans
+from gradcheck_dist.reports.source import Excerpt, excerpt, modified_s, short_path
+from gradcheck_dist.reports.text import clip, number, plural, printable, prose, spans
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.lanes import Mark
 from gradcheck_dist.tui.step_view import Stop
@@ -46,19 +47,24 @@ class EventCard(Static):
         finding: Finding | None = None,
     ) -> None:
         text = Text()
-        if mark is None:
+        if mark is None and culprit is None:
             self.update(Text("This stop is a sample without a recorded event.", "dim"))
             return
-        text.append(describe(mark), "bold")
-        text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
+        width = max(40, self.app.size.width - 38)
+        if mark is not None:
+            text.append(describe(mark), "bold")
+            text.append(f"  event {mark.seq} of rank {mark.rank}\n", "dim")
         if culprit is not None:
             between = f"between this and {end_of(culprit)}, by nothing that was recorded"
             known = "after this the weight could not come right" if stop is not None else "seen here, and in no weight"
             words = between if culprit.unrecorded else known
             text.append(f"FIRST DIVERGENCE: {words}\n", "bold reverse")
-        _source(text, mark, max(40, self.app.size.width - 38), last_line_of(culprit) if culprit is not None else None)
-        for fact in _facts(mark):
-            text.append(f"{fact}\n")
+        if mark is not None:
+            _source(text, mark, width, last_line_of(culprit) if culprit is not None else None)
+            for fact in _facts(mark):
+                text.append(f"{fact}\n")
+        elif culprit is not None:  # the verdict knows of it, and the step that is shown was judged without it
+            _told(text, culprit, width)
         if stop is not None:
             _factors(text, stop, cell)
         if ledger:
@@ -84,6 +90,19 @@ def _source(text: Text, mark: Mark, width: int, until: int | None) -> None:
         return
     if (modified_s(site.file) or 0.0) > mark.event.t_ns / 1e9:
         text.append("the file was changed after this was recorded: its lines may have moved\n", "italic")
+    _lines(text, shown, width)
+
+
+def _told(text: Text, event: FirstEvent, width: int) -> None:
+    told = accused.culprit(event)
+    text.append(f"{told.line}\n", "bold")
+    if told.excerpt is not None:
+        _lines(text, told.excerpt, width)
+    for fact in told.facts:
+        text.append(f"{fact}\n")
+
+
+def _lines(text: Text, shown: Excerpt, width: int) -> None:
     for marked, line, source in shown.numbered():
         row = clip(f"{'▶' if marked else ' '} {line:>4} │ {source}", width)
         text.append(row, "bold reverse" if marked else "dim").append("\n")
@@ -113,16 +132,20 @@ def _facts(mark: Mark) -> list[str]:
         facts.append(f"total norm {number(event.total_norm)}{share}, max norm {number(event.max_norm)}")
         facts.append(f"coefficient {number(event.coefficient)}: scales all alike, so ratios are freed of it")
     elif isinstance(event, Loss):
-        facts.append(f"{printable(event.op)} reduction {printable(event.reduction)} over {event.num_tokens} tokens")
+        facts.append(f"{printable(event.op)} reduction {printable(event.reduction)} over {_tokens(event.num_tokens)}")
         facts.append(f"value {number(event.value)}, term {printable(event.term, 40)}")
     elif isinstance(event, LossGradient):
-        facts.append(f"one token weighs {number(event.weight)} in the loss, {event.num_tokens} tokens")
+        facts.append(f"one token weighs {number(event.weight)} in the loss, {_tokens(event.num_tokens)}")
     elif isinstance(event, GradientNorm):
         facts.append("the trainer takes the norm of gradients")
     elif isinstance(event, OptimizerStep):
         rate = f", lr {event.lr:g}" if event.lr is not None else ""
         facts.append(f"{printable(event.optimizer, 60)} reads the gradients{rate}")
     return facts
+
+
+def _tokens(count: int | None) -> str:
+    return "tokens that were not counted" if count is None else plural(count, "token")
 
 
 def _factors(text: Text, stop: Stop, cell: Cell | None) -> None:
