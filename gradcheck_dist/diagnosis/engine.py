@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.report.conclusion import report_of
 from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
-from gradcheck_dist.diagnosis.steps.handmade import weigh
+from gradcheck_dist.diagnosis.steps.handmade import NO_COMBINATION, weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
 from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
 from gradcheck_dist.diagnosis.steps.other_steps import (
@@ -28,6 +28,7 @@ from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
+from gradcheck_dist.diagnosis.steps.waiting import name_waiting
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps, steps_of
@@ -79,6 +80,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     leave_unmade_open(verdicts)
+    name_waiting([(one.context.step, one.unread, one.held) for one in verdicts], NO_COMBINATION)
     tell_terms(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)

@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
@@ -56,6 +57,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
+from gradcheck_dist.diagnosis.steps.waiting import unread_in
 from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
@@ -148,7 +150,7 @@ def _judge_step(
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
     cases, meant = leave_open(cases, data)
-    cases, made_up = leave_open(cases, data, [makes_up_for])
+    cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
     verdict.reasons += [*meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
@@ -176,6 +178,7 @@ def _judge_step(
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
+    verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
@@ -213,7 +216,7 @@ def _read(
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
     verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions), own_terms=own_terms)
-    verdict.lost = lost(run, recorded)
+    verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
     verdict.reasons += not_summed(data)

@@ -44,7 +44,8 @@ def emptied_at(data: StepData) -> str:
                 break
             seen = seen or isinstance(event, Backward)
             if seen and isinstance(event, ZeroGrad) and event.site is not None:
-                return f" ({event.site.short})"
+                line = event.site.called_from or event.site.short
+                return f" ({line.rpartition('/')[2]})"
     return ""
 
 

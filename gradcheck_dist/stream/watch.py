@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.weights.cells import SAFEGUARD
 from gradcheck_dist.stream.documented import ShapeWays, Way
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.summaries import Round, Summary
@@ -220,8 +221,12 @@ class Watch:
         expected = expected_weight(self.objective, tokens, num_contributions, num_ranks)
         low = self._low[np.ix_(setting.owner, columns)] / expected * setting.relative[:, :1]
         high = self._high[np.ix_(setting.owner, columns)] / expected * setting.relative[:, 1:]
-        right = (np.abs(low - 1) <= setting.tolerance) & (np.abs(high - 1) <= setting.tolerance)
-        right |= self._tokens[np.ix_(setting.owner, columns)] == 0  # nothing of such a rank has a weight
+        own = self._tokens[np.ix_(setting.owner, columns)]
+        # A safeguard against empty masks is a share of each pass's count, of which only the mean is known.
+        safeguards = SAFEGUARD * self._contributions[np.ix_(setting.owner, columns)] / np.maximum(own, 1)
+        near = np.maximum(setting.tolerance, safeguards)
+        right = (np.abs(low - 1) <= near) & (np.abs(high - 1) <= near)
+        right |= own == 0  # nothing of such a rank has a weight
         self.num_judged += len(columns)
         self.num_contributions += int(num_contributions.sum())
         for at in np.flatnonzero(~right.all(axis=0)):

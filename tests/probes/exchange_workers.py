@@ -45,6 +45,8 @@ CONTRASTIVE = (
     "whole contrastive loss, own put back",
     "whole contrastive loss, own put back, detached",
     "whole contrastive loss, own put back, times ranks, last pass on a line of its own",
+    "whole contrastive loss, own put back, pickled",
+    "whole contrastive loss, own put back, pickled, times ranks",
     "whole contrastive loss, summed twice",
     "whole divergence, own put back",
     "whole contrastive loss, stacked",
@@ -283,7 +285,10 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
 def every_rank(features: Tensor, variant: str) -> Tensor:
     if "own put back" in variant:
         parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, features.detach() if "detached" in variant else features)
+        if "pickled" in variant:  # as DPR does
+            dist.all_gather_object(parts, features.detach())
+        else:
+            dist.all_gather(parts, features.detach() if "detached" in variant else features)
         parts[dist.get_rank()] = features
         return torch.cat(parts, 1)
     if "stacked" in variant:

@@ -45,6 +45,22 @@ def test_passes_that_were_emptied_before_the_others_are_told(tmp_path: Path, emp
     assert [reason.split()[0] for reason in told] == (["2"] if emptied else [])
 
 
+def test_targets_that_nobody_counts_tell_no_batch_that_was_evaluated_again(tmp_path: Path) -> None:
+    """Means that are not divided, each of which empties what came before: the last one weighs as if it were alone."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            for _ in range(NUM_PASSES):
+                optimizer.zero_grad()
+                F.mse_loss(model(torch.rand(5, 4, generator=data)), torch.rand(5, 3, generator=data)).backward()
+            optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("2 pass(es) were emptied" in reason and "that nobody saw" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize("divided", [True, False])
 def test_labels_that_are_the_same_in_every_batch_tell_no_batch_that_was_evaluated_again(
     tmp_path: Path, divided: bool

@@ -80,8 +80,21 @@ def test_shares_of_a_loss_that_every_rank_computes_whole_are_not_averaged(
     assert finding.severity == ("warning" if factor < 1 else "error")
 
 
+def test_a_whole_loss_on_features_that_ranks_exchanged_unseen_leaves_the_verdict_open(
+    reports: dict[str, Report],
+) -> None:
+    report = reports["whole contrastive loss, own put back, pickled"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("leaves x 0.5 of its gradient" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize(
-    "variant", ["sliced in backward, times ranks", "own put back, times ranks, last pass on a line of its own"]
+    "variant",
+    [
+        "sliced in backward, times ranks",
+        "own put back, times ranks, last pass on a line of its own",
+        "own put back, pickled, times ranks",
+    ],
 )
 def test_a_whole_loss_times_the_ranks_that_share_its_gradient_accuses_nobody(
     reports: dict[str, Report], variant: str

@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -227,3 +228,20 @@ def test_a_gradient_that_torch_func_computed_for_a_second_model_leaves_the_verdi
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings, report.coverage.problems) == ("undetermined", [], [])
     assert any("no recorded backward pass of the step made" in reason for reason in report.reasons)
+
+
+def test_a_gradient_that_waits_for_an_optimizer_which_steps_less_often_is_told(tmp_path: Path) -> None:
+    body, head = nn.Linear(4, 16), nn.Linear(16, 3)
+    often, seldom = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (body, head))
+    with attach(tmp_path / "run"):
+        for index in range(6):
+            often.zero_grad()
+            if index % 3 == 0:
+                seldom.zero_grad()
+            F.cross_entropy(head(torch.tanh(body(torch.randn(8, 4)))), torch.arange(8) % 3).backward()
+            often.step()
+            if index % 3 == 2:
+                seldom.step()
+    report = diagnose_run(tmp_path / "run")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("passes of step 0 to 1" in reason and "steps less often" in reason for reason in report.reasons)

@@ -50,6 +50,37 @@ def trained(
     return diagnose(read_run(run_dir))
 
 
+def weighed_by_masks(run_dir: Path, safeguard: float, factor: float = 1.0) -> Report:
+    """Means over what masks of unequal size keep, each divided by one count and `safeguard` and multiplied by its share
+    of the step's tokens."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with attach(run_dir):
+        for _ in range(3):
+            keep = [torch.rand(30) > share for share in (0.2, 0.6, 0.9)]
+            total = sum(int(mask.sum()) for mask in keep)
+            for mask in keep:
+                scores = torch.log_softmax(model(torch.randint(16, (30,))), -1)
+                scores = scores.gather(-1, torch.randint(16, (30, 1)))[:, 0]
+                mean = -torch.where(mask, scores, 0.0).sum() / (safeguard + mask.sum())
+                (mean * (mask.sum() / total) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize("safeguard", [1e-6, 1e-5, 1e-4])
+def test_a_safeguard_against_empty_masks_is_no_wrong_count(tmp_path: Path, safeguard: float) -> None:
+    report = weighed_by_masks(tmp_path / "run", safeguard)
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_a_constant_beside_a_safeguard_is_one_finding(tmp_path: Path) -> None:
+    (finding,) = weighed_by_masks(tmp_path / "run", 1e-5, 0.5).findings
+    assert (finding.code, finding.factor.observed) == ("GS303", pytest.approx(0.5, rel=1e-4))
+
+
 def test_tokens_that_were_counted_otherwise_are_told_as_a_number(tmp_path: Path) -> None:
     report = trained(tmp_path, lambda tokens: tokens - 3)
     (finding,) = report.findings

@@ -74,11 +74,13 @@ def _of_passes(
     meant = _aim(objective, data, without(contributions, left_out), measured)
     wrong = _wrong(meant, measured)
     if not wrong and not (meant.relative and left_out & lost):  # weights that are relative tell nothing of others
-        if alike := [key for key in left_out if key in lost and by_key[key].label_hash is not None]:
+        if untold := [key for key in left_out if key in lost]:
+            seen = any(by_key[key].label_hash is not None for key in untold)
+            labels = "that are the same numbers in every batch (0 to n-1, or zeros)" if seen else "that nobody saw"
             meant.reasons.append(
-                f"the gradients of {len(alike)} pass(es) were emptied before the optimizer came{emptied_at(data)}, and "
-                "labels that are the same numbers in every batch (0 to n-1, or zeros) do not tell whether the same "
-                "batch was evaluated again, as in sharpness-aware training, or these passes are lost"
+                f"the gradients of {len(untold)} pass(es) were emptied before the optimizer came{emptied_at(data)}, "
+                f"and labels {labels} do not tell whether the same batch was evaluated again, as in sharpness-aware "
+                "training, or these passes are lost"
             )
         return meant
     if not wrong or kept.relative or _wrong(kept, measured) - lost - left_out:

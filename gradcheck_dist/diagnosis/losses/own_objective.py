@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.cells import Held, material
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
@@ -52,15 +52,16 @@ def own_objective(
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)
     rounding = loss_rounding(contributions)
-    if _proportional(measured, np.array([float(weight) for weight in expected.values()]), rounding):
+    near = np.array([max(rounding / 2, material(tokens.get(key))) for key in expected])
+    if _proportional(measured, np.array([float(weight) for weight in expected.values()]), near):
         return None
     for name in OBJECTIVES:
         other = expected_weights(name, tokens)
-        if _proportional(measured, np.array([float(other[key]) for key in expected]), rounding):
+        if _proportional(measured, np.array([float(other[key]) for key in expected]), near):
             return OwnObjective(other)
     for way in partitions(list(expected), contributions.groups):
         counted = way.tokens_of({key: tokens[key] for key in expected})
-        if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), rounding):
+        if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), near):
             means = {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}
             return OwnObjective(means, num_parts=way.num_parts)
     quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
@@ -113,7 +114,9 @@ def _usual(
     return None
 
 
-def _proportional(first: np.ndarray, second: np.ndarray, rounding: float) -> bool:
-    """Equal up to a factor, within the rounding of the losses' upstream gradients (relative)."""
+def _proportional(first: np.ndarray, second: np.ndarray, near: np.ndarray) -> bool:
+    """Equal up to a factor, each within what rounding or a safeguard puts it off (relative)."""
     quotient = first / second
-    return bool(np.ptp(quotient) <= rounding * float(np.abs(quotient).max()))
+    size = np.abs(quotient)
+    low, high = quotient - near * size, quotient + near * size
+    return bool(low.max() <= high.min())

@@ -12,6 +12,7 @@ from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
 from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
+from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
@@ -27,6 +28,8 @@ SAYS = {
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
+    SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "
+    "stepping together, all is judged.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
     AGAIN: "Step each optimizer once behind the passes whose gradients it reads, and record again.",
     NOT_FINITE: "Look what makes these gradients infinite (a division by a count that is zero, an overflow), and "

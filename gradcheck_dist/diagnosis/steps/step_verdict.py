@@ -12,6 +12,7 @@ from gradcheck_dist.diagnosis.norms.consequence import consequence
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.steps.other_steps import Conduct
 from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
+from gradcheck_dist.diagnosis.steps.waiting import Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
@@ -79,7 +80,7 @@ class StepVerdict:
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
     no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
-    parameters got unequal gradients on different ranks."""
+    parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later."""
 
     context: StepContext
     data: StepData
@@ -108,6 +109,7 @@ class StepVerdict:
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
     apart: bool = False
+    unread: Unread = field(default_factory=Unread)
 
     @property
     def all_right(self) -> bool:

@@ -25,6 +25,8 @@ SIGMAS = 6.0
 MATERIAL = 1e-5
 """A weight nearer to its expected value than this is right at any precision: gradients of one step, summed in two
 orders in float32, were measured up to 1.6e-6 apart, and no scale bug is a factor so near to 1."""
+SAFEGUARD = 2e-4
+"""Tokens. What programs add to a count lest it be zero; a count that is wrong is off by one at least."""
 
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
@@ -37,7 +39,8 @@ class Cell:
     """One contribution's weight in one parameter's gradient on one rank. `ratio` is observed / expected.
 
     `root_ratio` is the weight at the loss / expected, `column` the index in the basis of the parameter's replay.
-    `tolerance` and `stderr` are relative to the larger of observed and expected.
+    `tolerance` and `stderr` are relative to the larger of observed and expected. A ratio that is off by less than
+    `material` is right however well it is known.
     """
 
     key: ContributionKey
@@ -49,6 +52,7 @@ class Cell:
     ratio: float
     tolerance: float
     stderr: float
+    material: float = 0.0
 
     @property
     def margin(self) -> float:
@@ -58,7 +62,7 @@ class Cell:
 
     @property
     def right(self) -> bool:
-        return abs(self.ratio - 1.0) <= self.margin
+        return abs(self.ratio - 1.0) <= max(self.margin, self.material)
 
 
 @dataclass
@@ -292,6 +296,7 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
                     ratio=seen / float(weight),
                     tolerance=systematic(held.replay.epsilon, loss_epsilon, held.num_scalings) + SIGMAS * error,
                     stderr=error,
+                    material=material(contribution.num_tokens),
                 )
             )
     if not result.cells and expected and not any(key in expected for key in held.replay.basis.keys):
@@ -321,6 +326,11 @@ def systematic(epsilon: float, loss_epsilon: float, num_scalings: int) -> float:
     gradient's dtype. Never less than MATERIAL.
     """
     return max(0.5 * epsilon * (1 + num_scalings) + 0.5 * loss_epsilon, MATERIAL)
+
+
+def material(num_tokens: int | None) -> float:
+    """How far off, relatively, a weight of one of so many tokens may be and still be right at any precision."""
+    return max(MATERIAL, SAFEGUARD / num_tokens if num_tokens else 0.0)
 
 
 def pool(judged: list[Held]) -> list[Held]:

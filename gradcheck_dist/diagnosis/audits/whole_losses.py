@@ -1,0 +1,106 @@
+"""Data ranks that all compute one whole loss, on features that they exchanged where no probe saw it.
+
+Features may be gathered as bytes (pickled, as DPR does), by messages, or through another library. Equal labels and
+equal values of the losses in every pass then tell that ranks have one loss, and unequal gradients of copies that each
+got its own share of that loss's gradient. The shares have to be summed, so an average over R ranks leaves 1/R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp
+
+from gradcheck_dist.diagnosis.audits.exchanges import UNDOES, VERIFY
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.events import Exchange, Loss
+from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank
+from gradcheck_dist.ledger.strangers import strangers
+from gradcheck_dist.ledger.tracks import StepData
+
+SAME = 1e-6
+"""Relative difference of two values within which they are of one loss, computed from the same numbers."""
+EVEN = 1e-5
+"""Relative distance of exp(loss) from a whole number within which it may be the loss of scores that are all equal,
+which ranks with other features have in common."""
+
+
+@dataclass(frozen=True)
+class WholeLoss:
+    """One loss of a step that all of so many data ranks compute. `where`: its line."""
+
+    num_ranks: int
+    where: str
+
+    @property
+    def words(self) -> str:
+        share = 1 / self.num_ranks
+        return (
+            f"all {self.num_ranks} ranks compute one loss ({self.where}: equal labels and values, from features that "
+            "they exchanged where no probe saw it) and unequal gradients of it: where each has its own share alone, "
+            f"an average over the ranks leaves x {share:.6g} of its gradient"
+        )
+
+
+def whole_loss(data: StepData, contributions: Contributions) -> WholeLoss | None:
+    """The loss that all ranks of a step compute whole though each has a gradient of its own; None where ranks have
+    losses of their own, or an exchange was recorded, which tells more."""
+    ranks = sorted(data.events)
+    if len(ranks) < 2 or len({contributions.coordinate.get(rank, rank) for rank in ranks}) < len(ranks):
+        return None
+    if any(isinstance(event, Exchange) for events in data.events.values() for event in events):
+        return None
+    first = _losses(data, ranks[0])
+    if (
+        not first
+        or not all(map(_tells, first.values()))
+        or any(_losses(data, rank).keys() != first.keys() for rank in ranks)
+    ):
+        return None
+    if not all(_is_one(loss, _losses(data, rank)[slot]) for rank in ranks[1:] for slot, loss in first.items()):
+        return None
+    apart = strangers(data)
+    if any(apart.get(rank) != frozenset(ranks) for rank in ranks):
+        return None
+    site = next(iter(first.values())).site
+    return WholeLoss(len(ranks), site.short if site is not None else "line unknown")
+
+
+def shares_of_one_loss(data: StepData, contributions: Contributions) -> list[str]:
+    """Why a step is left open whose weights are right as if each rank had a loss of its own."""
+    whole = whole_loss(data, contributions)
+    return [] if whole is None else [f"{whole.words}. Add gradients up, or multiply the loss by the ranks: {_VERIFY}"]
+
+
+def share_is_made_up_for(case: Case, data: StepData) -> str | None:
+    """Why a factor accuses nobody: losses that weigh as many times more as there are ranks with shares of them."""
+    if case.pattern.kind != "uniform" or case.terms:
+        return None
+    whole = whole_loss(data, case.context.contributions)
+    if whole is None or abs(case.pattern.factor / whole.num_ranks - 1) > max(UNDOES, case.pattern.tolerance):
+        return None
+    return f"{whole.words}; what enters at the loss makes up for that: {_VERIFY}"
+
+
+_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
+
+
+def _losses(data: StepData, rank: int) -> Mapping[tuple[tuple[int, int], int], Loss]:
+    """A rank's own losses by pass, and by their place in it; empty where one is not known."""
+    pairs = losses_of_rank(data.events[rank]).items()
+    found = {(slot, place): loss for slot, of_pass in pairs for place, (_, loss) in enumerate(of_pass)}
+    return {key: loss for key, loss in found.items() if loss is not None} if None not in found.values() else {}
+
+
+def _tells(loss: Loss) -> bool:
+    """Whether equal labels and values of two losses tell that they are one."""
+    if loss.label_hash is None or not loss.value or (loss.num_tokens or 0) < 2:
+        return False
+    each = loss.value / (loss.num_tokens or 1) if loss.reduction == "sum" else loss.value
+    return 0 < each < 50 and abs(exp(each) / max(round(exp(each)), 1) - 1) > EVEN
+
+
+def _is_one(mine: Loss, theirs: Loss) -> bool:
+    if mine.label_hash != theirs.label_hash or mine.value is None or theirs.value is None:
+        return False
+    return abs(mine.value - theirs.value) <= SAME * max(abs(mine.value), abs(theirs.value))

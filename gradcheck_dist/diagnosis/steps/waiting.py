@@ -1,0 +1,70 @@
+"""Gradients that wait for an optimizer which steps less often than others.
+
+Parameter groups may have optimizers with periods of their own (nerfstudio accumulates three passes for one group, and
+steps another in each). A step ends where the first of them steps, so what the others read holds passes of several.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.steps import ranges
+
+SELDOM = "whose optimizer steps less often than others"
+
+Copy = tuple[ParamKey, int]
+"""A parameter on a rank."""
+
+
+@dataclass
+class Unread:
+    """Whose passes of a step were still unread, and not emptied, when it was over; and what was read or emptied in it,
+    before its first pass, or at all."""
+
+    left: set[Copy] = field(default_factory=set)
+    cleared_before: set[Copy] = field(default_factory=set)
+    cleared: set[Copy] = field(default_factory=set)
+
+
+def unread_in(data: StepData) -> Unread:
+    """What a step leaves to a later one."""
+    result = Unread()
+    for rank, events in data.events.items():
+        keys = {of_key[rank].param.id: key for key, of_key in data.tracks.items() if rank in of_key}
+        passed = False
+        for event in events:
+            if not isinstance(event, Backward | OptimizerStep | ZeroGrad) or event.params is None:
+                continue
+            found = {(keys[param], rank) for param in data.params_of(rank, event.params) if param in keys}
+            if isinstance(event, Backward):
+                passed = True
+                result.left |= found
+            else:
+                result.left -= found
+                result.cleared |= found
+                result.cleared_before |= set() if passed else found
+    return result
+
+
+def name_waiting(steps: Sequence[tuple[int, Unread, Sequence[Held]]], lost: str) -> None:
+    """Say of each gradient that is no combination of its step's contributions (`lost` stands in the reason) which
+    earlier steps' passes it holds as well: some that no optimizer had read, and nobody had emptied."""
+    waiting: dict[Copy, set[int]] = defaultdict(set)
+    for step, unread, judged in steps:
+        for copy in unread.cleared_before:
+            waiting.pop(copy, None)
+        for held in judged:
+            if lost in held.reason and (of := sorted(waiting.get((held.param, held.rank), ()))):
+                held.changed_in = (
+                    f"it holds the passes of step {ranges(of)} as well, which no optimizer had read, being of a "
+                    f"parameter {SELDOM}: what it should be a mean over is not judged"
+                )
+        for copy in unread.cleared:
+            waiting.pop(copy, None)
+        for copy in unread.left:
+            waiting[copy].add(step)
