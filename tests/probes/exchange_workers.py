@@ -21,6 +21,7 @@ TENSOR = (
     "tensor parallel, summed in place and again in backward",
     "tensor parallel, no sum in front of the columns",
     "tensor parallel, averaged in backward",
+    "tensor parallel, averaged in place in backward",
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
     "tensor parallel, one seed",
@@ -127,6 +128,10 @@ Sum = function("Sum", summed, lambda grad: grad)
 SumTwice = function("SumTwice", summed, summed)
 SumInPlace = function("SumInPlace", summed_in_place, lambda grad: grad)
 SumInPlaceTwice = function("SumInPlaceTwice", summed_in_place, summed)
+CopyInPlace = function("CopyInPlace", lambda x: x.view_as(x), summed_in_place)
+MeanInPlaceBack = function(
+    "MeanInPlaceBack", lambda x: x.view_as(x), lambda grad: summed_in_place(grad).div_(dist.get_world_size())
+)
 MeanBack = function("MeanBack", lambda x: x.view_as(x), lambda grad: summed(grad) / dist.get_world_size())
 Gather = function("Gather", gathered, lambda grad: own_part(summed(grad)))
 GatherMean = function("GatherMean", gathered, lambda grad: own_part(summed(grad)) / dist.get_world_size())
@@ -192,6 +197,7 @@ class Block(nn.Module):
             leave = FunctionalSum if "functional" in self.variant else leave
             if "in place" in self.variant:
                 leave = SumInPlaceTwice if "again" in self.variant else SumInPlace
+                enter = MeanInPlaceBack if "averaged" in self.variant else CopyInPlace
         x = self.norm(h)
         if "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)

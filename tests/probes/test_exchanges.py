@@ -135,6 +135,7 @@ def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Re
         ("tensor parallel, summed again in backward", "SumTwice", 2.0, "a sum too many"),
         ("tensor parallel, summed in place and again in backward", "SumInPlaceTwice", 2.0, "a sum too many"),
         ("tensor parallel, averaged in backward", "MeanBack", 0.5, "x 0.5"),
+        ("tensor parallel, averaged in place in backward", "MeanInPlaceBack", 0.5, "x 0.5"),
         ("tensor parallel, functional sum", "all_reduce", 2.0, "a sum too many"),
         ("sequence parallel, functional also before the head", "all_gather_into_tensor", 2.0, "a sum too many"),
         ("experts, doubled in backward", "SwapDoubled", 2.0, "x 2"),

@@ -58,6 +58,12 @@ class Held(NamedTuple):
     def unchanged(self) -> bool:
         return self.versions == tuple(one._version for one in self.tensors)
 
+    def along(self, index: int, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The product of one of the tensors with its gradient, and that of their norms; float32, no dimension."""
+        mine = self.tensors[index].float().flatten()
+        theirs = torch.zeros_like(mine) if gradient is None else self.part(gradient.detach()).float().flatten()
+        return mine.dot(theirs), mine.norm() * theirs.norm()
+
 
 class Attentions:
     """How many were recorded of a step, and what waits for its backward."""
@@ -134,29 +140,37 @@ def watch(
     node: Any = output.grad_fn
     of_output = output.output_nr
 
-    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-        handle.remove()
-        queries, keys, values = (grad_inputs[place] if place < len(grad_inputs) else None for place in places)
-        came(recorder, attentions, told, held, [grad_outputs[of_output], values, queries, keys])
+    found: list[tuple[Tensor, Tensor]] = []
 
-    handle = node.register_hook(kept_away(recorder, "exchanges", passed))
+    def arrives(grads: Sequence[Tensor | None]) -> None:  # before backward, which may write into it
+        arriving.remove()
+        found.append(held.along(0, grads[of_output]))
+
+    def passed(grads: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        leaving.remove()
+        queries, keys, values = (grads[place] if place < len(grads) else None for place in places)
+        came(recorder, attentions, told, held, found, [values, queries, keys])
+
+    arriving = node.register_prehook(kept_away(recorder, "exchanges", arrives))
+    leaving = node.register_hook(kept_away(recorder, "exchanges", passed))
 
 
 @guarded("exchanges")
 def came(
-    recorder: Recorder, attentions: Attentions, told: Told, held: Held, gradients: Sequence[Tensor | None]
+    recorder: Recorder,
+    attentions: Attentions,
+    told: Told,
+    held: Held,
+    found: Sequence[tuple[Tensor, Tensor]],
+    gradients: Sequence[Tensor | None],
 ) -> None:
-    """Backward ran through a function."""
+    """Backward ran through a function, at whose output there was `found`."""
     attentions.held_bytes -= held.num_bytes
     current = recorder.current
-    if current is None or not recorder.sampling or not held.unchanged:
+    if current is None or not recorder.sampling or not found or not held.unchanged:
         return
-    products, sizes = [], []
-    for gradient, tensor in zip(gradients, held.tensors, strict=True):
-        mine = tensor.float().flatten()
-        theirs = torch.zeros_like(mine) if gradient is None else held.part(gradient.detach()).float().flatten()
-        products.append(mine.dot(theirs))
-        sizes.append(mine.norm() * theirs.norm())
+    pairs = [*found, *(held.along(index, gradient) for index, gradient in enumerate(gradients, 1))]
+    products, sizes = [product for product, _ in pairs], [size for _, size in pairs]
     event: Callable[..., Any] = functools.partial(
         AttentionBackward,
         seq=recorder.next_seq(),

@@ -13,7 +13,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import Exchange, Site
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, num_of_each, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
+from gradcheck_dist.probes.recording.recorder import Recorder, kept_away
 
 
 class Watched(NamedTuple):
@@ -53,40 +53,61 @@ def watch_tensor(recorder: Recorder, tensor: Tensor, told: Watched, before: Tens
 def watch_arriving(recorder: Recorder, result: Tensor, told: Watched, before: Tensor, parts: Sequence[Box]) -> None:
     """Tell what arrives at a function's result, of whose output and of what backward gives nothing is read."""
 
-    def passed(_: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+    def arrives(grads: Sequence[Tensor | None]) -> None:
         handle.remove()
-        grad, none = grad_outputs[0], before[:0]
+        grad, none = grads[0], before[:0]
         if grad is not None and (is_plain(grad) or not parts):
             arrived, counts = take([grad], parts) if parts else (none, ())
             tell(recorder, told._replace(output_counts=counts), before, none, arrived, none, lost=False)
 
     node: Any = result.grad_fn
-    handle = node.register_hook(kept_away(recorder, "exchanges", passed))
+    handle = node.register_prehook(kept_away(recorder, "exchanges", arrives))
 
 
-@guarded("exchanges")
-def came(
-    recorder: Recorder,
-    told: Watched,
-    before: Tensor,
-    after: Tensor,
-    parts: tuple[list[Box], list[Box]],
-    like: tuple[list[tuple[int, ...]], list[tuple[int, ...]]],
-    grad_inputs: Sequence[Tensor | None],
-    grad_outputs: Sequence[Tensor | None],
+class End(NamedTuple):
+    """The tensors that are read at one end of a function: their places among its node's inputs or outputs, shapes, and
+    the parts that are read."""
+
+    places: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: list[Box]
+
+    def read(self, grads: Sequence[Tensor | None], num: int | None) -> Tensor | None:
+        """Elements of the gradients, zeros for missing ones; None where none is there or they cannot be read."""
+        found = [grads[place] if place < len(grads) else None for place in self.places]
+        one = next((grad for grad in found if grad is not None), None)
+        if one is None or not all(grad is None or is_plain(grad) for grad in found):
+            return None
+        zero = one.new_zeros(())
+        whole = [zero.expand(shape) if grad is None else grad for grad, shape in zip(found, self.shapes, strict=True)]
+        return take(whole, self.parts, num)[0]
+
+
+def watch_node(
+    recorder: Recorder, node: Any, told: Watched, before: Tensor, after: Tensor, ends: tuple[End, End]
 ) -> None:
-    """Backward ran through a function."""
-    one = next((grad for grad in grad_outputs if grad is not None), None)
-    if one is None or not all(grad is None or is_plain(grad) for grad in [*grad_inputs, *grad_outputs]):
-        return
-    given, arrived = (
-        [one.new_zeros(()).expand(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
-        for grads, shapes in ((grad_inputs, like[0]), (grad_outputs, like[1]))
-    )
-    lost = all(grad is None for grad in grad_inputs)
-    num = num_of_each(parts)
-    values = [take(grads, boxes_of, num)[0] for grads, boxes_of in ((arrived, parts[1]), (given, parts[0]))]
-    tell(recorder, told, before, after, values[0], values[1], lost=lost)
+    """Tell what arrives at a function's outputs and what its backward gives for its inputs (`ends`: inputs, outputs).
+
+    What arrives is read before backward runs: it may sum that over the ranks in place.
+    """
+    inputs, outputs = ends
+    num = num_of_each((inputs.parts, outputs.parts))
+    found: list[Tensor] = []
+
+    def arrives(grads: Sequence[Tensor | None]) -> None:
+        arriving.remove()
+        if (arrived := outputs.read(grads, num)) is not None:
+            found.append(arrived)
+
+    def passed(grads: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        leaving.remove()
+        lost = all(grads[place] is None for place in inputs.places if place < len(grads))
+        given = found[0].new_zeros(sum(told.input_counts)) if found and lost else inputs.read(grads, num)
+        if found and given is not None:
+            tell(recorder, told, before, after, found[0], given, lost=lost)
+
+    arriving = node.register_prehook(kept_away(recorder, "exchanges", arrives))
+    leaving = node.register_hook(kept_away(recorder, "exchanges", passed))
 
 
 def tell(

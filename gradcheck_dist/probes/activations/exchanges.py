@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ from gradcheck_dist.probes.activations.exchange_calls import (
 )
 from gradcheck_dist.probes.activations.exchange_events import (
     Arriving,
+    End,
     Watched,
-    came,
     coarsest,
     watch_arriving,
+    watch_node,
     watch_tensor,
 )
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, boxes, each_whole, num_of_each, take
@@ -49,7 +50,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 from gradcheck_dist.probes.recording.world import several_ranks
 from gradcheck_dist.probes.reductions import gathered
@@ -307,16 +308,11 @@ def watch(
     told = Watched(
         cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
     )
-    node: Any = made[0].grad_fn
-    places, numbers = [place for place, _ in given], [one.output_nr for one in made]
-    like = [tuple(one.shape) for one in inputs], [tuple(one.shape) for one in made]
-
-    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-        handle.remove()
-        come = [grad_inputs[place] if place < len(grad_inputs) else None for place in places]
-        came(recorder, told, before, after, parts, like, come, [grad_outputs[number] for number in numbers])
-
-    handle = node.register_hook(kept_away(recorder, "exchanges", passed))
+    ends = (
+        End(tuple(place for place, _ in given), tuple(tuple(one.shape) for one in inputs), parts[0]),
+        End(tuple(one.output_nr for one in made), tuple(tuple(one.shape) for one in made), parts[1]),
+    )
+    watch_node(recorder, made[0].grad_fn, told, before, after, ends)
 
 
 def _by_torch(cls: type) -> Callable[[Exchanges, tuple[Any, ...], Any], list[Arriving]] | None:

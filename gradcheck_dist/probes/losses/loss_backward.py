@@ -83,18 +83,26 @@ def watch(
     dtype = output.dtype
     number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
 
-    def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-        handle.remove()
-        given, arrived = grad_inputs[place] if place < len(grad_inputs) else None, grad_outputs[number]
-        others = [grad.detach().any() for at, grad in enumerate(grad_outputs) if at != number and grad is not None]
-        if given is not None and arrived is not None and given.shape == shape and is_plain(given):
+    reached: list[tuple[Tensor, Tensor]] = []
+
+    def arrives(grads: Sequence[Tensor | None]) -> None:  # before backward, which may write into it
+        arriving.remove()
+        others = [grad.detach().any() for at, grad in enumerate(grads) if at != number and grad is not None]
+        if (arrived := grads[number]) is not None:
             weights = sign * arrived.detach().reshape(-1).double()
             weights = weights[index] if share is None else weights.expand(len(index))
             # What the function gave beside the losses has a part in the gradient then.
-            alone = torch.where(torch.stack(others).any(), torch.inf, gap) if others else gap
+            reached.append((weights, torch.where(torch.stack(others).any(), torch.inf, gap) if others else gap))
+
+    def passed(grads: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        leaving.remove()
+        given = grads[place] if place < len(grads) else None
+        if given is not None and reached and given.shape == shape and is_plain(given):
+            weights, alone = reached[0]
             came(recorder, event, dtype, weights, row(given, index), derivative, alone, power)
 
-    handle = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))
+    arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "loss_backward", arrives)))
+    leaving = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))
 
 
 @guarded("loss_backward")
