@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import NO_COMBINATION, weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
+from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
 from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
 from gradcheck_dist.diagnosis.steps.other_steps import (
     leave_empty_open,
@@ -93,6 +94,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_empty_open(verdicts)
     tell_other_counts(verdicts)
     tell_windows(verdicts)
+    tell_one_law(verdicts)
     passes = passes_of(run, verdicts)
     tell_unusual(verdicts, passes)
     confirm(verdicts)

@@ -54,7 +54,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 )
 from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
 from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.steps.waiting import unread_in
@@ -341,6 +341,7 @@ def _tell(
             verdict.reasons.append(means)
             continue
         tell_hidden(case, finding, hidden)
+        verdict.shapes[cause(finding)] = case.pattern
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND
         of_step = (data, norms, verdict.held, target.contributions, target.expected)

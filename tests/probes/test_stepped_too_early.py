@@ -48,3 +48,19 @@ def test_a_divisor_that_could_be_accumulation_steps_is_told(tmp_path: Path) -> N
     (finding,) = train(tmp_path, mean=True).findings
     assert (finding.code, finding.factor.exact) == ("GS303", "1/3")
     assert "Where 3 is the number of accumulation steps" in finding.fix
+
+
+def test_a_count_that_hits_the_tokens_of_two_steps_by_chance_is_not_told_as_theirs(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step, (used, counted) in enumerate(((6, 11), (5, 9), (7, 8))):
+            tokens, labels = batch(0, step)
+            labels = torch.where(torch.arange(labels.numel()).view_as(labels) < used, labels.clamp_min(0), -100)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            (loss / counted).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.steps, finding.factor.expression) == ("GS303", [0, 1, 2], None)
+    assert "as if the step had 11 tokens" in finding.explanation

@@ -152,6 +152,25 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
     """Name the losses' factor where it is this step's tokens over those of another, a count of another window, or over
     those of several steps together, of a window in the midst of which the optimizer steps."""
     counts = {verdict.context.step: verdict.contributions.num_tokens for verdict in verdicts}
+    off = {
+        verdict.context.step: [one.factor for one in verdict.findings if one.code == LOSS_RULE and one.factor.observed]
+        for verdict in verdicts
+    }
+
+    def divides(step: int, count: int | None) -> bool:
+        """Whether losses of a step are off by its tokens over others. In every step: small numbers coincide in one."""
+        tokens, factors = counts[step] or 0, off[step]
+        return bool(count) and any(
+            one.observed and abs(one.observed * (count or 0) / max(tokens, 1) - 1) <= max(one.tolerance or 0.0, EXACT)
+            for one in factors
+        )
+
+    def of_other(step: int, other: int) -> bool:
+        wrong = [one for one, factors in off.items() if factors]
+        behind = [(one, one + other - step) for one in wrong if one + other - step in counts]
+        same = [one for one in wrong if one != other]
+        return all(divides(one, counts[two]) for one, two in behind) or all(divides(one, counts[other]) for one in same)
+
     for verdict in verdicts:
         tokens, step = verdict.contributions.num_tokens, verdict.context.step
         for finding in verdict.findings:
@@ -161,14 +180,15 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
             near = [
                 (other, count)
                 for other, count in counts.items()
-                if count and other != step and abs(observed * count / tokens - 1) <= tolerance
+                if count and other != step and abs(observed * count / tokens - 1) <= tolerance and of_other(step, other)
             ]
             if len({count for _, count in near}) == 1 and tolerance <= MOST_VAGUE:
                 _name_count(finding, tokens, *min(near, key=lambda one: (one[0] > step, abs(one[0] - step))))
             elif not near and tolerance <= MOST_VAGUE:
-                windows = [one for one in _windows(counts, step) if abs(observed * one[2] / tokens - 1) <= tolerance]
-                if windows:
-                    _name_window(finding, verdict, *windows[0])
+                for first, last, count in _windows(counts, step):
+                    if all(divides(one, count) for one in counts if first <= one <= last):
+                        _name_window(finding, verdict, first, last, count)
+                        break
 
 
 def _windows(counts: Mapping[int, int | None], step: int) -> list[tuple[int, int, int]]:

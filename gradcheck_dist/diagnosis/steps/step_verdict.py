@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.steps.waiting import Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -80,7 +81,8 @@ class StepVerdict:
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
     no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
-    parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later."""
+    parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
+    `shapes` are those of the weights that findings concern."""
 
     context: StepContext
     data: StepData
@@ -110,6 +112,7 @@ class StepVerdict:
     own_terms: Terms | None = None
     apart: bool = False
     unread: Unread = field(default_factory=Unread)
+    shapes: dict[Cause, Pattern] = field(default_factory=dict)
 
     @property
     def all_right(self) -> bool:

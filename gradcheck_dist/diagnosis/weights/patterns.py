@@ -56,7 +56,8 @@ class Pattern:
     `objective` names another objective that the weights follow (times factor), `count` the power of a count that they
     follow: N_g tokens of a part of the step ("partial": `num_parts` is how many parts there are), n_c tokens of the
     contribution, N_r of its data rank, N_k of its accumulation step on all ranks, L_c its labels (ignored ones too),
-    T_c the length of the rows that these are laid into, accumulation step k of K, microbatch m or data rank r.
+    T_c the length of the rows that these are laid into, accumulation step k of K, microbatch m or data rank r. `place`
+    names the weights that it describes, where the others are right.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Pattern:
     tolerance: float = 1e-3
     count: str | None = None
     num_parts: int = 1
+    place: str = ""
 
 
 Hypothesis = Callable[[list[Sample], StepContext], Pattern | None]
@@ -265,8 +267,9 @@ def _part(samples: list[Sample], context: StepContext) -> Pattern | None:
     factor = _constant(*_arrays(wrong)) if wrong else None
     if factor is None:
         return None
-    text = f"x {factor:.6g} on {_place(wrong, samples)}, the rest right"
-    return Pattern("part", text, factor, tolerance=tolerance_of(wrong))
+    place = _place(wrong, samples)
+    text = f"x {factor:.6g} on {place}, the rest right"
+    return Pattern("part", text, factor, tolerance=tolerance_of(wrong), place=place)
 
 
 def _power_of_count(samples: list[Sample], context: StepContext) -> Pattern | None:
@@ -318,9 +321,10 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             by_chance = len(ways) * odds * (2 * tolerance / SPAN) ** max(values - 1, 1)
             if by_chance > SURE or (best is not None and abs(np.log(factor)) >= abs(np.log(best.factor)) - 1e-6):
                 continue
-            part = "" if chosen is samples else f" on {_place(chosen, samples)}, the rest right"
+            place = "" if chosen is samples else _place(chosen, samples)
+            part = f" on {place}, the rest right" if place else ""
             text = f"the tokens of {way.words} instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}{part}"
-            best = Pattern("partial", text, factor, tolerance=tolerance, count="N / N_g", num_parts=way.num_parts)
+            best = Pattern("partial", text, factor, None, None, tolerance, "N / N_g", way.num_parts, place)
     return best
 
 

@@ -1,0 +1,203 @@
+"""What is wrong at one place in several steps has one law: the steps that tell laws apart say what the others show.
+
+Where all ranks hold as many tokens in a step, the weights of a count that was not summed over ranks are those of a loss
+that is multiplied by their number; where half of the tokens are some pass's, a factor of 2 is N / N_k. Other steps put
+that to the test. A number that changes from step to step is none of the degrees, whatever it is in one step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.weights import shapes
+from gradcheck_dist.diagnosis.weights.partial_counts import partitions
+from gradcheck_dist.diagnosis.weights.patterns import Pattern
+from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
+
+ALIKE = 1e-4
+"""Relative; numbers that are made of other counts lie further apart."""
+_COUNTED = re.compile(r"num_|n_c|N_|L_|T_|clip|scale|norm")
+"""In the name of a factor that is another one in other steps."""
+
+
+@dataclass
+class _Seen:
+    """A finding of one step, and the shape of its weights."""
+
+    verdict: StepVerdict
+    finding: Finding
+    pattern: Pattern
+
+
+def tell_one_law(verdicts: Sequence[StepVerdict]) -> None:
+    """Keep of the findings at one place those whose law holds in all steps that are wrong there."""
+    for seen in _by_place(verdicts):
+        if len({cause(one.finding) for one in seen}) > 1:
+            _keep_law(seen)
+    _keep_whole(verdicts)
+    for seen in _by_place(verdicts):
+        _without_degrees(seen, verdicts)
+
+
+def _by_place(verdicts: Sequence[StepVerdict]) -> list[list[_Seen]]:
+    """What was found at each place that is wrong in steps, once in each, and of what shape it is."""
+    places: dict[object, list[_Seen]] = defaultdict(list)
+    for verdict in verdicts:
+        here: dict[object, list[Finding]] = defaultdict(list)
+        for finding in verdict.findings:
+            if finding.severity != "info" and finding.first_event is not None:
+                here[cause(finding)[1], *finding.ranks].append(finding)
+        for place, found in here.items():
+            pattern = verdict.shapes.get(cause(found[0]))
+            if len(found) == 1 and pattern is not None and found[0].factor.observed:
+                places[place].append(_Seen(verdict, found[0], pattern))
+    return list(places.values())
+
+
+def _keep_law(seen: Sequence[_Seen]) -> None:
+    """Take findings for those of another step whose law they follow as well."""
+    laws = [one for one in seen if one.pattern.kind != "uniform" and all(_holds(one, other) for other in seen)]
+    if not laws:
+        return
+    law = laws[0]
+    for other in seen:
+        if cause(other.finding) != cause(law.finding):
+            other.verdict.findings = [one for one in other.verdict.findings if one is not other.finding]
+            other.verdict.effects.pop(cause(other.finding), None)
+            law.finding.steps = sorted({*law.finding.steps, *other.finding.steps})
+
+
+def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
+    """Take all findings of a step for the one finding of another whose law gives this step's weights, too."""
+    accused = [(verdict, [one for one in verdict.findings if one.severity != "info"]) for verdict in verdicts]
+    accused = [(verdict, found) for verdict, found in accused if found]
+    if not any(len(found) > 1 for _, found in accused):
+        return
+    for verdict, found in accused:
+        pattern = verdict.shapes.get(cause(found[0])) if len(found) == 1 else None
+        whole = found[0].num_parameters == len(verdict.units) and pattern is not None and not pattern.place
+        others = [(other, errors) for other, errors in accused if other is not verdict]
+        if pattern is None or not whole or pattern.kind == "uniform":
+            continue
+        if not all(_gives(pattern, other, errors) for other, errors in others):
+            continue
+        for other, errors in others:
+            for one in errors:
+                if cause(one) != cause(found[0]):
+                    other.findings = [kept for kept in other.findings if kept is not one]
+                    other.effects.pop(cause(one), None)
+            found[0].steps = sorted({*found[0].steps, other.context.step})
+        return
+
+
+def _gives(pattern: Pattern, verdict: StepVerdict, errors: Sequence[Finding]) -> bool:
+    """Whether a shape gives all weights of a step, in which nothing but weights was found wrong."""
+    tokens = verdict.contributions.by_key
+    predicted = dict(zip(tokens, _ratios(pattern, verdict), strict=False))
+    known = [one for one in verdict.weights if one.ratio is not None]
+    if not known or len(predicted) != len(tokens) or any(cause(one) not in verdict.shapes for one in errors):
+        return False
+    near = max(ALIKE, *(2 * (one.factor.tolerance or 0.0) for one in errors))
+    at = [(one.contribution, one.ratio or 0.0) for one in known]
+    ratios = [(predicted.get((key.data_rank, key.accumulation_step, key.microbatch)), off) for key, off in at]
+    return all(ratio is not None and abs(off / ratio - 1) <= near for ratio, off in ratios)
+
+
+def _holds(law: _Seen, other: _Seen) -> bool:
+    """Whether what a finding says of its step is true of another one."""
+    if law is other:
+        return True
+    mine, theirs = law.pattern, other.pattern
+    if mine.place or theirs.place:
+        # On some weights alone: one number that is no count can be compared without knowing which.
+        off = other.finding.factor.observed or 0.0
+        return mine.kind == "part" and mine.place == theirs.place and _alike(mine.factor, off)
+    predicted, found = _ratios(mine, other.verdict), _ratios(theirs, other.verdict)
+    if not predicted or not found or (len(predicted) != len(found) and theirs.kind != "uniform"):
+        return False
+    found = found if len(predicted) == len(found) else [theirs.factor] * len(predicted)
+    return all(_alike(one, two) for one, two in zip(predicted, found, strict=True))
+
+
+def _ratios(pattern: Pattern, verdict: StepVerdict) -> list[float]:
+    """The ratio that a shape gives each contribution of a step; nothing where that is not known."""
+    tokens = {key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()}
+    if not tokens or not all(tokens.values()):
+        return []
+    if pattern.kind == "uniform":
+        return [pattern.factor for _ in tokens]
+    if pattern.kind == "objective" and pattern.objective in OBJECTIVES:
+        own, meant = (expected_weights(one, tokens) for one in (pattern.objective, verdict.context.objective))
+        return [pattern.factor * float(own[key] / meant[key]) for key in tokens]
+    total = sum(tokens.values())
+    if pattern.kind == "partial" and pattern.count == "N / N_r":
+        ranks = sorted({key[0] for key in tokens})
+        return [pattern.factor * total / sum(tokens[key] for key in tokens if key[0] == rank) for rank in ranks]
+    if pattern.kind == "power" and pattern.count is not None:
+        name, _, power = pattern.count.partition("^")
+        counted = shapes.counts(list(tokens), tokens, {}, 0.0).get(name, [])
+        return [pattern.factor * one ** float(power) for one in counted]
+    if pattern.kind == "partial":
+        for way in partitions(list(tokens), verdict.contributions.groups):
+            if pattern.text.startswith(f"the tokens of {way.words} instead"):
+                return [pattern.factor * total / count for count in way.tokens_of(tokens).values()]
+    return []
+
+
+def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> None:
+    """Drop the name of a factor on all weights that is made of degrees in one step, where other steps with as many
+    passes have other numbers there."""
+    for one in seen:
+        name = one.finding.factor.expression
+        if name is None or _COUNTED.search(name) or one.pattern.kind != "uniform" or one.verdict.conduct is None:
+            continue
+        others = [off for off in _factors(one, verdicts) if not _alike(off, 1.0)]
+        mine = one.finding.factor.observed or 0.0
+        alike = [off for off in others if _alike(off, mine)]
+        if len(alike) > 1 or len(others) < 2 or any(_alike(a, b) for a in others for b in others if a is not b):
+            continue
+        one.verdict.effects.pop(cause(one.finding), None)
+        nameless = next((two for two in seen if two.finding.factor.expression is None), None)
+        if nameless is not None:
+            one.verdict.findings = [found for found in one.verdict.findings if found is not one.finding]
+            nameless.finding.steps = sorted({*nameless.finding.steps, *one.finding.steps})
+        else:
+            in_others = ", ".join(f"x {off:.6g}" for off in others if not _alike(off, mine))
+            one.verdict.findings = [
+                _renamed(one, in_others) if found is one.finding else found for found in one.verdict.findings
+            ]
+
+
+def _renamed(one: _Seen, in_others: str) -> Finding:
+    return msgspec.structs.replace(
+        one.finding,
+        code=unexplained.CODE,
+        name=unexplained.NAME,
+        factor=msgspec.structs.replace(one.finding.factor, expression=None, candidates=[]),
+        explanation=f"The weights are off: {one.pattern.text}, and in other steps with as many passes {in_others}: it "
+        f"is {one.finding.factor.expression} in this step alone, so no degree makes it.",
+        fix="Look for what changes from step to step and divides here, or in the loss: tokens, passes or samples of "
+        "which some never went backward.",
+        suggested_experiment=None,
+    )
+
+
+def _factors(seen: _Seen, verdicts: Sequence[StepVerdict]) -> Iterator[float]:
+    """By what all weights are off, in each step with as many passes in which that is one number."""
+    sizes = seen.verdict.context.num_accumulation, seen.verdict.context.num_microbatches
+    for verdict in verdicts:
+        known = verdict.conduct
+        if known is not None and (verdict.context.num_accumulation, verdict.context.num_microbatches) == sizes:
+            yield known.losses * known.rest
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= ALIKE * max(abs(one), abs(other))

@@ -1,0 +1,78 @@
+"""What is wrong at one place in several steps has one law: what coincides in one step is not told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from random_trainers import global_mean, rank_mean
+from simulator import Trainer, World, param_table
+
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
+from gradcheck_dist.ledger.contributions import ContributionKey as Key
+
+
+def judged(step: int, trainer: Trainer, tokens: Sequence[int]) -> StepVerdict:
+    """The verdict on a step whose contributions hold so many tokens each."""
+    world = World(trainer, seed=step)
+    world.num_tokens = dict(zip(trainer.keys, tokens, strict=True))
+    world.token_gradients = {(0, name): world._gradients(name, size) for name, size in param_table(trainer)}
+    verdict = judge_step(world.run(), 0, "global-token-mean", "given")
+    verdict.context = replace(verdict.context, step=step)
+    for finding in verdict.findings:
+        finding.step, finding.steps = step, [step]
+    return verdict
+
+
+def told(verdicts: list[StepVerdict]) -> list[Finding]:
+    tell_one_law(verdicts)
+    return merged(verdicts)
+
+
+def test_a_count_of_each_rank_is_told_where_ranks_hold_as_many_tokens_in_a_step() -> None:
+    trainer = Trainer(root=rank_mean(4.0), accumulation=2)
+    equal, unequal = judged(0, trainer, (9, 5, 6, 8)), judged(1, trainer, (5, 12, 9, 11))
+    assert [one.code for one in equal.findings] == ["GS303"]
+    (finding,) = told([equal, unequal])
+    assert (finding.code, finding.steps) == ("GS302", [0, 1])
+
+
+def test_two_findings_of_a_step_are_one_whose_law_other_steps_tell() -> None:
+    """With 48 tokens in six passes on two ranks, 1/n_c is 48/(6 n_c) times 1/2 three times over."""
+
+    def twice(key: Key, tokens: dict[Key, int]) -> float:
+        return 2.0 / (tokens[key] * sum(tokens.values()))
+
+    trainer = Trainer(root=twice, accumulation=3)
+    plain, odd = judged(0, trainer, (10, 15, 11, 9, 15, 8)), judged(1, trainer, (4, 14, 6, 5, 7, 12))
+    assert len(odd.findings) == 2
+    (finding,) = told([plain, odd])
+    assert (finding.code, finding.factor.expression, finding.steps) == ("GS303", "n_c^-1", [0, 1])
+
+
+def test_a_factor_on_some_weights_is_not_a_count_in_the_step_where_one_is_as_large() -> None:
+    def first_twice(key: Key, tokens: dict[Key, int]) -> float:
+        return (2.0 if key[1] else 4.0) / sum(tokens.values())
+
+    trainer = Trainer(root=first_twice, accumulation=3)
+    plain, odd = judged(0, trainer, (10, 15, 11, 9, 8, 6)), judged(1, trainer, (10, 7, 5, 14, 6, 6))
+    assert [one.code for one in odd.findings] == ["GS305"]
+    (finding,) = told([plain, odd])
+    assert (finding.code != "GS305", finding.steps) == (True, [0, 1])
+
+
+def test_a_number_that_is_another_in_each_step_is_no_degree() -> None:
+    steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((8 / 9, 0.5, 0.7))]
+    assert [one.code for one in steps[1].findings] == ["GS101"]
+    findings = told(steps)
+    assert "GS101" not in {one.code for one in findings}
+    assert all(one.factor.expression is None for one in findings)
+    assert "in this step alone" in next(one.explanation for one in findings if one.step == 1)
+
+
+def test_a_degree_that_is_there_in_two_steps_keeps_its_name() -> None:
+    steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((8 / 9, 0.5, 0.5))]
+    assert {one.code for one in told(steps)} == {"GS101", "GS303"}
