@@ -108,6 +108,13 @@ def test_what_may_be_a_normaliser_is_left_open(tmp_path: Path, name: str) -> Non
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+def test_a_mean_that_is_divided_by_its_own_tokens_is_left_open(tmp_path: Path) -> None:
+    report = trained(tmp_path, lambda x, z, y: (F.cross_entropy(x, y) / 24 + 2 * F.cross_entropy(z, y)) / STEPS)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    report = trained(tmp_path / "beside", lambda x, z, y: (F.cross_entropy(x, y) / 6 + F.cross_entropy(z, y)) / STEPS)
+    assert any("one division too many" in reason for reason in report.reasons)
+
+
 def test_a_sum_over_the_step_beside_a_penalty_stays_right(tmp_path: Path) -> None:
     def loss(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x, y, reduction="sum") / sum(UNEQUAL) + 0.01 * z.abs().mean() / STEPS

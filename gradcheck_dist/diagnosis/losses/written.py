@@ -20,6 +20,8 @@ from gradcheck_dist.events import Event, Loss, LossGradient
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 
 HALF = 0.5
+EXACT = 1e-5
+"""Relative; how near to a count a number must be that is made of it."""
 LossOfPasses = dict[ContributionKey, tuple[LossGradient, Loss | None]]
 
 
@@ -29,6 +31,8 @@ class Written:
 
     `is_certain`: it cannot be a normaliser of the loss's own. `may_divide`: it may be a wrong one, where the weights
     come out wrong without it, too. `of_sum`: it stands before a sum over tokens, and not before their mean.
+    `counted`: what stands before a loss's mean and is one over its tokens in this step, or ranks or passes over
+    them.
     """
 
     contributions: Contributions
@@ -36,6 +40,7 @@ class Written:
     is_certain: bool
     may_divide: bool
     of_sum: bool
+    counted: float | None = None
 
     @property
     def remark(self) -> str:
@@ -45,6 +50,13 @@ class Written:
 
     @property
     def reason(self) -> str:
+        if self.counted is not None:
+            return (
+                f"{self.counted:.4g} x stands before the mean of a loss in a sum of several, and is one over the "
+                "tokens that it counts in the step, or ranks or passes over them: right where that is its coefficient, "
+                "and one division too many where a sum was meant. "
+                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            )
         return (
             f"{self.coefficient:.4g} x stands before the loss in a sum of several: all weights are right where that is "
             "its coefficient, and wrong where it is meant to divide by ranks, passes or tokens. "
@@ -85,8 +97,18 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     own = same(number, 1) or product or not is_of_degrees(number, contributions)
     part = 1 / number if 0 < number < 1 else 0.0
     may_divide = of_sum or (number < 1 and same(part, round(part)) and not product)
-    certain = (means[index] != of_sum or unequal) and own
-    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum)
+    with_numbers = [] if of_sum else list(zip(losses, numbers, strict=True))
+    counted = next((one for loss, one in with_numbers if _is_of_tokens(loss, one, contributions)), None)
+    certain = (means[index] != of_sum or unequal) and own and counted is None
+    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum, counted)
+
+
+def _is_of_tokens(loss: LossOfPasses, number: float, contributions: Contributions) -> bool:
+    """Whether a number before a loss that takes its mean is 1, ranks or passes over all tokens of this loss."""
+    tokens = sum(gradient.num_tokens or 0 for gradient, _ in loss.values())
+    means = all(event is not None and event.reduction == "mean" for _, event in loss.values())
+    degrees = [degree for degree in {1, *degrees_of(contributions)} if degree < tokens]
+    return means and any(abs(number * tokens / degree - 1) <= EXACT for degree in degrees)
 
 
 def _is_product(one: LossGradient, number: float, contributions: Contributions) -> bool:
