@@ -115,6 +115,23 @@ def test_what_follows_the_accumulation_steps_is_found(tmp_path: Path, steps: Seq
     assert {finding.first_event.kind for finding in report.findings if finding.first_event} == {"loss"}
 
 
+def test_losses_that_are_multiplied_by_their_own_tokens_have_no_coefficients(tmp_path: Path) -> None:
+    """Few numbers of tokens make few numbers, now these and now those."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for counts in ((2, 4, 6), (4, 2, 6), (6, 6, 2)):
+            for k, count in enumerate(counts):
+                tokens, labels = batch(0, k)
+                labels = torch.where(torch.arange(labels.numel()).view_as(labels) < count, labels.clamp_min(0), -100)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+                (loss * count / sum(counts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path / "run")
+    assert {(one.code, one.factor.expression) for one in report.findings} == {("GS000", "n_c^1")}
+
+
 def test_sums_over_few_sizes_of_batches_have_no_coefficients(tmp_path: Path) -> None:
     """Each pass is the sum over its tokens; what divides them behind the passes divides by these once more."""
     model = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20))

@@ -22,6 +22,10 @@ ALIKE = 1e-3
 SHARE = 2
 """So many contributions a number at least, on average: else any numbers would be few."""
 
+POWERS = (1, -1, 2, -2)
+LEAST_COUNTS = 3
+"""Of two, any two numbers are near to powers."""
+
 MEANS, COUNTED_APART = "GS301", frozenset({"GS302", "GS305"})
 
 Values = Mapping[ContributionKey, float]
@@ -43,6 +47,8 @@ def leave_coefficients_open(verdicts: Sequence[StepVerdict]) -> None:
     for reading in (_of_mean,) if means else (_of_mean, _of_token):
         steps = [_values(verdict, reading) for verdict in counted]
         levels = _levels([value for values in steps for value in values.values()])
+        if levels and _follow_counts(counted, steps):
+            return
         if levels and _unsystematic([_as_levels(values, levels) for values in steps]):
             least = levels[0] if levels[0] > 0 else 1.0
             told = ", ".join(f"{level / least:.4g}" for level in levels[:5]) + (", ..." if len(levels) > 5 else "")
@@ -68,6 +74,22 @@ def _of_token(verdict: StepVerdict, one: Contribution) -> float:
 
 def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, float]:
     return {key: reading(verdict, one) for key, one in verdict.contributions.by_key.items()}
+
+
+def _follow_counts(verdicts: Sequence[StepVerdict], steps: Sequence[Values]) -> bool:
+    """Whether one power of its tokens makes each number of a step: few counts make few numbers, too."""
+    counts = [{key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()} for verdict in verdicts]
+    if not all(all(of_step.values()) for of_step in counts):
+        return False
+    if len({count for of_step in counts for count in of_step.values()}) < LEAST_COUNTS:
+        return False
+    return any(
+        all(
+            len(_apart([value / of_step[key] ** power for key, value in values.items()])) == 1
+            for values, of_step in zip(steps, counts, strict=True)
+        )
+        for power in POWERS
+    )
 
 
 def _levels(values: Sequence[float]) -> list[float]:
