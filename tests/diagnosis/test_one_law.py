@@ -76,3 +76,11 @@ def test_a_number_that_is_another_in_each_step_is_no_degree() -> None:
 def test_a_degree_that_is_there_in_two_steps_keeps_its_name() -> None:
     steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((8 / 9, 0.5, 0.5))]
     assert {one.code for one in told(steps)} == {"GS101", "GS303"}
+
+
+def test_a_degree_keeps_its_name_beside_what_changes_from_step_to_step() -> None:
+    steps = [judged(step, Trainer(root=global_mean(1.0)), (9, 11)) for step in range(3)]
+    for verdict, losses in zip(steps, (9.0, 11.25, 9.25), strict=True):
+        assert verdict.conduct is not None
+        verdict.conduct = replace(verdict.conduct, losses=losses)
+    assert [(one.code, one.steps) for one in told(steps)] == [("GS101", [0, 1, 2])]

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
@@ -24,6 +25,8 @@ from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 
 ALIKE = 1e-4
 """Relative; numbers that are made of other counts lie further apart."""
+APART = 5e-3
+"""Relative; so far apart are numbers that are others in each step, and not one with its noise."""
 _COUNTED = re.compile(r"num_|n_c|N_|L_|T_|clip|scale|norm")
 """In the name of a factor that is another one in other steps."""
 
@@ -156,13 +159,15 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
     """Drop the name of a factor on all weights that is made of degrees in one step, where other steps with as many
     passes have other numbers there."""
     for one in seen:
-        name = one.finding.factor.expression
-        if name is None or _COUNTED.search(name) or one.pattern.kind != "uniform" or one.verdict.conduct is None:
+        name, mine = one.finding.factor.expression, one.finding.factor.observed or 0.0
+        if name is None or _COUNTED.search(name) or one.pattern.kind != "uniform":
             continue
-        others = [off for off in _factors(one, verdicts) if not _alike(off, 1.0)]
-        mine = one.finding.factor.observed or 0.0
-        alike = [off for off in others if _alike(off, mine)]
-        if len(alike) > 1 or len(others) < 2 or any(_alike(a, b) for a in others for b in others if a is not b):
+        off = [(verdict, factor) for verdict, factor in _factors(one, verdicts) if not _alike(factor, 1.0)]
+        if not any(verdict is one.verdict and _alike(factor, mine) for verdict, factor in off):
+            continue  # something else is wrong in this step as well
+        others = [factor for verdict, factor in off if verdict is not one.verdict]
+        apart = max(APART, 8 * (one.finding.factor.tolerance or 0.0))
+        if not others or any(abs(a / b - 1) <= apart for a, b in pairwise(sorted([mine, *others]))):
             continue
         one.verdict.effects.pop(cause(one.finding), None)
         nameless = next((two for two in seen if two.finding.factor.expression is None), None)
@@ -170,7 +175,7 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
             one.verdict.findings = [found for found in one.verdict.findings if found is not one.finding]
             nameless.finding.steps = sorted({*nameless.finding.steps, *one.finding.steps})
         else:
-            in_others = ", ".join(f"x {off:.6g}" for off in others if not _alike(off, mine))
+            in_others = ", ".join(f"x {factor:.6g}" for factor in others)
             one.verdict.findings = [
                 _renamed(one, in_others) if found is one.finding else found for found in one.verdict.findings
             ]
@@ -190,13 +195,13 @@ def _renamed(one: _Seen, in_others: str) -> Finding:
     )
 
 
-def _factors(seen: _Seen, verdicts: Sequence[StepVerdict]) -> Iterator[float]:
+def _factors(seen: _Seen, verdicts: Sequence[StepVerdict]) -> Iterator[tuple[StepVerdict, float]]:
     """By what all weights are off, in each step with as many passes in which that is one number."""
     sizes = seen.verdict.context.num_accumulation, seen.verdict.context.num_microbatches
     for verdict in verdicts:
         known = verdict.conduct
         if known is not None and (verdict.context.num_accumulation, verdict.context.num_microbatches) == sizes:
-            yield known.losses * known.rest
+            yield verdict, known.losses * known.rest
 
 
 def _alike(one: float, other: float) -> bool:
