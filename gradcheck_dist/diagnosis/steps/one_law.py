@@ -27,6 +27,8 @@ ALIKE = 1e-4
 """Relative; numbers that are made of other counts lie further apart."""
 APART = 5e-3
 """Relative; so far apart are numbers that are others in each step, and not one with its noise."""
+LEAST_OTHERS = 2
+"""Of two numbers either may be the one that is there in most steps."""
 _COUNTED = re.compile(r"num_|n_c|N_|L_|T_|clip|scale|norm")
 """In the name of a factor that is another one in other steps."""
 
@@ -167,7 +169,7 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
             continue  # something else is wrong in this step as well
         others = [factor for verdict, factor in off if verdict is not one.verdict]
         apart = max(APART, 8 * (one.finding.factor.tolerance or 0.0))
-        if not others or any(abs(a / b - 1) <= apart for a, b in pairwise(sorted([mine, *others]))):
+        if len(others) < LEAST_OTHERS or any(abs(a / b - 1) <= apart for a, b in pairwise(sorted([mine, *others]))):
             continue
         one.verdict.effects.pop(cause(one.finding), None)
         nameless = next((two for two in seen if two.finding.factor.expression is None), None)
@@ -196,10 +198,10 @@ def _renamed(one: _Seen, in_others: str) -> Finding:
 
 
 def _factors(seen: _Seen, verdicts: Sequence[StepVerdict]) -> Iterator[tuple[StepVerdict, float]]:
-    """By what all weights are off, in each step with as many passes in which that is one number."""
+    """By what all weights are off, in each step with as many passes in which that is one number and no clip's."""
     sizes = seen.verdict.context.num_accumulation, seen.verdict.context.num_microbatches
     for verdict in verdicts:
-        known = verdict.conduct
+        known = verdict.conduct if verdict.assumed is None and verdict.scaling is None else None
         if known is not None and (verdict.context.num_accumulation, verdict.context.num_microbatches) == sizes:
             yield verdict, known.losses * known.rest
 
