@@ -67,10 +67,16 @@ def test_a_factor_on_some_weights_is_not_a_count_in_the_step_where_one_is_as_lar
 def test_a_number_that_is_another_in_each_step_is_no_degree() -> None:
     steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((8 / 9, 0.5, 0.7))]
     assert [one.code for one in steps[1].findings] == ["GS101"]
-    findings = told(steps)
-    assert "GS101" not in {one.code for one in findings}
-    assert all(one.factor.expression is None for one in findings)
-    assert "in this step alone" in next(one.explanation for one in findings if one.step == 1)
+    (finding,) = told(steps)
+    assert (finding.code, finding.factor.expression, finding.steps) == ("GS303", None, [0, 1, 2])
+
+
+def test_where_other_steps_are_open_such_a_number_loses_its_name() -> None:
+    steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((8 / 9, 0.5, 0.7))]
+    steps[0].findings, steps[2].findings = [], []
+    (finding,) = told(steps)
+    assert (finding.code, finding.factor.expression, finding.steps) == ("GS000", None, [1])
+    assert "in this step alone" in finding.explanation
 
 
 def test_a_degree_that_is_there_in_two_steps_keeps_its_name() -> None:

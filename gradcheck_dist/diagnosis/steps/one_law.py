@@ -172,15 +172,24 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
         if len(others) < LEAST_OTHERS or any(abs(a / b - 1) <= apart for a, b in pairwise(sorted([mine, *others]))):
             continue
         one.verdict.effects.pop(cause(one.finding), None)
-        nameless = next((two for two in seen if two.finding.factor.expression is None), None)
+        nameless = next((two for verdict, factor in off if (two := _nameless(verdict, factor)) is not None), None)
         if nameless is not None:
             one.verdict.findings = [found for found in one.verdict.findings if found is not one.finding]
-            nameless.finding.steps = sorted({*nameless.finding.steps, *one.finding.steps})
+            nameless.steps = sorted({*nameless.steps, *one.finding.steps})
         else:
             in_others = ", ".join(f"x {factor:.6g}" for factor in others)
             one.verdict.findings = [
                 _renamed(one, in_others) if found is one.finding else found for found in one.verdict.findings
             ]
+
+
+def _nameless(verdict: StepVerdict, factor: float) -> Finding | None:
+    """The one finding of a step, of all that its weights are off by, where nothing known makes that number."""
+    errors = [one for one in verdict.findings if one.severity != "info"]
+    whole = (
+        len(errors) == 1 and errors[0].factor.expression is None and _alike(errors[0].factor.observed or 0.0, factor)
+    )
+    return errors[0] if whole else None
 
 
 def _renamed(one: _Seen, in_others: str) -> Finding:
