@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu bench-quick screenshots notebooks docs clean
+.PHONY: help install demo test test-torch test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
 	@echo "make test-dask  judging on a Dask cluster of two processes, byte for byte as without; fetches distributed"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
+	@echo "make test-torch TORCH=2.15.0  the tests under another torch; fetches it (5 GB) into $(VENV)/torch-2.15.0"
 	@echo "make docs     the documentation site into site/;   make notebooks  run the example notebooks again"
 	@echo "make install  only install into $(VENV);   make clean  remove $(VENV) and caches"
 
@@ -60,9 +61,24 @@ types: $(VENV)/.installed-dev
 layers: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
-# Two workers at any size of machine: each may have a job of four ranks. PYTEST_ARGS='-n 0' runs them one by one.
+# Two workers at any size of machine: each may have a job of four ranks. PYTEST_ARGS='-n 0' runs them one by one. One that
+# crashes ends the run: the others would wait for its files for ever.
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+# The same under another torch: make test-torch TORCH=2.15.0. Five gigabytes where pip finds no build for CPU alone.
+OTHER := $(VENV)/torch-$(TORCH)
+
+$(OTHER)/.installed: pyproject.toml | $(BIN)/python
+	@test -n "$(TORCH)" || { echo "which torch? make test-torch TORCH=2.15.0" >&2; exit 1; }
+	@test -x $(OTHER)/bin/python || $(BIN)/python -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip --disable-pip-version-check --quiet install "torch==$(TORCH)" --editable '.[dev]'
+	@touch $@
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 # A cluster of worker processes: half a minute, most of it starts processes.
 test-dask: $(VENV)/.installed-dev

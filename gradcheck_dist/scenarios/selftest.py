@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
-TRIED = ("2.13",)
+TRIED = ("2.12", "2.13", "2.14", "2.15")
 """Versions of torch that the probes were tried on."""
 _TIMEOUT = timedelta(seconds=30)
 
@@ -26,7 +26,7 @@ def checks() -> Iterator[Line]:
     except Exception as error:
         yield "torch", False, f"cannot be imported: {type(error).__name__}: {error}", True
         return
-    tried = torch.__version__.startswith(TRIED)
+    tried = ".".join(torch.__version__.split(".")[:2]) in TRIED
     yield "torch", True, f"{torch.__version__}" + ("" if tried else f" (tried on {', '.join(TRIED)})"), True
     if not dist.is_available():
         yield "torch.distributed", False, "this torch was built without it", True

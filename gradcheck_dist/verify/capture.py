@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
@@ -226,10 +227,14 @@ class Capture:
         with self._guarded():
             self._tape.pause()
             self._tape_done = True
-            outputs_alone = {id(output.tensor) for call in self._calls.values() for output in call.outputs}
-            roots, gradients = tree_flatten(outputs)[0], tree_flatten(given)[0]
+            made = [
+                output.tensor for call in self._calls.values() for output in call.outputs if output.tensor is not None
+            ]
+            outputs_alone = {id(tensor) for tensor in made}
+            edges_alone = {(tensor.grad_fn, tensor.output_nr) for tensor in made}
+            roots, gradients = tree_flatten(outputs, is_leaf=_is_edge)[0], tree_flatten(given)[0]
             alone = len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1
-            if all(id(root) in outputs_alone for root in roots):
+            if all(root[:2] in edges_alone if _is_edge(root) else id(root) in outputs_alone for root in roots):
                 return  # an earlier pipeline stage: nothing lies between
             if not alone or is_distributed(roots[0]) or any(grad is not None for grad in gradients):
                 self._tape.problem = self._tape.problem or "backward begins with more than one number"
@@ -285,3 +290,8 @@ class Capture:
             yield
         except Exception as error:  # training goes on
             self._recorder.failed("verify", error)
+
+
+def _is_edge(root: Any) -> bool:
+    """Whether it stands for a tensor that is gone, as those that a pipeline sent."""
+    return isinstance(root, GradientEdge)

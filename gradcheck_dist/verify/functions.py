@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.function_apply import application, as_function
 from gradcheck_dist.verify.difference import BESIDE, Derivative, differentiate, judge, steps
 from gradcheck_dist.verify.inner import inner, random_direction
 from gradcheck_dist.verify.observe import Observer
@@ -26,7 +27,6 @@ from gradcheck_dist.verify.pieces import is_distributed
 from gradcheck_dist.verify.place import model_site
 from gradcheck_dist.verify.preserve import RandomState, random_state, set_random_state
 from gradcheck_dist.verify.result import FunctionAt, Shape
-from gradcheck_dist.verify.stops import as_function
 
 MAX_APPLIED = 64
 """More functions in one module call are not looked at one by one."""
@@ -252,7 +252,7 @@ def _replaced(instead: Callable[[type, tuple[Any, ...], Callable[..., Any]], Any
         nonlocal inside
 
         def run(*given: Any) -> Any:
-            return original.__func__(cls, *given, **kwargs)
+            return application(original)(cls, *given, **kwargs)
 
         if inside or kwargs or cls.__module__.startswith("torch."):
             return run(*args)

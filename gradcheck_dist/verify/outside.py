@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from gradcheck_dist.function_apply import as_function
 from gradcheck_dist.verify import place
 from gradcheck_dist.verify.attached import nodes_behind
 from gradcheck_dist.verify.capture import RootCall
@@ -28,7 +29,6 @@ from gradcheck_dist.verify.pieces import cast, fingerprint
 from gradcheck_dist.verify.preserve import set_random_state
 from gradcheck_dist.verify.replay import FAITHFUL
 from gradcheck_dist.verify.result import BENT, INSIDE, Result
-from gradcheck_dist.verify.stops import as_function
 from gradcheck_dist.verify.tape import Entry, Tape, cast_tree, communicates, needed, tensors_in
 from gradcheck_dist.verify.targets import Target
 from gradcheck_dist.verify.twin import NotVerifiableError

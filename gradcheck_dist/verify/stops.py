@@ -8,9 +8,7 @@ backward answers for all that its forward does.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,18 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.verify.place import model_site
 
 WRITTEN = "detach, .data, .item or no_grad"
 RECEIVED = "a collective that autograd does not see"
-
-
-def as_function(run: Callable[[], Any]) -> Any:
-    """Run what ran inside of a torch.autograd.Function."""
-    return run()
-
-
-_APPLY = (torch.autograd.Function.apply.__func__.__code__, as_function.__code__)  # type: ignore[attr-defined]
 _NUMBERS = "aten::_local_scalar_dense"
 _DETACH = "aten::detach"
 
@@ -120,16 +111,6 @@ class _Data(TorchFunctionMode):
 
 def _named(func: Any, args: Any) -> list[tuple[str, Any]]:
     return [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
-
-
-def in_function() -> bool:
-    """Whether a torch.autograd.Function is under way, in training or in a replay of it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _APPLY:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.verify.pieces import is_distributed
 from gradcheck_dist.verify.place import model_site
 from gradcheck_dist.verify.preserve import RandomState, random_state
-from gradcheck_dist.verify.stops import in_function
 
 MAX_ENTRIES = 20_000
 

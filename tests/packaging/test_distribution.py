@@ -82,7 +82,7 @@ def test_no_registry_address_is_written_down() -> None:
         assert "index-url" not in text
 
 
-def test_every_pip_call_keeps_to_the_constraints() -> None:
+def test_every_pip_call_keeps_to_the_constraints_or_names_its_torch() -> None:
     calls = [line for line in (ROOT / "Makefile").read_text().splitlines() if "-m pip" in line]
     assert calls
-    assert all("--constraint constraints.txt" in call for call in calls)
+    assert all("--constraint constraints.txt" in call or '"torch==$(TORCH)"' in call for call in calls)

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import gradcheck_dist
+from gradcheck_dist.scenarios.selftest import TRIED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(gradcheck_dist.__file__).parent
@@ -81,3 +83,11 @@ def test_nothing_imports_through_the_links_at_the_root(file: Path) -> None:
             assert not links & {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert (node.module or "").partition(".")[0] not in links
+
+
+def test_the_torch_that_is_allowed_is_the_one_that_was_tried() -> None:
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    allowed = next(Requirement(one) for one in requirements if one.startswith("torch>")).specifier
+    first, last = (int(version.removeprefix("2.")) for version in (TRIED[0], TRIED[-1]))
+    assert tuple(f"2.{minor}" for minor in range(first, last + 1)) == TRIED
+    assert [minor for minor in range(40) if f"2.{minor}.1" in allowed] == list(range(first, last + 1))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
@@ -17,6 +18,8 @@ VARIANTS = (
     "by hand, halved before it is sent",
     "by hand, let go",
     "by hand, let go, halved before it is sent",
+    "by hand, by its edge",
+    "by hand, by its edge, halved before it is sent",
     "by hand, rounded on the way",
     "by hand, one buffer",
     "by hand, one buffer never emptied",
@@ -100,6 +103,10 @@ def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
                 edge.copy_(firsts[0] if len(firsts) == MICROBATCHES else edge)
             if "let go" in variant:
                 let_go_backward(output, edge)
+            elif "by its edge" in variant:  # as torch's stages do since 2.15
+                place = get_gradient_edge(output)
+                del output
+                torch.autograd.backward([place], [edge])  # type: ignore[list-item]
             else:
                 output.backward(edge.float())
         else:

@@ -24,6 +24,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     [
         "by hand",
         "by hand, let go",
+        "by hand, by its edge",
         "by hand, rounded on the way",
         "by hand, one buffer",
         "by hand, a skip beside",
@@ -42,6 +43,7 @@ def test_gradients_that_pass_unchanged_or_rounded_are_clean(reports: dict[str, R
     [
         ("by hand, halved before it is sent", 0.5, "loss_of("),
         ("by hand, let go, halved before it is sent", 0.5, "loss_of("),
+        ("by hand, by its edge, halved before it is sent", 0.5, "loss_of("),
         ("by hand, a skip beside, halved before it is sent", 0.5, "loss_of("),
         ("schedule, hook", 3.0, "schedule.step"),
     ],

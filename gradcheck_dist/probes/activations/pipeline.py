@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -94,9 +94,17 @@ def open_chunk(recorder: Recorder, stage: Any, chunk: int, last: bool) -> Any:
     if current is not None and recorder.pipeline_site is not None:
         current.site = recorder.pipeline_site
     if current is not None:
-        _, inputs = getattr(stage, "fwd_cache", {}).get(chunk, (None, ()))
+        inputs = inputs_of(stage, chunk)
         current.given = [one for one in inputs if isinstance(one, Tensor) and one.is_leaf and one.requires_grad]
     return current
+
+
+def inputs_of(stage: Any, chunk: int) -> Sequence[Any]:
+    """What a stage was given for a microbatch whose backward is to come; nothing where only its weights' is left."""
+    kept = getattr(stage, "_forward_chunk_states", None)  # since torch 2.15
+    if kept is None:
+        return stage.fwd_cache.get(chunk, (None, ()))[1]
+    return kept[chunk].input_values if chunk in kept else ()
 
 
 @guarded("pipeline")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import StageGradient
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.world import several_ranks
@@ -42,7 +43,7 @@ class _Edges:
         self.searches_left = PASSES_LOOKED_AT
         self.looks_left = PASSES_LOOKED_AT
 
-    def inner(self, roots: Sequence[Tensor]) -> set[Any]:
+    def inner(self, roots: Sequence[Root]) -> set[Any]:
         """The nodes of outputs that other outputs are computed from (a skip connection that is sent beside)."""
         if len(roots) < 2 or not self.looks_left:
             return set()
@@ -66,7 +67,7 @@ class _Edges:
 
 @guarded("stage_edges")
 def _opened(
-    recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool, *, edges: _Edges
+    recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool, *, edges: _Edges
 ) -> None:
     if not recorder.sampling or recorder.impulses is not None or current is None or not roots:
         return
@@ -91,7 +92,7 @@ def _opened(
         _watch_input(recorder, edges, tensor)
 
 
-def _watch_output(recorder: Recorder, edges: _Edges, root: Tensor) -> None:
+def _watch_output(recorder: Recorder, edges: _Edges, root: Root) -> None:
     node: Any = root.grad_fn
     output = root.output_nr
 
@@ -134,7 +135,7 @@ def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None) -> 
     recorder.emit_values(told, edges.take(grad))
 
 
-def _given(recorder: Recorder, roots: Sequence[Tensor]) -> list[Tensor]:
+def _given(recorder: Recorder, roots: Sequence[Root]) -> list[Tensor]:
     """Leaves of the graph that are no parameters: what the stage was given and must hand a gradient back for."""
     found: list[Tensor] = []
     for leaf in _leaves([root.grad_fn for root in roots]):

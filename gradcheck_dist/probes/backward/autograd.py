@@ -17,6 +17,7 @@ from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import BEFORE
+from gradcheck_dist.probes.backward.roots import Root, roots_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording import captured
 from gradcheck_dist.probes.recording.captured import BACKWARD
@@ -150,7 +151,8 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     """Tell from what a backward pass starts."""
     recorder.discovery.thaw()
     given = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
-    roots = [root for root in ([given] if isinstance(given, Tensor) else given) if isinstance(root, Tensor)]
+    towards = kwargs.get("inputs", args[1] if len(args) > 1 else ()) if gradients_at == OF_GRAD else ()
+    roots = roots_of(given, towards)
     gradients = kwargs.get(
         "grad_tensors", kwargs.get("grad_outputs", args[gradients_at] if len(args) > gradients_at else None)
     )
@@ -164,7 +166,7 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
         current.started_from = None
 
 
-OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Tensor], bool], None]] = []
+OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Root], bool], None]] = []
 """Called at the begin of a pass with its roots, and whether it starts from gradients that the caller gave."""
 
 CLOSE_LISTENERS: list[Callable[[Recorder, Any], None]] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.regions import buffer_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
@@ -39,7 +40,7 @@ class _Buffers:
 def install(recorder: Recorder, patches: Patches) -> None:
     state = _Buffers()
 
-    def begin(recorder: Recorder, current: BackwardPass, _roots: list[Tensor], _given: bool) -> None:
+    def begin(recorder: Recorder, current: BackwardPass, _roots: list[Root], _given: bool) -> None:
         opened(recorder, state, current)
 
     def end(recorder: Recorder, current: BackwardPass) -> None:

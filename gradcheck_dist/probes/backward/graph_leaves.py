@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gradcheck_dist.probes.backward.roots import Root
+
 MAX_NODES = 256
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
-def leaves_in_front(tensor: Tensor, *, through_functions: bool = False) -> list[Tensor]:
+def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Tensor]:
     """The leaves that a tensor was computed from by torch's own functions alone; what lies in front of a
     torch.autograd.Function is left out, for nobody knows what it does to a gradient. `through_functions`: it is not."""
     found: list[Tensor] = []

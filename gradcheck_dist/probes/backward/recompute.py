@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 from gradcheck_dist.events import Recompute
+from gradcheck_dist.function_apply import application
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -26,9 +27,11 @@ States = list[Tensor]
 
 def install(recorder: Recorder, patches: Patches) -> None:
     name = "_checkpoint_without_reentrant_generator"
-    known = list(inspect.signature(getattr(checkpoint, name)).parameters)[:2]
-    if known != ["fn", "preserve_rng_state"]:
-        raise AttributeError(f"torch.utils.checkpoint.{name} begins with {known}")
+    if hasattr(checkpoint, f"{name}_impl"):  # since torch 2.14
+        name += "_impl"
+    first = next(iter(inspect.signature(getattr(checkpoint, name)).parameters))
+    if first != "fn":
+        raise AttributeError(f"torch.utils.checkpoint.{name} begins with {first}")
 
     def watch(original: Callable[..., Generator[None]]) -> Callable[..., Generator[None]]:
         @functools.wraps(original)
@@ -51,7 +54,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
     def apply(cls: type[Function], fn: Callable[..., Any], *args: Any) -> Any:
         region = _begun(recorder, fn)
-        return Function.apply.__func__(cls, fn if region is None else region.run, *args)  # type: ignore[attr-defined]
+        applied = application(Function.__dict__["apply"])
+        return applied(cls, fn if region is None else region.run, *args)
 
     checkpoint.CheckpointFunction.apply = classmethod(apply)  # type: ignore[assignment]
     patches.on_restore(lambda: delattr(checkpoint.CheckpointFunction, "apply"))

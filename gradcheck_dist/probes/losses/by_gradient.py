@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, Site
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.losses.closed_form import Given, row
 from gradcheck_dist.probes.losses.loss import label_hash
@@ -46,7 +47,7 @@ class State:
     alone: bool = False
 
 
-def begins_at(root: Tensor) -> None:
+def begins_at(root: Root) -> None:
     """A backward pass begins: note it where nothing but constants lies between its root and a function."""
     node: Any = root.grad_fn
     for _ in range(MAX_HOPS):

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from gradcheck_dist.events import HandedOn
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, name_of, operands_of
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
@@ -73,7 +74,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         return requires_grad_
 
-    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
         begins(recorder, cuts, current, roots, has_gradients)
 
     def end(recorder: Recorder, current: BackwardPass) -> None:
@@ -114,7 +115,7 @@ def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
             cuts.arrived.append(Arrived(recorder.accumulation_step, current.microbatch, rows[some].double()))
 
 
-def _cut_off(recorder: Recorder, root: Tensor) -> list[Tensor]:
+def _cut_off(recorder: Recorder, root: Root) -> list[Tensor]:
     """Leaves behind a root that are no parameters, on the CPU."""
     return [
         leaf
@@ -124,7 +125,7 @@ def _cut_off(recorder: Recorder, root: Tensor) -> list[Tensor]:
 
 
 @guarded("handed_on")
-def begins(recorder: Recorder, cuts: Cuts, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+def begins(recorder: Recorder, cuts: Cuts, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
     """A pass begins: look at the gradient with which it begins, where it may be one that was left at a cut."""
     if not cuts.made or not recorder.sampling or len(roots) != 1:
         return

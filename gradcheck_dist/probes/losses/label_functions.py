@@ -10,7 +10,6 @@ One result for all labels counts them where its value is the sum of their cross-
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from gradcheck_dist.events import Site
+from gradcheck_dist.function_apply import application
 from gradcheck_dist.probes.activations.exchange_calls import Calls
 from gradcheck_dist.probes.activations.exchanges import watch
 from gradcheck_dist.probes.losses import by_gradient
@@ -50,7 +50,8 @@ class Labelled(NamedTuple):
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    original = inspect.getattr_static(Function, "apply").__func__
+    found = Function.__dict__["apply"]
+    original = application(found)
     functions = Functions(recorder)
 
     @functools.wraps(original)
@@ -76,11 +77,10 @@ def install(recorder: Recorder, patches: Patches) -> None:
         return results
 
     bound = classmethod(apply)
-    found = inspect.getattr_static(Function, "apply")
     Function.apply = bound  # type: ignore[assignment, method-assign]
 
     def restore() -> None:
-        if inspect.getattr_static(Function, "apply") is bound:
+        if Function.__dict__["apply"] is bound:
             Function.apply = found  # type: ignore[method-assign]
 
     patches.on_restore(restore)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.recording.marks import has_other_outputs, is_labelled, is_recorded
 
@@ -79,7 +79,7 @@ class Found:
         return False
 
 
-def search(roots: Sequence[Tensor]) -> Found:
+def search(roots: Sequence[Root]) -> Found:
     """The losses behind the roots of a backward pass, down to where the model begins."""
     found = Found()
     queue: deque[tuple[Any, int]] = deque((root.grad_fn, root.output_nr) for root in roots)

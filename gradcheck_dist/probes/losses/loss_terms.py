@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcheck_dist.events import LossTerm
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_NODES, End, Found, end_of, name_of, op_of
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -30,7 +31,7 @@ class Terms:
         self.others: list[Any] = []
 
 
-def uncounted_terms(root: Tensor, graph: Found) -> Terms:
+def uncounted_terms(root: Root, graph: Found) -> Terms:
     """The summands of the scalar `root` that are no counted losses; none where it is no sum. A summand is
     followed through factors that have no gradient."""
     summands: list[tuple[Any, int]] = []

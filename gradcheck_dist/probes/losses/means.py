@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses.loss_graph import name_of, op_of
 from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
@@ -49,7 +50,7 @@ class Passes:
         self.closed_at = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passes) -> None:
+def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes) -> None:
     """Note what arrives at the means and sums that a root adds up, where all of them were computed since the last pass
     of the same loop. How many elements they go over is noted in steps that are sampled; in others, only a root that is
     one of them is watched."""
@@ -76,7 +77,7 @@ def watch(recorder: Recorder, current: BackwardPass, root: Tensor, passes: Passe
         _hook(recorder, current, top[0], functools.partial(_summed, current))
 
 
-def watch_weighted(recorder: Recorder, current: BackwardPass, root: Tensor) -> None:
+def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root) -> None:
     """Note what multiplies all elements of the one mean or sum that a root is, where tensors weigh these apart."""
     top, above, parts = summands(root.grad_fn, root.output_nr)
     found = reduced_at(top) if len(parts) == 1 else None
@@ -101,7 +102,7 @@ def _of_sequences(recorder: Recorder, term: ReducedTerm, grads: tuple[Tensor | N
         term.elements = sequences(recorder, weights) or {}
 
 
-def watch_whole(recorder: Recorder, current: BackwardPass, root: Tensor, ids: Mapping[Any, int]) -> None:
+def watch_whole(recorder: Recorder, current: BackwardPass, root: Root, ids: Mapping[Any, int]) -> None:
     """Note what arrives at the sum of losses that a root is a multiple of, and what multiplies those that count tokens
     there. `ids`: these losses, by their nodes."""
     top, _, parts = summands(root.grad_fn, root.output_nr)

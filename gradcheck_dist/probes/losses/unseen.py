@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
@@ -34,7 +35,7 @@ _REDUCTIONS = ("none", "mean", "sum")  # torch.nn._reduction.get_enum
 def install(recorder: Recorder, patches: Patches) -> None:
     passes = means.Passes()
 
-    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool) -> None:
+    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
         look(recorder, current, roots, has_gradients, passes)
 
     def end(recorder: Recorder, current: BackwardPass) -> None:
@@ -49,7 +50,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 @guarded("unseen")
 def look(
-    recorder: Recorder, current: BackwardPass, roots: Sequence[Tensor], has_gradients: bool, passes: means.Passes
+    recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool, passes: means.Passes
 ) -> None:
     """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
     found = search(roots)
