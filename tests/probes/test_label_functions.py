@@ -88,6 +88,26 @@ def test_its_tokens_and_their_weight_are_seen(tmp_path: Path, name: str) -> None
     assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.12 has no such loss")
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_torchs_own_fused_loss_is_known_by_its_tokens(tmp_path: Path, reduction: str, chunked: bool) -> None:
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=2) if chunked else None
+
+    def fused(hidden: Tensor, labels: Tensor) -> Tensor:
+        weight = torch.randn(7, 5, requires_grad=True)
+        loss = torch.nn.functional.linear_cross_entropy(
+            hidden, weight, ignored(labels, -100), reduction=reduction, options=options
+        )
+        return loss if reduction == "mean" else loss.sum() / 8
+
+    found = events(tmp_path, fused, Tensor.backward)
+    (gradient,) = [event for event in found if isinstance(event, LossGradient)]
+    assert (gradient.num_tokens, gradient.weight) == (4, pytest.approx(1 / 4 if reduction == "mean" else 1 / 8))
+    (loss,) = [event for event in found if isinstance(event, Loss)]
+    assert not loss.op.startswith("Generated") and ("linear_cross_entropy" in loss.op) == chunked
+
+
 def test_its_labels_tell_ranks_apart_and_its_line_is_the_users(tmp_path: Path) -> None:
     found = events(tmp_path, LOSSES["masked"], Tensor.backward)
     (loss,) = [event for event in found if isinstance(event, Loss)]

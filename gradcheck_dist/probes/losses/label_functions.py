@@ -33,6 +33,8 @@ from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
 WHOLE = (torch.int64, torch.int32)
+_GENERATED = "GeneratedBackwardFor_"
+"""What torch puts before the name of an operator that was registered by torch.library (torch/_library/autograd.py)."""
 
 
 class Labelled(NamedTuple):
@@ -142,7 +144,7 @@ def applied(
         sign = torch.where((output.detach() > 0).any(), 1.0, -1.0)
         node: Any = output.grad_fn
         node.metadata[LABELLED] = Labelled(
-            cls.__name__, index, labels, left_out, sign, caller_site(), 1.0 if share is None else share
+            _name(cls), index, labels, left_out, sign, caller_site(), 1.0 if share is None else share
         )
         groups = {call.ranks for call in calls}
         if looked is not None and looked.given.labels is labels and len(groups) <= 1 and functions.admit(cls):
@@ -177,6 +179,12 @@ def _sum(
         valid = valid_in(given, args, ignores=known.ignores)
         divisor = dict(divisors((), valid))[known.over]
         return given.labels, known._replace(share=1 / max(divisor, 1.0), valid=valid)
+
+
+def _name(cls: type[Function]) -> str:
+    """What somebody called it: torch_nn__linear_cross_entropy_batch_chunked is a fused loss of torch."""
+    generated = cls.__name__.startswith(_GENERATED)
+    return cls.__name__.removeprefix(_GENERATED).removesuffix("_default") if generated else cls.__name__
 
 
 def _have_classes(args: tuple[Any, ...], labels: Tensor) -> bool:
