@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
-TRIED = ("2.12", "2.13", "2.14", "2.15")
+TRIED = ("2.13", "2.14", "2.15")
 """Versions of torch that the probes were tried on."""
 _TIMEOUT = timedelta(seconds=30)
 

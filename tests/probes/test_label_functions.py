@@ -88,7 +88,6 @@ def test_its_tokens_and_their_weight_are_seen(tmp_path: Path, name: str) -> None
     assert found.weight_min == found.weight_max == pytest.approx(1 / 8)
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.12 has no such loss")
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_torchs_own_fused_loss_is_known_by_its_tokens(tmp_path: Path, reduction: str, chunked: bool) -> None:
