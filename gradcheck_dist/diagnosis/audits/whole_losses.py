@@ -23,6 +23,7 @@ SAME = 1e-6
 EVEN = 1e-5
 """Relative distance of exp(loss) from a whole number within which it may be the loss of scores that are all equal,
 which ranks with other features have in common."""
+_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,10 @@ def whole_loss(data: StepData, contributions: Contributions) -> WholeLoss | None
         return None
     if any(isinstance(event, Exchange) for events in data.events.values() for event in events):
         return None
-    first = _losses(data, ranks[0])
-    if (
-        not first
-        or not all(map(_tells, first.values()))
-        or any(_losses(data, rank).keys() != first.keys() for rank in ranks)
-    ):
+    first, *others = (_losses(data, rank) for rank in ranks)
+    if not first or not all(map(_tells, first.values())) or any(other.keys() != first.keys() for other in others):
         return None
-    if not all(_is_one(loss, _losses(data, rank)[slot]) for rank in ranks[1:] for slot, loss in first.items()):
+    if not all(_is_one(loss, other[slot]) for other in others for slot, loss in first.items()):
         return None
     apart = strangers(data)
     if any(apart.get(rank) != frozenset(ranks) for rank in ranks):
@@ -80,9 +77,6 @@ def share_is_made_up_for(case: Case, data: StepData) -> str | None:
     if whole is None or abs(case.pattern.factor / whole.num_ranks - 1) > max(UNDOES, case.pattern.tolerance):
         return None
     return f"{whole.words}; what enters at the loss makes up for that: {_VERIFY}"
-
-
-_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 def _losses(data: StepData, rank: int) -> Mapping[tuple[tuple[int, int], int], Loss]:

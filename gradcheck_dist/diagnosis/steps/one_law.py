@@ -57,8 +57,8 @@ def _by_place(verdicts: Sequence[StepVerdict]) -> list[list[_Seen]]:
     places: dict[object, list[_Seen]] = defaultdict(list)
     for verdict in verdicts:
         here: dict[object, list[Finding]] = defaultdict(list)
-        for finding in verdict.findings:
-            if finding.severity != "info" and finding.first_event is not None:
+        for finding in verdict.errors:
+            if finding.first_event is not None:
                 here[cause(finding)[1], *finding.ranks].append(finding)
         for place, found in here.items():
             pattern = verdict.shapes.get(cause(found[0]))
@@ -75,15 +75,13 @@ def _keep_law(seen: Sequence[_Seen]) -> None:
     law = laws[0]
     for other in seen:
         if cause(other.finding) != cause(law.finding):
-            other.verdict.findings = [one for one in other.verdict.findings if one is not other.finding]
-            other.verdict.effects.pop(cause(other.finding), None)
+            other.verdict.take_away(other.finding)
             law.finding.steps = sorted({*law.finding.steps, *other.finding.steps})
 
 
 def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
     """Take all findings of a step for the one finding of another whose law gives this step's weights, too."""
-    accused = [(verdict, [one for one in verdict.findings if one.severity != "info"]) for verdict in verdicts]
-    accused = [(verdict, found) for verdict, found in accused if found]
+    accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
     if not any(len(found) > 1 for _, found in accused):
         return
     for verdict, found in accused:
@@ -97,8 +95,7 @@ def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
         for other, errors in others:
             for one in errors:
                 if cause(one) != cause(found[0]):
-                    other.findings = [kept for kept in other.findings if kept is not one]
-                    other.effects.pop(cause(one), None)
+                    other.take_away(one)
             found[0].steps = sorted({*found[0].steps, other.context.step})
         return
 
@@ -185,7 +182,7 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
 
 def _nameless(verdict: StepVerdict, factor: float) -> Finding | None:
     """The one finding of a step, of all that its weights are off by, where nothing known makes that number."""
-    errors = [one for one in verdict.findings if one.severity != "info"]
+    errors = verdict.errors
     whole = (
         len(errors) == 1 and errors[0].factor.expression is None and _alike(errors[0].factor.observed or 0.0, factor)
     )

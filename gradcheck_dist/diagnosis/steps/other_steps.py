@@ -86,7 +86,7 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
     """Lay a step's only finding, on all of its weights, to what this step does otherwise than those that are right."""
     right = [(one, one.conduct) for one in verdicts if not one.findings and not one.reasons and one.conduct is not None]
     for verdict in verdicts:
-        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        errors = verdict.errors
         mine = verdict.conduct
         if not right or mine is None or mine.loss is None or len(errors) != 1 or len(verdict.findings) != 1:
             continue
@@ -136,7 +136,7 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
     if any(_alike(one, other) for one, other in pairwise(weights)):
         return
     for verdict, conduct in zip(verdicts, conducts, strict=True):
-        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        errors = verdict.errors
         if len(errors) != 1 or errors[0].code != LOSS_RULE or errors[0].first_event is None:
             continue
         verdict.findings.remove(errors[0])

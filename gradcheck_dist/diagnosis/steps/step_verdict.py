@@ -115,6 +115,11 @@ class StepVerdict:
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
 
     @property
+    def errors(self) -> list[Finding]:
+        """The findings that accuse."""
+        return [finding for finding in self.findings if finding.severity != "info"]
+
+    @property
     def all_right(self) -> bool:
         """Whether every weight that could be told is what the objective asks for."""
         return not self.context.relative and all(cell.right for held in self.held for cell in held.cells)
@@ -131,6 +136,11 @@ class StepVerdict:
         if effect is not None:
             self.effects[cause(finding)] = effect
             finding.consequence = consequence([effect])
+
+    def take_away(self, finding: Finding) -> None:
+        """Forget a finding, and what it does to this step's gradient."""
+        self.findings = [one for one in self.findings if one is not finding]
+        self.effects.pop(cause(finding), None)
 
 
 def _hidden(finding: Finding) -> bool:

@@ -88,7 +88,7 @@ def tell_unusual(verdicts: Sequence[StepVerdict], passes: Passes) -> None:
     for verdict in verdicts:
         begun = passes.judged.get(verdict.context.step, usual)
         ratio = Fraction(begun, usual)
-        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        errors = verdict.errors
         loss = verdict.conduct.loss if verdict.conduct is not None else None
         if ratio == 1 or len(errors) != 1 or loss is None:
             continue

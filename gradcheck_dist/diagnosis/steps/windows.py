@@ -29,7 +29,7 @@ def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
         return
     (passes,) = usual
     for verdict in verdicts:
-        errors = [finding for finding in verdict.findings if finding.severity != "info"]
+        errors = verdict.errors
         ratio = Fraction(verdict.context.num_accumulation, passes)
         if not errors or ratio == 1 or not all_off_by(verdict, float(ratio)):
             continue

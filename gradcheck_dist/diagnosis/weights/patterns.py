@@ -324,7 +324,9 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
             place = "" if chosen is samples else _place(chosen, samples)
             part = f" on {place}, the rest right" if place else ""
             text = f"the tokens of {way.words} instead of all: x {ratios.min():.4g} to x {ratios.max():.4g}{part}"
-            best = Pattern("partial", text, factor, None, None, tolerance, "N / N_g", way.num_parts, place)
+            best = Pattern(
+                "partial", text, factor, tolerance=tolerance, count="N / N_g", num_parts=way.num_parts, place=place
+            )
     return best
 
 

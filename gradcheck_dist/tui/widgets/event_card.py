@@ -19,7 +19,7 @@ from gradcheck_dist.events import (
     Reduce,
     ScaleGrads,
 )
-from gradcheck_dist.reports import culprit as accused
+from gradcheck_dist.reports.culprit import culprit as in_words
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import Excerpt, excerpt, modified_s, short_path
 from gradcheck_dist.reports.text import clip, number, plural, printable, prose, spans
@@ -94,7 +94,7 @@ def _source(text: Text, mark: Mark, width: int, until: int | None) -> None:
 
 
 def _told(text: Text, event: FirstEvent, width: int) -> None:
-    told = accused.culprit(event)
+    told = in_words(event)
     text.append(f"{told.line}\n", "bold")
     if told.excerpt is not None:
         _lines(text, told.excerpt, width)
