@@ -8,6 +8,7 @@ from dataclasses import replace
 from random_trainers import global_mean, rank_mean
 from simulator import Trainer, World, param_table
 
+from gradcheck_dist.diagnosis.engine import conclude
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
@@ -36,7 +37,8 @@ def test_a_count_of_each_rank_is_told_where_ranks_hold_as_many_tokens_in_a_step(
     trainer = Trainer(root=rank_mean(4.0), accumulation=2)
     equal, unequal = judged(0, trainer, (9, 5, 6, 8)), judged(1, trainer, (5, 12, 9, 11))
     assert [one.code for one in equal.findings] == ["GS303"]
-    (finding,) = told([equal, unequal])
+    run = World(trainer, seed=0).run()
+    (finding,) = conclude(run, [equal, unequal], [], "global-token-mean", "given").findings
     assert (finding.code, finding.steps) == ("GS302", [0, 1])
 
 
