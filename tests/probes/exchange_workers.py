@@ -36,13 +36,16 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
             "sequence parallel, norms summed twice", "sequence parallel, parts not summed",
             "sequence parallel, functional", "sequence parallel, functional also before the head")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
-           "context parallel, own put back, detached", "context parallel, averaged in backward")  # fmt: skip
+           "context parallel, own put back, detached", "context parallel, averaged in backward",
+           "context parallel, sliced in backward, functional")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
            "experts, others summed")  # fmt: skip
 CONTRASTIVE = (
     "whole contrastive loss",
     "whole contrastive loss, sliced in backward",
     "whole contrastive loss, sliced in backward, times ranks",
+    "whole contrastive loss, functional, summed in backward",
+    "whole contrastive loss, functional, sliced in backward",
     "whole contrastive loss, own put back",
     "whole contrastive loss, own put back, detached",
     "whole contrastive loss, own put back, times ranks, last pass on a line of its own",
@@ -161,6 +164,19 @@ class Functional:
         return result
 
 
+def functionally(x: Tensor) -> Tensor:
+    result: Tensor = functional.all_gather_single(x, 1, dist.group.WORLD)
+    return result
+
+
+def scattered(grad: Tensor) -> Tensor:
+    result: Any = functional.reduce_scatter_single(grad, "sum", 1, dist.group.WORLD)
+    waited: Tensor = result.wait()
+    return waited
+
+
+FunctionalGathered = function("FunctionalGathered", functionally, scattered)
+FunctionalSliced = function("FunctionalSliced", functionally, own_part)
 FunctionalSum = Functional(lambda x, group: functional.all_reduce(x, "sum", group))
 FunctionalGather = Functional(lambda x, group: functional.all_gather_single_autograd(x, 1, group))
 FunctionalScatter = Functional(lambda x, group: functional.reduce_scatter_single_autograd(x, "sum", 1, group))
@@ -242,6 +258,7 @@ class Model(nn.Module):
                 k = torch.cat(parts, 1)
             else:
                 wrong = GatherSliced if "sliced" in self.variant else GatherMean
+                wrong = FunctionalSliced if "functional" in self.variant else wrong
                 k = (Gather if self.variant == CONTEXT[0] else wrong).apply(k)
             h = h + F.scaled_dot_product_attention(h, k, k)
         elif self.variant in EXPERTS:
@@ -301,6 +318,8 @@ def every_rank(features: Tensor, variant: str) -> Tensor:
         parts = (StackSliced if "sliced" in variant else Stack).apply(features)
         return torch.cat(list(parts), 1)
     how = GatherSliced if "sliced" in variant else GatherSummedTwice if "twice" in variant else Gather
+    if "functional" in variant:
+        how = FunctionalSliced if "sliced" in variant else FunctionalGathered
     result: Tensor = how.apply(features)
     return result
 

@@ -82,7 +82,8 @@ def call_of(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwar
     made = given.get("output", given.get("tensor")) if name in REDUCING else None
     op = op_name(given.get("op", dist.ReduceOp.SUM))
     reduction = Reduction(op, ranks, made) if isinstance(made, Tensor) else None
-    lies = next((one for key in ("tensor", "input_tensor", "input") if isinstance(one := given.get(key), Tensor)), None)
+    names = ("tensor", "input_tensor", "input", "self")
+    lies = next((one for key in names if isinstance(one := given.get(key), Tensor)), None)
     place = _place(lies) if lies is not None and is_plain(lies) else None
     return Call(name, ranks, splits, tensor, parts, reduction, place)
 

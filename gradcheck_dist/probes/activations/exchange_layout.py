@@ -120,6 +120,14 @@ def take(tensors: Sequence[Tensor], parts: Sequence[Box], num: int | None = None
     return torch.cat(found), tuple(counts)
 
 
+def unread(tensors: Sequence[Tensor], parts: Sequence[Box], num: int) -> tuple[Tensor, tuple[int, ...]]:
+    """As `take`, with no number in the place of each element: of tensors whose values are not there yet."""
+    shapes = [tuple((tensors[index] if len(tensors) > 1 else tensors[0]).shape) for index in range(len(parts))]
+    device = tensors[0].device
+    counts = tuple(len(_positions(shape, box, num, device)) for shape, box in zip(shapes, parts, strict=True))
+    return torch.full((sum(counts),), torch.nan, device=device), counts
+
+
 @functools.lru_cache(maxsize=4096)
 def _positions(shape: tuple[int, ...], box: Box, num: int, device: torch.device) -> Tensor:
     dim, begin, length = box

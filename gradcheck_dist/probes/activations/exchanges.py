@@ -45,7 +45,7 @@ from gradcheck_dist.probes.activations.exchange_events import (
     watch_node,
     watch_tensor,
 )
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, boxes, each_whole, num_of_each, take
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, boxes, each_whole, num_of_each, take, unread
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -124,6 +124,11 @@ class Exchanges:
         """Whether a function is being applied."""
         return bool(self._open)
 
+    @property
+    def runs(self) -> bool:
+        """Whether a function is being applied, or some backward is under way."""
+        return self.inside or self.recorder.current is not None
+
     def number(self, ranks: tuple[int, ...], *alike: Any, sent: bool = False) -> int | None:
         """The next number in a group; None where as many were recorded as shall be. What sends to single ranks has
         numbers of its own: only some of the ranks may do it."""
@@ -173,6 +178,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
         for module in (distributed_c10d, dist):
             if hasattr(module, name):
                 patches.replace(module, name, watched(name))
+    runs = functools.partial(note, recorder, exchanges)
+    functional.install(patches, lambda: exchanges.notes and exchanges.runs, runs)
     for name in BY_RANK:
         patches.replace(dist.ProcessGroup, name, functools.partial(_watch_sending, recorder, exchanges))
     patches.on_restore(lambda: setattr(recorder, "exchanges", None))
@@ -274,18 +281,19 @@ def watch(
     sent = bool(calls.sent) and not calls
     if sent:
         ranks = calls.sent.pop() if len(calls.sent) == 1 else None
-    if ranks is None or not given or not made or not all(is_plain(one) for one in [*tensors, *made]):
+    waits = len(made) == len(calls) == 1 and functional.on_its_way(made[0])
+    if ranks is None or not given or not made or not all(map(is_plain, tensors if waits else [*tensors, *made])):
         return
     if cls.__module__.startswith(_OWN_SEMANTICS) or len({id(one.grad_fn) for one in made}) > 1:
         return
     inputs = [one for _, one in given]
-    if not sent and gathered.watch(recorder, cls, ranks, inputs, made, bool(calls)):
+    if not sent and not waits and gathered.watch(recorder, cls, ranks, inputs, made, bool(calls)):
         return
     if any(one.is_leaf for one in inputs):
         if may_move_leaves(calls, tensors):
             gathered.not_followed(recorder, cls)
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
-    if is_attention(inputs, made):
+    if not waits and is_attention(inputs, made):
         watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], coarsest([*inputs, made[0]]))
         return
     splits = next((call.splits for call in calls if call.splits is not None), None)
@@ -299,7 +307,7 @@ def watch(
     before, input_counts = take(inputs, parts[0], num)
     if parts[0] == [WHOLE]:
         before = calls.as_given(inputs[0], before)
-    after, output_counts = take(made, parts[1], num)
+    after, output_counts = unread(made, parts[1], num) if waits else take(made, parts[1], num)
     names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
     infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]

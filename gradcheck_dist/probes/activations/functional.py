@@ -4,21 +4,32 @@ Since torch 2.13 all of them have a gradient, the transpose of forward for ranks
 `all_reduce` sums in backward too, and `all_gather_single` reduce-scatters. Where all ranks compute one loss, that is a
 sum too many. What they give is still on its way when they return, so nothing of it is read: some elements of what went
 in and of the gradient that arrived tell what has to be known. (torch/distributed/_functional_collectives.py)
+
+Inside of a torch.autograd.Function they are collectives like any others, and that function's backward is its author's.
+Where such a function gives what is still on its way, its forward is what the documentation says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives
 
+from gradcheck_dist.probes.activations.exchange_calls import Call, call_of
 from gradcheck_dist.probes.activations.exchange_events import Arriving, Watched, coarsest
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, equal_parts, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.reductions.collectives import op_name
 from gradcheck_dist.probes.reductions.copies import ranks_of
+from gradcheck_dist.probes.reductions.gathered import Reduction
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.exchanges import Exchanges
@@ -29,6 +40,47 @@ _OPERATIONS = {
     "all_gather_into_tensor_default": "gather",
     "reduce_scatter_tensor_default": "reduce-scatter",
 }
+_Waiting = getattr(_functional_collectives, "AsyncCollectiveTensor", ())
+_COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast")
+"""What all others of torch's functional collectives call."""
+
+
+def install(patches: Patches, notes: Callable[[], bool], note: Callable[[Callable[[], Call]], None]) -> None:
+    """Have functional collectives noted. `notes`: whether that is wanted now; `note` is given what makes the call."""
+
+    def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            signature = inspect.signature(original)
+
+            @functools.wraps(original)
+            def collective(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                if not torch.compiler.is_compiling() and notes():
+                    note(functools.partial(_call_of, name, signature, args, kwargs, result))
+                return result
+
+            return collective
+
+        return make
+
+    for name in _COLLECTIVES:
+        if hasattr(_functional_collectives, name):
+            patches.replace(_functional_collectives, name, watched(name))
+
+
+def on_its_way(tensor: Tensor) -> bool:
+    """Whether a tensor is what a functional collective gives, which nobody has waited for."""
+    return isinstance(tensor, _Waiting)
+
+
+def _call_of(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Call:
+    call = call_of(name, signature, args, kwargs)
+    op = signature.bind(*args, **kwargs).arguments.get("reduceOp")
+    if op is None or not isinstance(result, Tensor) or not is_plain(result):
+        return call  # it combines nothing, or is still on its way
+    return call._replace(reduction=Reduction(op_name(getattr(dist.ReduceOp, op.upper())), call.ranks, result))
 
 
 def known(cls: type) -> tuple[str, str] | None:
