@@ -66,7 +66,8 @@ CONTRASTIVE = (
     "neighbours, halved in backward",
 )
 SUMMED = ("losses summed over ranks", "losses summed over ranks, head halved")
-VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED)
+PARTS = ("parts of one batch", "parts of one batch, not divided in backward", "parts of one batch, sliced in backward")
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED, *PARTS)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -146,6 +147,7 @@ Neighbour = function("Neighbour", passed_round, passed_round)  # of two ranks th
 NeighbourHandedOn = function("NeighbourHandedOn", passed_round, lambda grad: grad)
 NeighbourHalved = function("NeighbourHalved", passed_round, lambda grad: passed_round(grad) / 2)
 Scatter = function("Scatter", own_part, gathered)
+ScatterMean = function("ScatterMean", own_part, lambda grad: gathered(grad) / dist.get_world_size())
 ReduceScatter = function("ReduceScatter", lambda x: own_part(summed(x)), gathered)
 Repeated = function("Repeated", lambda x: own_part(summed(x)), lambda grad: torch.cat([grad] * 2, 1))
 Swap = function("Swap", exchanged, exchanged)
@@ -238,6 +240,7 @@ class Model(nn.Module):
             self.keys = nn.Linear(WIDTH, WIDTH)
             torch.manual_seed(7 + dist.get_rank())
             self.expert = nn.Linear(WIDTH, WIDTH) if "experts" in variant else nn.Identity()
+        self.through = [nn.parallel.DistributedDataParallel(self) if variant in PARTS else self]
 
     def forward(self, ids: Tensor) -> Tensor:
         h: Tensor = self.words(ids)
@@ -266,6 +269,10 @@ class Model(nn.Module):
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
         elif self.variant in SUMMED:
             h = h + self.keys(h)
+        elif self.variant in PARTS:  # as FastVideo's sequence parallelism, below an average over these ranks, too
+            h = (Scatter if "not divided" in self.variant else ScatterMean).apply(h)
+            h = h + torch.tanh(self.keys(h))
+            h = (GatherSliced if "sliced" in self.variant else Gather).apply(h)
         logits: Tensor = self.head(h)
         return logits
 
@@ -298,7 +305,7 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
             own = own_loss(model, ids) / PASSES
             return loss + (own / dist.get_world_size() if "gradients summed" in model.variant else own)
         return loss * dist.get_world_size() if "times ranks" in model.variant else loss
-    logits = model(ids[:, :-1])
+    logits = model.through[0](ids[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
     if model.variant in SUMMED:  # each rank goes on with the sum of all ranks' shares, as XTuner does
         return SumTwice.apply(loss / dist.get_world_size())  # type: ignore[no-any-return]
@@ -369,7 +376,7 @@ def train(variant: str) -> int:
     """Two steps of two passes; returns a checksum of the parameters."""
     model = Model(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = variant in TENSOR + SEQUENCE and "a batch each" not in variant
+    shared = variant in TENSOR + SEQUENCE + PARTS and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
         for index in range(PASSES):
@@ -378,7 +385,8 @@ def train(variant: str) -> int:
                 loss.backward()
             else:
                 loss.backward()
-        reduce(model)
+        if variant not in PARTS:
+            reduce(model)
         if "clipped by hand" in variant:
             clip(model)
         optimizer.step()

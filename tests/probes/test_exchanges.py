@@ -82,6 +82,22 @@ def test_shares_of_a_loss_that_every_rank_computes_whole_are_not_averaged(
     assert finding.severity == ("warning" if factor < 1 else "error")
 
 
+def test_parts_that_are_gathered_for_one_loss_of_averaged_ranks_are_clean(reports: dict[str, Report]) -> None:
+    """A gather that sums in backward multiplies each part by the ranks, of which the part's mean is left."""
+    assert reports["parts of one batch"].verdict == "clean"
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "factor"), [("not divided", "Scatter", 2.0), ("sliced", "GatherSliced", 0.5)]
+)
+def test_a_multiple_in_front_of_parts_that_are_gathered_for_one_loss_is_found(
+    reports: dict[str, Report], variant: str, name: str, factor: float
+) -> None:
+    (finding,) = reports[f"parts of one batch, {variant} in backward"].findings
+    assert (finding.code, finding.factor.observed) == ("GS802", pytest.approx(factor, rel=1e-5))
+    assert finding.explanation.startswith(f"{name} ")
+
+
 def test_a_whole_loss_on_features_that_ranks_exchanged_unseen_leaves_the_verdict_open(
     reports: dict[str, Report],
 ) -> None:

@@ -10,8 +10,15 @@ from itertools import combinations
 import numpy as np
 
 from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
+from gradcheck_dist.diagnosis.audits.whole_shares import (
+    UNDOES,
+    has_values,
+    losses_differ,
+    share_in_front,
+    share_of_whole,
+)
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.events import HANDED_ON, Event, Exchange, Loss, LossGradient, LossTerm, Reduce
+from gradcheck_dist.events import HANDED_ON, Event, Exchange, Loss, LossGradient, LossTerm
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import (
     APART,
@@ -25,12 +32,9 @@ from gradcheck_dist.ledger.exchanges import (
     Passed,
     passed,
 )
-from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 VERIFY = "`gradcheck run --verify` compares"
-UNDOES = 1e-3
-"""Two factors whose product is nearer to 1 than this may be meant to undo one another."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,15 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     for one in found:
         if _behind_the_loss(data, one):
             continue
-        share = _share_of_whole(data, contributions, one)
+        share = share_of_whole(data, contributions, one)
+        if share is None:
+            share = share_in_front(data, contributions, one, found)
         if share is not None:
             fault = Faulty(one, False, share)
             if abs(share - 1) <= UNDOES or not weights_right:
                 continue
             in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
-            own_term = _losses_differ(data, one) and _has_terms(data, one)  # a coefficient may make up for it
+            own_term = losses_differ(data, one) and _has_terms(data, one)  # a coefficient may make up for it
             if in_place or one.first.stopped or own_term or _inside_a_loss(data, one):
                 result.reasons.append(f"{of_whole(fault)}: {_VERIFY}")
             else:
@@ -105,7 +111,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             continue
         if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
             continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
-        apart = _losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
+        apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)
         if one.outcome == "kept":
@@ -117,7 +123,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 )
             elif apart:
                 result.found.append(fault)
-            elif weights_right and not shared and sum(one.first.input_counts) > 1 and not _has_values(data, one):
+            elif weights_right and not shared and sum(one.first.input_counts) > 1 and not has_values(data, one):
                 result.reasons.append(
                     f"what {fault.name} ({fault.where}) gathers has no gradient, and each rank put its own part back: "
                     "where all compute one whole loss on it, which nothing tells here, an average over the "
@@ -170,7 +176,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
         return None
     near = max(UNDOES, case.pattern.tolerance)
     for one in passed(data.events):
-        share = _share_of_whole(data, case.context.contributions, one)
+        share = share_of_whole(data, case.context.contributions, one)
         if share is not None and abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near:
             if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
                 return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {_VERIFY}"
@@ -202,13 +208,6 @@ def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
 
 
 _VERIFY = f"{VERIFY} with central differences whether the gradient is right"
-
-
-def _losses_differ(data: StepData, one: Passed) -> bool:
-    """Whether the ranks of an exchange have losses of their own and not one that each computes whole."""
-    slot = (one.first.accumulation_step, one.first.microbatch)
-    found = [loss_values(data, rank).get(slot, ()) for rank in one.ranks]
-    return any(max(values) - min(values) > OTHER_LOSS * max(map(abs, values)) for values in zip(*found, strict=False))
 
 
 @dataclass(frozen=True)
@@ -265,42 +264,6 @@ def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, .
     )
 
 
-def _share_of_whole(data: StepData, contributions: Contributions, one: Passed) -> float | None:
-    """What an average over the ranks leaves of a loss's gradient that each of them computes whole on what all have put
-    in, each from data of its own: of as many shares it takes the mean where their sum is due, and what backward summed
-    makes up for that. None where ranks have losses of their own, or are one data rank. Of several losses one may be
-    whole: what arrives is alike then on all ranks, which shares that a sum adds up would be, too.
-    """
-    if (
-        one.forward not in (SUM, GATHER)
-        or one.outcome not in ("right", "scaled", "kept")
-        or sum(one.first.input_counts) < 2
-    ):
-        return None
-    data_ranks = {contributions.coordinate.get(rank, rank) for rank in one.ranks}
-    if len(data_ranks) < len(one.ranks) or (_losses_differ(data, one) and not (one.whole and _averaged(data, one))):
-        return None
-    is_whole = _has_values(data, one) if one.outcome == "kept" else one.whole
-    return one.factor / len(one.ranks) if is_whole else None
-
-
-def _has_values(data: StepData, one: Passed) -> bool:
-    """Whether the values of the losses in an exchange's pass are known on all of its ranks."""
-    slot = (one.first.accumulation_step, one.first.microbatch)
-    return all(loss_values(data, rank).get(slot) for rank in one.ranks)
-
-
-def _averaged(data: StepData, one: Passed) -> bool:
-    """Whether every reduction of gradients over the ranks of an exchange is documented to average."""
-    found = [
-        event
-        for rank in one.ranks
-        for event in data.events[rank]
-        if isinstance(event, Reduce) and set(one.ranks) <= {*event.group, *event.replicate_group}
-    ]
-    return bool(found) and all(event.op == "avg" and event.premul is None for event in found)
-
-
 def _has_terms(data: StepData, one: Passed) -> bool:
     """Whether a term that counts nothing enters backward in the pass of an exchange."""
     return any(
@@ -314,6 +277,12 @@ def _has_terms(data: StepData, one: Passed) -> bool:
 def of_whole(fault: Faulty) -> str:
     """What becomes of the gradient of a loss that every rank computes whole, in words."""
     one = fault.passed
+    if one.forward == SLICE:
+        return (
+            f"every rank computes the whole loss on what is gathered behind {fault.name} ({fault.where}), and backward "
+            f"gives its input x {fault.share:.6g} of that loss's gradient, the same on all {len(one.ranks)} ranks, "
+            "which an average leaves as it is"
+        )
     times = "its own share" if abs(one.factor - 1) <= UNDOES else f"x {one.factor:.6g} of its own share"
     return (
         f"every rank computes the whole loss on what {fault.name} ({fault.where}) gave, and backward gives its input "

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
 
-from gradcheck_dist.diagnosis.audits.exchanges import UNDOES, VERIFY
+from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
+from gradcheck_dist.diagnosis.audits.whole_shares import UNDOES
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import Exchange, Loss
 from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank

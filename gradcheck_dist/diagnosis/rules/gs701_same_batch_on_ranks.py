@@ -3,8 +3,8 @@
 ## What it does
 Compares, by a hash of the labels and by the loss and gradients that came out, what data-parallel ranks got in one
 step. Ranks that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not
-compared with each other. The same batch in several steps is not looked at: a toy that overfits one batch is a fine
-test.
+compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. The
+same batch in several steps is not looked at: a toy that overfits one batch is a fine test.
 
 ## Why it matters
 The weights are right and nothing is off in any norm: the run just sees 1/R of the data it pays for, with the gradient
@@ -36,6 +36,7 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.ledger.contributions import Contribution
+from gradcheck_dist.ledger.exchanges import GATHER, SLICE, passed
 
 CODE = "GS701"
 NAME = "same-batch-on-ranks"
@@ -55,10 +56,17 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         if _tells(one):
             alike[one.label_hash, one.num_tokens].append(one)
     apart = _data_place(facts)
+    by_design = [set(one.ranks) for one in passed(facts.data.events) if one.forward in (GATHER, SLICE)]
     shared = []
     for group in alike.values():
         first = group[0]
-        copies = [one for one in group if _same_loss(one, first) and _same_gradients(facts, one, first)]
+        copies = [
+            one
+            for one in group
+            if _same_loss(one, first)
+            and _same_gradients(facts, one, first)
+            and (one is first or not any({one.loss_rank, first.loss_rank} <= ranks for ranks in by_design))
+        ]
         if len({apart.get(one.ranks[0], one.key[0]) for one in copies}) > 1:
             shared.append(copies)
     if not shared:

@@ -170,6 +170,11 @@ _KEPT = (
 
 
 def _whole(fault: Faulty) -> str:
+    if fault.passed.forward == SLICE:
+        return (
+            f"Divide what the backward of {fault.name}{_written(fault)} gathers by what the parts have been multiplied "
+            "by behind it: by the number of ranks, where the gather sums what each rank's whole loss gives."
+        )
     if (fault.share or 0.0) > 1:
         return f"Sum once in the backward of {fault.name}{_written(fault)}, or divide by the number of ranks there."
     return (
@@ -224,6 +229,8 @@ def _pattern(fault: Faulty) -> str:
 def _what(fault: Faulty) -> str:
     passed = fault.passed
     if fault.share is not None:
+        if passed.forward == SLICE:
+            return f"Here {of_whole(fault)}. What stands behind it has the gradient of its own part."
         return (
             f"Here {of_whole(fault)}. What stands behind it (a temperature, a classifier) has its whole gradient on "
             "each rank, and keeps it."
