@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.causes.explanations import Search
     from gradcheck_dist.diagnosis.causes.hands import Judged
 
+MOST_FACTORS = 16
+"""So many factors of a bracket are compared with those of others."""
+
 
 def widen(
     contributions: Contributions, one: Judged, unseen: Mapping[Hand, Culprit], cause: Hand, instead: Hand
@@ -73,19 +76,24 @@ def _ends(
 
 def merge(wrong: Sequence[Judged]) -> None:
     """One cause seen in several brackets is one: the same factor, from the same line on or up to the same line, is told
-    by the narrowest."""
+    by the narrowest. A bracket may have several factors, as a count of each rank's own has."""
     shares = [(one, index) for one in wrong for index in range(len(one.shares)) if not one.shares[index][0].absent]
     chosen: list[tuple[Culprit, float, float]] = []
     for one, index in sorted(shares, key=lambda item: _width(item[0].shares[item[1]][0])):
         culprit, share = one.shares[index]
-        for known, factor, tolerance in chosen:
-            close = abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
+        close = [
+            known
+            for known, factor, tolerance in chosen
+            if abs(share - factor) <= (tolerance + one.tolerance) * max(abs(factor), abs(share), 1e-12)
+        ]
+        for known in close:
             joined = known.start == culprit.start or (known.end is not None and known.end == culprit.end)
-            if close and joined and known.identity != culprit.identity:
+            if joined and known.identity != culprit.identity:
                 one.shares[index] = (known, share)
                 break
         else:
-            if not any(known.identity == culprit.identity for known, _, _ in chosen):
+            again = any(known.identity == culprit.identity for known in close)
+            if not again and sum(known.identity == culprit.identity for known, _, _ in chosen) < MOST_FACTORS:
                 chosen.append((culprit, share, one.tolerance))
 
 
