@@ -174,6 +174,7 @@ class _Machine:
         leaves = [values for _, values in track.leaves.values() if values.partial]
         self.summands_on = frozenset(rank for values in leaves for rank in values.over)
         self.entries = result.entries.setdefault(track.rank, [])
+        self.left: Column | None = None  # what an earlier step left
         self.position = 0
 
     def _operations(self, data: StepData) -> list[Op]:
@@ -286,8 +287,10 @@ class _Machine:
             # Before a step's first backward pass: contributions of no step. (Behind it: a reduction that broke off.)
             # What that pass brings has its number, and came later.
             zeros = np.zeros(len(self.basis))
-            buffer.columns = [Column(point.values.data, zeros, zeros, 1.0), *buffer.columns]
+            left = Column(point.values.data, zeros, zeros, 1.0)
+            buffer.columns = [left, *buffer.columns]
             buffer.leftover = bool(np.nan_to_num(point.values.data).any())
+            self.left = left if buffer.leftover else None
             entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
             return
         weights, stderr, entry.own, solution = self._measure(point, buffer)
@@ -325,6 +328,12 @@ class _Machine:
         if chain is not None and chain[3].fits and direct is not None:
             buffer.find_leftover(chain[3])
             return chain  # nor do all contributions explain what is left of it: it is noise
+        if self.left is not None and direct is not None:
+            # Kept elsewhere (main_grad, which grows beside .grad), it comes back with what was added to it there.
+            added = self._solve(point, [self.left, *everything], np.append(0.0, buffer.nominal[arrived]))
+            if added is not None and added[3].fits and added[3].checked and added[3].shows(0):
+                buffer.leftover = True
+                return added
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
 

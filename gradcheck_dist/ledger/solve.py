@@ -22,6 +22,9 @@ RESIDUAL_FACTOR = 4.0
 BY_CHANCE = 0.02
 """What an arbitrary vector would do more often than this is no answer."""
 
+SURE_SIGMAS = 6.0
+"""What is so many standard errors from zero is not zero."""
+
 CANCELLED = 0.1
 """Summands have cancelled when what is left of them is smaller than this, relative to their size."""
 
@@ -48,6 +51,10 @@ class Solution:
     gate: float = 0.0
     freedom: int = 0
     checked: bool = True
+
+    def shows(self, column: int) -> bool:
+        """Whether a column is surely in y."""
+        return bool(abs(self.coefficients[column]) > SURE_SIGMAS * self.stderr[column])  # False for NaN
 
     def chance(self, size: float) -> float:
         """How often y would fit with something of no meaning in it, whose norm over all rows is `size`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,55 @@ def test_a_buffer_beside_the_gradient_that_nobody_empties_is_stale(
     report = diagnose(read_run(tmp_path))
     assert [finding.code for finding in report.findings] == found, report.reasons
     assert not report.coverage.problems
+
+
+@pytest.mark.parametrize("num_emptied", [1, 0])
+def test_a_buffer_that_grows_beside_the_gradient_is_stale_where_it_is_reduced(tmp_path: Path, num_emptied: int) -> None:
+    """As Megatron's finalize does it: the trainer adds `.grad`, which holds one pass alone, to the buffer."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param)
+    with attach(tmp_path):
+        for step in range(3):
+            data = [batch(0, 3 * step + k) for k in range(2)]
+            count = sum((labels >= 0).sum() for _, labels in data)
+            for part in data:
+                (token_sum(model, part) / count).backward()  # type: ignore[no-untyped-call]
+                for param in params:
+                    param.main_grad.add_(param.grad)
+                    param.grad = None
+            for param in params:
+                param.grad = param.main_grad
+            optimizer.step()
+            optimizer.zero_grad()
+            for param in params * num_emptied:
+                param.main_grad.zero_()
+    report = diagnose(read_run(tmp_path))
+    assert [finding.code for finding in report.findings] == ([] if num_emptied else ["GS402"]), report.reasons
+
+
+def test_a_buffer_that_never_becomes_the_gradient_is_told(tmp_path: Path) -> None:
+    """torch's optimizers read `.grad` alone: a parameter that a loop leaves out stays as it is."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param)
+        param.register_post_accumulate_grad_hook(add_to_buffer)
+    with attach(tmp_path):
+        for step in range(2):
+            part = batch(0, step)
+            (token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
+            for param in params[1:]:
+                param.grad = param.main_grad
+            optimizer.step()
+            for param in params:
+                param.grad = None
+                param.main_grad.zero_()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("`.grad` is empty" in reason for reason in report.reasons)

@@ -55,7 +55,12 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     names = sorted({held.param[1] for held in stale})
     shown = in_short(names)
     rank = min(held.rank for held in stale)
-    steps = [event for event in facts.data.events[rank] if isinstance(event, OptimizerStep)]
+    mine = {facts.data.tracks[held.param][rank].param.id for held in stale if held.rank == rank}
+    steps = [
+        event
+        for event in facts.data.events[rank]
+        if isinstance(event, OptimizerStep) and not mine.isdisjoint(facts.data.params_of(rank, event.params))
+    ]
     if num > 1:
         yield Remark(
             answer=Answer(

@@ -109,10 +109,13 @@ def stepping(
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
     without = [info for info in infos if info.param.grad is None and originals(info)]
-    kept = {info.id: buffer for info in without if (buffer := main_grad_of(info)) is not None}
+    # Megatron's, which an optimizer of its own reads; torch's read `.grad` alone.
+    by_torch = type(optimizer).__module__.startswith("torch.optim.")
+    buffers = {} if by_torch else {info.id: main_grad_of(info) for info in without}
+    kept = {key: buffer for key, buffer in buffers.items() if buffer is not None}
     missing = [info for info in without if info.id not in kept]
     for info in without if kept else ():
-        if info.id in kept:  # Megatron's, which an optimizer of its own reads
+        if info.id in kept:
             recorder.sample(seq, BEFORE, info, kept[info.id])
     called = discovery.called() if missing else set()
     unreached = [info for info in missing if id(info.param) in called and info.param.requires_grad]

@@ -94,12 +94,13 @@ class Registry(Plans):
         for index, regions in self._finder.find(foreign, candidates, gradients).items():
             self.add_copy(foreign[index], regions)
 
-    def add_copy(self, param: Tensor, regions: Iterable[Region]) -> None:
+    def add_copy(self, param: Tensor, regions: Iterable[Region]) -> ParamInfo:
         """An optimizer's tensor in which parameters of the model, or parts of them, lie."""
         info = ParamInfo(-1 - len(self._copies), "copy", param, None, 0)
         info.regions = tuple(regions)
         self._copies[id(param)] = info
         self._asked.clear()
+        return info
 
     def add_root(self, root: nn.Module, stage: int | None = None) -> Iterator[ParamInfo]:
         """Name all parameters below a root module; yields those that are new.

@@ -37,14 +37,17 @@ DIVIDING_HOOKS = {"allreduce_hook", "reduce_scatter_hook", "bf16_compress_hook",
 
 @dataclass
 class Flat:
-    """A flat parameter: `state` is its wrapper, `whole` what lies in it unsharded, `held` what of it lies here."""
+    """A flat parameter: `state` is its wrapper, `whole` what lies in it unsharded, `held` what of it lies here, in the
+    `copies` that the optimizer owns. `begun` is the last step of which a gradient arrived."""
 
     state: Any
     handle: Any
     infos: list[ParamInfo]
     whole: list[Region]
     held: list[Region]
+    copies: list[ParamInfo]
     wrapper: int
+    begun: int = -1
 
     @property
     def is_sharded(self) -> bool:
@@ -89,11 +92,11 @@ class Flats:
                 held.append(Region(info, part.intra_param_start_idx or 0, part.offset_in_shard or 0, length))
             offset += numel
         if flat._params is None:
-            registry.add_copy(flat, held)
+            copies = [registry.add_copy(flat, held)] * len(held)
         else:
-            for param, region in zip(flat._params, held, strict=True):
-                registry.add_copy(param, [region._replace(offset=0)])
-        found = Flat(state, handle, infos, whole, held, self._wrapper(prefix, state, infos))
+            parts = zip(flat._params, held, strict=True)
+            copies = [registry.add_copy(param, [region._replace(offset=0)]) for param, region in parts]
+        found = Flat(state, handle, infos, whole, held, copies, self._wrapper(prefix, state, infos))
         self._recorder.discovery.hook_flat(flat, infos, functools.partial(arrived, self._recorder, found))
         return found
 
@@ -153,9 +156,22 @@ def arrived(recorder: Recorder, flat: Flat, grad: Tensor | None) -> Tensor | Non
         return None
     current.sync = bool(flat.state._sync_gradients)
     current.touched.update({info.id: info for info in flat.infos if info.param.requires_grad})
+    if flat.begun != recorder.step:
+        flat.begun = recorder.step
+        _left(recorder, flat, current.seq)
     codes = _codes(recorder, current, flat, grad) if recorder.impulses is not None else None
     recorder.sample_regions(current.seq, LEAF, flat.whole, grad if codes is None else codes)
     return codes
+
+
+def _left(recorder: Recorder, flat: Flat, seq: int) -> None:
+    """Sample what the optimizer read in the step before and nobody emptied: FSDP adds what it reduces to it."""
+    param, read = flat.handle.flat_param, recorder.read.in_step(recorder.step - 1)
+    left = getattr(param, "_saved_grad_shard", None) if flat.is_sharded else param.grad
+    if left is not None and read:
+        regions = flat.held if flat.is_sharded else flat.whole
+        told = [region for region, copy in zip(regions, flat.copies, strict=True) if copy.id in read]
+        recorder.sample_regions(seq, BEFORE, told, left)
 
 
 def _codes(recorder: Recorder, current: BackwardPass, flat: Flat, grad: Tensor) -> Tensor | None:
