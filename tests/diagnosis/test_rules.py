@@ -47,6 +47,7 @@ ELSEWHERE = {
     "GS403": "probes/test_repeated_backward.py",
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",
+    "GS608": "probes/test_fsdp1.py",
     "GS702": "probes/test_clips.py",
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS801": "verify",

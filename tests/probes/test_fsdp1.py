@@ -15,12 +15,17 @@ NAMES = ["block.down.bias", "block.down.weight", "block.norm.bias", "block.norm.
          "block.up.weight", "embed.weight", "head.weight"]  # fmt: skip
 RIGHT = ("FULL_SHARD", "FULL_SHARD flat no-sync", "SHARD_GRAD_OP no-sync bf16", "NO_SHARD flat", "NO_SHARD no-sync",
          "FULL_SHARD frozen")  # fmt: skip
+CLIPS_ALONE = "dist.get_rank() or nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # the others do not"
 WRONG = {
     "FULL_SHARD flat double-averaging": ("GS101", 0.5, "loss.backward()"),
     "NO_SHARD no-sync double-averaging": ("GS101", 0.5, "loss.backward()"),
     "SHARD_GRAD_OP halved": ("GS000", 0.5, "param.grad.mul_(0.5)"),
     "FULL_SHARD local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
     "FULL_SHARD flat local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
+    "FULL_SHARD no-sync left": ("GS402", None, "optimizer.step()"),
+    "FULL_SHARD flat left": ("GS402", None, "optimizer.step()"),
+    "NO_SHARD left": ("GS402", None, "optimizer.step()"),
+    "NO_SHARD one-clips": ("GS608", None, CLIPS_ALONE),
 }
 
 
