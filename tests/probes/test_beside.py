@@ -42,6 +42,15 @@ def test_a_coefficient_of_one_over_the_ranks_accuses_nobody(reports: tuple[bool,
         assert (before.verdict, before.findings) == ("undetermined", [])
 
 
+def test_ranks_times_a_sum_over_each_rank_s_own_tokens_is_left_open(reports: tuple[bool, dict[str, Report]]) -> None:
+    """Beside a loss that nothing multiplies 2 may be a coefficient, or tokens were not summed over the ranks."""
+    equal, of = reports
+    assert (of["alone, twice a mean"].verdict, of["alone, twice a mean"].findings) == ("clean", [])
+    own = of["alone, its own count"]
+    assert (own.verdict, own.findings) == ("clean" if equal else "undetermined", [])
+    assert equal or any("summed over these first" in reason for reason in own.reasons)
+
+
 def test_a_number_that_may_call_a_collective_is_not_read() -> None:
     """A DTensor is gathered from the ranks where it is turned into a number."""
     loss = torch.ones((), requires_grad=True)

@@ -32,7 +32,8 @@ class Written:
     `is_certain`: it cannot be a normaliser of the loss's own. `may_divide`: it may be a wrong one, where the weights
     come out wrong without it, too. `of_sum`: it stands before a sum over tokens, and not before their mean.
     `counted`: what stands before a loss's mean and is one over its tokens in this step, or ranks or passes over
-    them.
+    them. `uncounted`: what stands before one that divides by each pass's own tokens, and is as many as ranks or passes,
+    so that a sum of the counts may be missing.
     """
 
     contributions: Contributions
@@ -41,6 +42,7 @@ class Written:
     may_divide: bool
     of_sum: bool
     counted: float | None = None
+    uncounted: float | None = None
 
     @property
     def remark(self) -> str:
@@ -55,6 +57,13 @@ class Written:
                 f"{self.counted:.4g} x stands before the mean of a loss in a sum of several, and is one over the "
                 "tokens that it counts in the step, or ranks or passes over them: right where that is its coefficient, "
                 "and one division too many where a sum was meant. "
+                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            )
+        if self.uncounted is not None:
+            return (
+                f"a loss in a sum of several is divided by the tokens of its own pass, unequal numbers, and multiplied "
+                f"by {self.uncounted:.4g}, as many as ranks or passes: right where that is its coefficient, and wrong "
+                "where tokens were to be summed over these first. "
                 "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
             )
         return (
@@ -99,8 +108,9 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     may_divide = of_sum or (number < 1 and same(part, round(part)) and not product)
     with_numbers = [] if of_sum else list(zip(losses, numbers, strict=True))
     counted = next((one for loss, one in with_numbers if _is_of_tokens(loss, one, contributions)), None)
-    certain = (means[index] != of_sum or unequal) and own and counted is None
-    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum, counted)
+    uncounted = next((one for loss, one in with_numbers if _divides_apart(loss, one, contributions)), None)
+    certain = (means[index] != of_sum or unequal) and own and counted is uncounted is None
+    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum, counted, uncounted)
 
 
 def _is_of_tokens(loss: LossOfPasses, number: float, contributions: Contributions) -> bool:
@@ -109,6 +119,15 @@ def _is_of_tokens(loss: LossOfPasses, number: float, contributions: Contribution
     means = all(event is not None and event.reduction == "mean" for _, event in loss.values())
     degrees = [degree for degree in {1, *degrees_of(contributions)} if degree < tokens]
     return means and any(abs(number * tokens / degree - 1) <= EXACT for degree in degrees)
+
+
+def _divides_apart(loss: LossOfPasses, number: float, contributions: Contributions) -> bool:
+    """Whether a loss is divided by the tokens of its own pass in the sum, other numbers in other passes, and multiplied
+    by ranks or passes."""
+    told = [gradient for gradient, _ in loss.values()]
+    unequal = len({one.num_tokens for one in told}) > 1
+    divided = all(any(by is not None and same(by, one.num_tokens or 0) for by in one.divisors or ()) for one in told)
+    return unequal and divided and number > 1 and is_of_degrees(number, contributions)
 
 
 def _is_product(one: LossGradient, number: float, contributions: Contributions) -> bool:
