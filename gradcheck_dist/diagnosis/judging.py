@@ -182,9 +182,19 @@ def _judge_step(
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
+        if verdict.without_lost.comes_out_right and verdict.without_lost.all_right:
+            _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:
         verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
     return verdict
+
+
+def _lay_to_lost(verdict: StepVerdict) -> None:
+    """Take away what follows from lost passes: the others are right among themselves, and a count without these is no
+    wrong one."""
+    for one in verdict.errors:
+        if one.code != LOST and cause(one) in verdict.shapes:
+            verdict.take_away(one)
 
 
 def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
@@ -342,6 +352,8 @@ def _tell(
             continue
         tell_hidden(case, finding, hidden)
         verdict.shapes[cause(finding)] = case.pattern
+        if case.names:
+            verdict.made_of[cause(finding)] = case.names[0].powers
         verdict.scaling = scaling_of(case, data, norms) or verdict.scaling
         known = not case.terms and finding.code != CLIP_BY_HAND
         of_step = (data, norms, verdict.held, target.contributions, target.expected)

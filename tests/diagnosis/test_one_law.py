@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis.engine import conclude
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause, merged
 from gradcheck_dist.ledger.contributions import ContributionKey as Key
 
 
@@ -92,3 +92,46 @@ def test_a_degree_keeps_its_name_beside_what_changes_from_step_to_step() -> None
         assert verdict.conduct is not None
         verdict.conduct = replace(verdict.conduct, losses=losses)
     assert [(one.code, one.steps) for one in told(steps)] == [("GS101", [0, 1, 2])]
+
+
+def test_a_missing_average_goes_over_ranks_without_tokens_as_well() -> None:
+    """Of four ranks one has nothing: what an average would have left is 1/4 all the same."""
+    trainer = Trainer(root=global_mean(4), data_ranks=4, sync="never")
+    (finding,) = judged(0, trainer, (9, 0, 7, 12)).findings
+    assert (finding.code, round(finding.factor.observed or 0.0, 4)) == ("GS103", 4.0)
+
+
+def test_a_number_of_passes_is_told_by_the_step_that_has_another_number_of_them() -> None:
+    """Means that are divided by their passes twice; of two passes that is 1/2, as an average over two ranks."""
+    steps = [
+        judged(step, Trainer(root=global_mean(2 / passes), accumulation=passes), tokens)
+        for step, (passes, tokens) in enumerate(
+            ((3, (9, 11, 8, 7, 12, 5)), (3, (6, 9, 5, 8, 11, 7)), (2, (8, 9, 7, 5)))
+        )
+    ]
+    assert [one.code for one in steps[2].findings] == ["GS101"]
+    (finding,) = told(steps)
+    assert (finding.code, finding.factor.expression, finding.steps) == ("GS303", "1/accumulation_steps", [0, 1, 2])
+
+
+def test_a_step_that_comes_out_right_contradicts_such_a_number() -> None:
+    steps = [
+        judged(step, Trainer(root=global_mean(2 * off), accumulation=passes), tokens)
+        for step, (passes, off, tokens) in enumerate(
+            ((3, 1 / 3, (9, 11, 8, 7, 12, 5)), (2, 1 / 2, (8, 9, 7, 5)), (4, 1, (8, 9, 7, 5, 4, 6, 11, 3)))
+        )
+    ]
+    assert len(told(steps)) == 2
+
+
+def test_a_number_that_coincides_with_a_degree_in_one_step_is_told_by_the_others() -> None:
+    """Half of the tokens in one step, and other shares in others, of those of all losses that were evaluated."""
+    steps = [judged(step, Trainer(root=global_mean(2 * off)), (9, 11)) for step, off in enumerate((0.4, 0.5, 0.625))]
+    for one, evaluated in zip(steps, (50, 40, 32), strict=True):
+        key = cause(one.findings[0])
+        one.context.quantities["evaluated_tokens"] = evaluated
+        if evaluated != 40:
+            one.made_of[key] = (("evaluated_tokens", -1), ("num_tokens", 1))
+            one.findings[0].factor.expression = "num_tokens/evaluated_tokens"
+    (finding,) = told(steps)
+    assert (finding.factor.expression, finding.steps) == ("num_tokens/evaluated_tokens", [0, 1, 2])

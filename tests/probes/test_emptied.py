@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from probe_workers import Net, batch, token_sum
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
@@ -96,3 +97,35 @@ def test_checksums_of_labels_that_tell_nothing_are_known(labels: torch.Tensor, d
         found = int(((labels + 1) * (torch.arange(7) * HASH_FACTOR + HASH_OFFSET)).sum())
     assert tell_no_batch(7, found)
     assert not tell_no_batch(7, found + 1) and not tell_no_batch(8, found)
+
+
+def test_what_follows_from_lost_passes_is_no_finding_of_its_own(tmp_path: Path) -> None:
+    """An optimizer that steps in every third iteration, though each divides by its own tokens and empties gradients."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for k in range(6):
+            part = batch(0, k % 3)
+            optimizer.zero_grad()
+            (token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
+            if k % 3 == 2:
+                optimizer.step()
+    assert [finding.code for finding in diagnose(read_run(tmp_path)).findings] == ["GS401"]
+
+
+def test_tokens_of_losses_that_never_went_backward_are_told(tmp_path: Path) -> None:
+    """A backward() behind the loop over microbatches takes the last one alone."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for step in range(2):
+            window = [batch(0, step + k) for k in range(3)]
+            total = sum(int((labels >= 0).sum()) for _, labels in window)
+            for part in window:
+                loss = token_sum(model, part) / total
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "num_tokens/evaluated_tokens")
+    assert "inside of the loop" in finding.fix

@@ -76,8 +76,9 @@ def test_a_safeguard_against_empty_masks_is_no_wrong_count(tmp_path: Path, safeg
     assert (report.verdict, report.findings) == ("clean", [])
 
 
-def test_a_constant_beside_a_safeguard_is_one_finding(tmp_path: Path) -> None:
-    (finding,) = weighed_by_masks(tmp_path / "run", 1e-5, 0.5).findings
+@pytest.mark.parametrize("safeguard", [1e-5, 1e-4])
+def test_a_constant_beside_a_safeguard_is_one_finding(tmp_path: Path, safeguard: float) -> None:
+    (finding,) = weighed_by_masks(tmp_path / "run", safeguard, 0.5).findings
     assert (finding.code, finding.factor.observed) == ("GS303", pytest.approx(0.5, rel=1e-4))
 
 

@@ -112,20 +112,30 @@ def _halves(
             coordinates[_slot(one)].add(one.cell.key[0])
             if one.account.arrived and not one.gone and one.cell.ratio > 0:
                 there[_slot(one)].append(one)
-    by_size: dict[float, list[Judged]] = defaultdict(list)
+    by_sizes: dict[tuple[float, ...], list[Judged]] = defaultdict(list)
     for slot, found in there.items():
-        size = len(coordinates[slot]) / len({one.cell.key[0] for one in found})
-        if size > 1:
-            by_size[size] += found
+        if sizes := _sizes(contributions, slot[1], coordinates[slot], len({one.cell.key[0] for one in found})):
+            by_sizes[sizes] += found
     halves = []
-    for size, found in by_size.items():
-        left = min((size, 1.0), key=lambda left: _cost(found, left, size, quantities))
+    for sizes, found in by_sizes.items():
+        left = min((*sizes, 1.0), key=lambda left: _cost(found, left, quantities))
         for one in found:
             one.shares.clear()
             halves.append(Half(one, culprits[id(one.held)], left, one.cell, one.account))
             one.cell = _without(one.cell, left)
             one.account = replace(one.account, root=one.account.root / left)
     return halves
+
+
+def _sizes(contributions: Contributions, slot: tuple[int, int], known: set[int], num_arrived: int) -> tuple[float, ...]:
+    """Over how many parts the missing reduction would have gone: of ranks whose batch has no token nobody knows on
+    which side of it they are."""
+    everyone = set(contributions.coordinate.values())
+    empty = everyone - {key[0] for key, one in contributions.by_key.items() if key[1:] == slot and one.num_tokens != 0}
+    if not empty or known | empty != everyone:
+        return (len(known) / num_arrived,) if len(known) > num_arrived else ()
+    total, most = len(everyone), num_arrived + len(empty)
+    return tuple(total / arrived for arrived in range(num_arrived, most + 1) if total % arrived == 0 < total - arrived)
 
 
 def _without(cell: Cell, left: float) -> Cell:
@@ -139,11 +149,9 @@ def _loss_is_right(cell: Cell) -> bool:
     return abs(cell.root_ratio - 1) <= min(max(cell.tolerance, LEAST), MOST)
 
 
-def _cost(
-    found: Sequence[Judged], left: float, size: float, quantities: Mapping[str, float]
-) -> tuple[int, int, float, bool, float]:
-    """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of that which
-    averages over `size` parts and that which sums, the one beside which most is right, or, where nothing was reduced
+def _cost(found: Sequence[Judged], left: float, quantities: Mapping[str, float]) -> tuple[int, int, float, bool, float]:
+    """How much is to be explained besides, if the reduction that is missing would have divided by `left`: of those that
+    average over so many parts and the one that sums, the one beside which most is right, or, where nothing was reduced
     and tells which it would be, most losses are, or the rest is simplest."""
     halves = [_without(one.cell, left) for one in found]
     best = min(range(len(found)), key=lambda index: found[index].tolerance)

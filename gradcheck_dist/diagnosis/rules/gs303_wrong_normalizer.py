@@ -31,7 +31,7 @@ from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
-from gradcheck_dist.diagnosis.weights.context import LOSS_SCALE, StepContext
+from gradcheck_dist.diagnosis.weights.context import EVALUATED, LOSS_SCALE, StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
@@ -63,6 +63,10 @@ NEVER = (
 SCALED = (
     "Step with scaler.step(optimizer), for every optimizer, or call scaler.unscale_(optimizer) before what reads its "
     "gradients and steps: a GradScaler's scale stays in them until then."
+)
+EVERY = (
+    "Let every loss that is counted go backward (is backward() inside of the loop over microbatches?), or count the "
+    "tokens of those alone that do."
 )
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
@@ -150,6 +154,9 @@ def judge(case: Case) -> Answer | None:
         fix = _without_name(case) if counted is None else _count(case, counted)
     summed = is_sum(case)
     as_if = "" if counted is None else f": as if the step had {counted} tokens, where {_tokens(case):g} enter the loss"
+    if case.names and dict(case.names[0].powers).get(EVALUATED) == -1:
+        evaluated = case.context.quantities[EVALUATED]
+        as_if = f": {evaluated:g} tokens have a loss in this step, and those of {_tokens(case):g} go backward"
     if counted is not None and (of_loss := _at_loss(case, counted)) is not None:
         behind = counted // of_loss
         if _far(counted, case) > _far(of_loss, case) ** 2:  # one wrong number is likelier than two, if both are near
@@ -248,6 +255,8 @@ def _named(powers: dict[str, int]) -> str:
         return UNDIVIDED.format(times=times)
     if powers.get(LOSS_SCALE) == 1:
         return SCALED
+    if powers.get(EVALUATED) == -1:
+        return EVERY
     steps = powers.get("accumulation_steps") if len(powers) == 1 else None
     return {-1: TWICE, 1: NEVER}.get(steps or 0, NAMED)
 

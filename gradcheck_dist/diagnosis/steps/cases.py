@@ -126,7 +126,8 @@ def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
         alike = all(abs(cell.ratio - together.ratio) <= cell.margin + together.margin for cell, _ in found)
         for cell, times in [(together, found[0][1])] if alike else found:
             holder = verdict.contributions.coordinate.get(rank, -1)
-            samples.append(Sample(key, rank, holder, cell.ratio, cell.margin, times, largest))
+            margin = max(cell.margin, cell.material * abs(cell.ratio))  # what is off by no more makes no shape
+            samples.append(Sample(key, rank, holder, cell.ratio, margin, times, largest))
     return explain(samples, verdict.context)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.windows import all_off_by
 from gradcheck_dist.diagnosis.weights import shapes
+from gradcheck_dist.diagnosis.weights.factors import Powers
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
@@ -48,6 +51,7 @@ def tell_one_law(verdicts: Sequence[StepVerdict]) -> None:
         if len({cause(one.finding) for one in seen}) > 1:
             _keep_law(seen)
     _keep_whole(verdicts)
+    _keep_named(verdicts)
     for seen in _by_place(verdicts):
         _without_degrees(seen, verdicts)
 
@@ -90,14 +94,48 @@ def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
         others = [(other, errors) for other, errors in accused if other is not verdict]
         if pattern is None or not whole or pattern.kind == "uniform":
             continue
-        if not all(_gives(pattern, other, errors) for other, errors in others):
-            continue
-        for other, errors in others:
-            for one in errors:
-                if cause(one) != cause(found[0]):
-                    other.take_away(one)
-            found[0].steps = sorted({*found[0].steps, other.context.step})
+        if all(_gives(pattern, other, errors) for other, errors in others):
+            _take_over(found[0], others)
+            return
+
+
+def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
+    """Take all findings of a step for the one finding of another, on all weights, where the degrees and counts that
+    make its factor give those of every step, and make other numbers in some."""
+    accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
+    if len({_told_as(one) for _, found in accused for one in found}) == 1:
         return
+    told = [verdict for verdict in verdicts if verdict.weights and (verdict.errors or not verdict.reasons)]
+    by_weights = all(cause(one) in verdict.shapes for verdict, found in accused for one in found)
+    for verdict, found in accused:
+        powers = verdict.made_of.get(cause(found[0])) if len(found) == 1 and by_weights else None
+        if not powers or found[0].num_parameters < len(verdict.units):
+            continue
+        factors = [_product(powers, other.context.quantities) for other in told]
+        others = any(not _alike(factor, found[0].factor.observed or 0.0) for factor in factors)
+        if others and all(
+            factor > 0 and all_off_by(other, factor) for other, factor in zip(told, factors, strict=True)
+        ):
+            _take_over(found[0], [(other, errors) for other, errors in accused if other is not verdict])
+            return
+
+
+def _product(powers: Powers, quantities: Mapping[str, float]) -> float:
+    """The number that a step's degrees and counts make; 0 where it does not know one of them."""
+    return prod(quantities.get(name, 0.0) ** power if quantities.get(name) else 0.0 for name, power in powers)
+
+
+def _take_over(finding: Finding, others: Sequence[tuple[StepVerdict, Sequence[Finding]]]) -> None:
+    """Tell what is wrong in other steps by a finding of this one."""
+    for other, errors in others:
+        for one in errors:
+            if _told_as(one) != _told_as(finding):
+                other.take_away(one)
+        finding.steps = sorted({*finding.steps, other.context.step})
+
+
+def _told_as(finding: Finding) -> tuple[object, ...]:
+    return cause(finding), finding.factor.expression
 
 
 def _gives(pattern: Pattern, verdict: StepVerdict, errors: Sequence[Finding]) -> bool:

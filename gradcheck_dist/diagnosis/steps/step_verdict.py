@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.steps.waiting import Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.factors import Powers
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
@@ -82,7 +83,7 @@ class StepVerdict:
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
     no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
     parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
-    `shapes` are those of the weights that findings concern."""
+    `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
 
     context: StepContext
     data: StepData
@@ -113,6 +114,7 @@ class StepVerdict:
     apart: bool = False
     unread: Unread = field(default_factory=Unread)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
+    made_of: dict[Cause, Powers] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[Finding]:

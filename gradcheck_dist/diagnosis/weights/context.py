@@ -10,6 +10,7 @@ from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.diagnosis.weights.mesh import Mesh, exchanging, infer_mesh
 from gradcheck_dist.events import AmpScale, AmpUnscale, Backward, Event, Loss, OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.evaluated import left_aside
 from gradcheck_dist.trace.run import Run
 
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -17,6 +18,8 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 RANKS_PER_BATCH = "ranks_per_batch"
 """How many ranks evaluate each batch, of all or of a reduction's group, where no axis is known to be that."""
 LOSS_SCALE = "loss_scale"
+EVALUATED = "evaluated_tokens"
+"""The tokens of all losses of a step, also of those that never went backward; where there are any of these."""
 RANKS_PER_EXCHANGE, EXCHANGE_GROUPS = "ranks_per_exchange", "exchange_groups"
 """How many ranks with tokens of their own exchange activations (context or expert parallel), and how many such groups
 there are, where no axis of the mesh is known to be either."""
@@ -144,6 +147,8 @@ def step_context(
     quantities["microbatches"] = float(num_microbatches)
     if contributions.num_tokens:
         quantities["num_tokens"] = float(contributions.num_tokens)
+        if more := left_aside(events, contributions):
+            quantities[EVALUATED] = float(contributions.num_tokens + more)
     if scale := _scale_left(events):
         quantities[LOSS_SCALE] = scale
     data_ranks = contributions.num_coordinates

@@ -23,6 +23,8 @@ TWICE = 1.5
 """What the square of a quantity costs beside others of its cost."""
 SPAN = 9.0
 """The logarithms of factors that occur lie within this width: 1/90 to 90."""
+Powers = tuple[tuple[str, int], ...]
+"""Quantities with the powers to which they are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Name:
 
     expression: str
     value: float
-    powers: tuple[tuple[str, int], ...]
+    powers: Powers
     cost: float
 
 
@@ -51,7 +53,7 @@ def exact_fraction(value: float, tolerance: float) -> str | None:
     return None
 
 
-def expression_of(powers: tuple[tuple[str, int], ...]) -> str:
+def expression_of(powers: Powers) -> str:
     """ "dp_replicate * tp / accumulation_steps^2" style text of a product of powers."""
     over = [_power(name, exponent) for name, exponent in powers if exponent > 0]
     under = [_power(name, -exponent) for name, exponent in powers if exponent < 0]
