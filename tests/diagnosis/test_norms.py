@@ -103,9 +103,21 @@ def test_a_norm_within_torchs_own_error_is_right() -> None:
         (STAGES, (3.0, 4.0), STAGE),
         (REPLICATED, (sqrt(50.0), sqrt(50.0)), COPIES),
         (TENSOR, (sqrt(27.0), sqrt(27.0)), COPIES),
+        (SHARDED, (3.5, 3.5), "the mean of the ranks' own norms"),
+        (SHARDED, (sqrt(12.5), sqrt(12.5)), "the root of the mean of the squares of the ranks' own norms"),
+        (STAGES, (7.0, 7.0), "the sum of the ranks' own norms, without squares"),
         (REPLICATED, (2.5, 2.5), UNNAMED),
     ],
-    ids=["own shards", "own stage", "copies once a rank", "replicated parts twice", "half of it"],
+    ids=[
+        "own shards",
+        "own stage",
+        "copies once a rank",
+        "replicated parts twice",
+        "mean",
+        "mean square",
+        "sum",
+        "half",
+    ],
 )
 def test_a_wrong_norm_is_named_by_what_it_is_the_norm_of(
     parts: dict[int, list[Part]], used: tuple[float, float], meaning: str

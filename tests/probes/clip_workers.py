@@ -91,7 +91,8 @@ class Added(torch.autograd.Function):
 
 def train_tensor_parallel(run_dir: str, clip: str) -> None:
     """Two ranks hold halves of two layers and copies of the others. They divide by all tokens behind the backward pass
-    and clip by the norm of all ("shared") or of their own ("own"); "counted once": one rank leaves the copies out."""
+    and clip by the norm of all ("shared"), of their own ("own") or the mean of these ("averaged"); "counted once": one
+    rank leaves the copies out."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -117,6 +118,10 @@ def train_tensor_parallel(run_dir: str, clip: str) -> None:
             norm = torch.stack([param.grad.norm() for param in counted if param.grad is not None]).square().sum()
             if "shared" in clip:
                 dist.all_reduce(norm)
+            if "averaged" in clip:
+                norm = norm.sqrt()
+                dist.all_reduce(norm, op=dist.ReduceOp.SUM)
+                norm = (norm / 2).square()
             scale = min(1.0, 0.1 / norm.sqrt().item())
             if "no norm" in clip:  # that all ranks end with
                 scale = 0.1 / (norm.sqrt() + norm).item()

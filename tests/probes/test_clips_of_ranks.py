@@ -59,6 +59,13 @@ def test_a_clip_by_each_tensor_parallel_ranks_own_norm_is_local(clip: str, tmp_p
     assert finding.first_event is not None and (finding.first_event.file or "").endswith("clip_workers.py")
 
 
+def test_a_clip_by_the_mean_of_the_ranks_norms_is_told_by_the_norm_that_it_leaves(tmp_path: Path) -> None:
+    (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "averaged").findings
+    assert (finding.code, finding.ranks) == ("GS602", [0, 1])
+    assert "where 0.1 is the mean of the ranks' own norms (ranks 0, 1)" in finding.explanation
+    assert "cuts too little" in finding.explanation
+
+
 def test_copies_that_a_rank_leaves_out_of_the_norm_are_clipped_by_it_all_the_same(tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "shared, copies counted once")
     assert (report.verdict, report.findings) == ("clean", [])

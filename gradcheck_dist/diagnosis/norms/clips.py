@@ -7,11 +7,11 @@ gradients: clipping groups of parameters apart is a choice, clipping what happen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from math import isfinite, sqrt
+from math import hypot, isfinite, sqrt
 
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall, Interval, Part, StepNorms, local_norm, norm_of
 from gradcheck_dist.ledger.tracks import ParamKey
@@ -26,6 +26,13 @@ SHARDS = "the parts that lie on this rank"
 STAGE = "the parameters of this rank's call alone"
 SOME = "the parts that lie on some of the ranks"
 COPIES = "all ranks' parts, copies counted again on every rank"
+COMBINED: dict[str, Callable[[Sequence[float]], float]] = {
+    "the mean of the ranks' own norms": lambda norms: sum(norms) / len(norms),
+    "the root of the mean of the squares of the ranks' own norms": lambda norms: hypot(*norms) / sqrt(len(norms)),
+    "the largest of the ranks' own norms": max,
+    "the sum of the ranks' own norms, without squares": sum,
+}
+"""What ranks make of their own norms where these are the norms of parts."""
 UNNAMED = ""
 MAX_AXES = 5
 """Axes that are combined with one another in a search for the ranks of a norm."""
@@ -139,6 +146,9 @@ class _Meanings:
             joined = norm_of(parts)
             if (joined.exact and joined.holds(value, tolerance)) or abs(value / local_norm(parts) - 1) <= tolerance:
                 return SOME, ranks
+        for meaning, combined in self._combined.items():
+            if abs(value / combined - 1) <= tolerance:
+                return meaning, frozenset()
         return UNNAMED, frozenset()
 
     def _reached(self, rank: int) -> Iterator[frozenset[int]]:
@@ -157,6 +167,11 @@ class _Meanings:
     def _with_copies(self) -> float:
         return sqrt(sum(local_norm(call.parts) ** 2 for call in self._peers))
 
+    @cached_property
+    def _combined(self) -> dict[str, float]:
+        own = [local_norm(call.parts) for call in self._peers]
+        return {meaning: combine(own) for meaning, combine in COMBINED.items()} if len(own) > 1 else {}
+
 
 def _reach(rank: int, axes: Iterable[frozenset[frozenset[int]]]) -> frozenset[int]:
     groups = [group for axis in axes for group in axis]
@@ -166,10 +181,10 @@ def _reach(rank: int, axes: Iterable[frozenset[frozenset[int]]]) -> frozenset[in
     return frozenset(found)
 
 
-def is_round(value: float, tolerance: float = 1e-4) -> bool:
-    """Whether a number is one that people write: at most two digits, such as 1.0, 0.5 or 0.25; where it is not known
+def is_round(value: float, tolerance: float = 1e-4, digits: int = 2) -> bool:
+    """Whether a number is one that people write: at most two `digits`, such as 1.0, 0.5 or 0.25; where it is not known
     well enough for chance to miss these, at most one."""
     if not isfinite(value) or value <= 0:
         return False
-    written = float(f"{value:.1e}" if tolerance < 5e-4 else f"{value:.0e}")
+    written = float(f"{value:.{digits - 1 if tolerance < 5e-4 else 0}e}")
     return abs(value / written - 1) <= tolerance

@@ -2,8 +2,8 @@
 
 What was clipped to max_norm by the right norm has max_norm as its norm. Where another number is the round one instead
 (the norm of each rank's own part, of one pipeline stage's, or of all ranks' parts with copies counted again), that is
-the norm that was used: its square was not combined over the ranks that hold parts, some of them added nothing to it, or
-what all of them hold was counted by each.
+the norm that was used: its square was not combined over the ranks that hold parts, some of them added nothing to it,
+what all of them hold was counted by each, or the ranks' norms were averaged.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import hypot
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.norms.clips import COPIES, SHARDS, SOME, is_round
+from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Clip, Event, Exchange, GradientNorm, OptimizerStep
@@ -30,8 +30,8 @@ FAR = 1e-3
 @dataclass(frozen=True)
 class HandNorm:
     """A clip by hand by a wrong norm. `factors` are the ranks' coefficients, `norm` is what the norm that it took is
-    now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS, SOME or COPIES) over
-    `over`. `event` is the line that scales, or the last event before it, on `rank`."""
+    now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS, SOME, COPIES or one of
+    COMBINED) over `over`. `event` is the line that scales, or the last event before it, on `rank`."""
 
     factors: dict[int, float]
     norm: float
@@ -79,7 +79,9 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         alike = max(left) <= min(left) * (1 + 2 * tolerance)
         far = norm < truth.low * (1 - FAR) or norm > truth.high * (1 + FAR)
         # What other factors on other ranks made one norm needs no round number to be what was clipped.
-        if alike and far and (apart or is_round(norm, tolerance)) and max(norms_left.values()) <= norm * (1 + FAR):
+        # Of many ways to combine norms, one leaves a number of two digits by chance now and then.
+        round_one = is_round(norm, tolerance, digits=1 if meaning in COMBINED else 2)
+        if alike and far and (apart or round_one) and max(norms_left.values()) <= norm * (1 + FAR):
             narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
             culprit = (narrow or [case.culprit for case in unseen])[0]
             event = culprit.write or culprit.event
@@ -119,7 +121,10 @@ def _candidates(
     groups |= {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
     for group in sorted(groups, key=len, reverse=True):
         if len(group) > 1 and set(group) <= parts.keys():
-            yield COPIES, group, {acted[0]: sqrt(sum(local_norm(parts[rank]) ** 2 for rank in group))}
+            own = [local_norm(parts[rank]) for rank in group]
+            yield COPIES, group, {acted[0]: hypot(*own)}
+            for meaning, combine in COMBINED.items():
+                yield meaning, group, {acted[0]: combine(own)}
 
 
 def _seen(parts: dict[int, list[Part]], data: StepData) -> Iterator[dict[int, float]]:

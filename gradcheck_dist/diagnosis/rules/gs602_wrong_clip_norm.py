@@ -2,8 +2,9 @@
 
 ## What it does
 Finds clips whose total norm is neither the norm of what was clipped nor of the whole gradient, by whatever mechanism:
-copies counted once a rank (x sqrt(tp), x sqrt(dp)), a norm taken before a reduction or an unscaling, a part left out. A
-norm of nothing that can be named, the same on all ranks, is a warning: leaving parameters out of it may be meant.
+copies counted once a rank (x sqrt(tp), x sqrt(dp)), norms of parts that are averaged over ranks, a norm taken before a
+reduction or an unscaling, a part left out. A norm of nothing that can be named, the same on all ranks, is a warning:
+leaving parameters out of it may be meant.
 Where the trace cannot tell what the norm should be, it still finds ranks of one model that clip by different norms.
 
 ## Why it matters
@@ -24,26 +25,34 @@ parameters on one rank of the group only:
 Megatron-LM: mark them (`param_is_not_tensor_parallel_duplicate`), it leaves out what is not the first copy.
 
 ## References
-- NVIDIA-NeMo/RL#3788; NVIDIA-NeMo/Automodel#3816; hpcaitech/ColossalAI#2192.
+- NVIDIA-NeMo/RL#3788; NVIDIA-NeMo/Automodel#3816; hpcaitech/ColossalAI#2192; deepspeedai/DeepSpeed#8475 (mean).
 - Megatron-LM megatron/core/optimizer/clip_grads.py; torch/nn/utils/clip_grad.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, remark_by_hand, severity_of
 from gradcheck_dist.diagnosis.audits.early_clips import completed_by
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Severity
-from gradcheck_dist.diagnosis.norms.clips import COPIES, UNNAMED, JudgedClip, judge_clips
+from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, UNNAMED, JudgedClip, judge_clips
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 
 CODE = "GS602"
 NAME = "wrong-clip-norm"
+SQUARES = (
+    "Add up the squares of the parts' norms over the ranks that hold them (ReduceOp.SUM), what several ranks hold "
+    "counted once, and take the root of that sum."
+)
+COMPLETE = (
+    "Take the norm of the gradients that are clipped, each element counted once, when they are complete: after the "
+    "last reduction and after unscaling."
+)
 ORDER: list[Severity] = ["info", "warning", "error"]
 
 
@@ -55,20 +64,27 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     judged = judge_clips(facts.norms)
     lines: dict[tuple[object, ...], list[JudgedClip]] = defaultdict(list)
     for one in judged:
-        if one.meaning in (COPIES, UNNAMED):
+        if one.meaning in (COPIES, UNNAMED, *COMBINED):
             lines[(*one.call.place[:-1], one.meaning)].append(one)
     for clips in lines.values():
         yield remark(facts, clips, _answer(clips))
-    if facts.by_norm is not None and facts.by_norm.meaning == COPIES:
+    if facts.by_norm is not None and facts.by_norm.meaning in (COPIES, *COMBINED):
         yield remark_by_hand(facts, facts.by_norm, _by_hand(facts.by_norm))
     if facts.weights_right and all(one.right for one in judged):
         yield from _unequal(facts)
 
 
 def _by_hand(clip: HandNorm) -> Answer:
+    if clip.meaning in COMBINED:
+        return Answer(
+            explanation=f"A hand-written clip leaves gradients of norm {clip.truth:.6g}, where {clip.norm:.4g} is "
+            f"{clip.meaning} ({_ranks(clip.over)}): it used x {clip.ratio:.6g} of the norm, and cuts "
+            f"{'too much' if clip.ratio > 1 else 'too little'}.",
+            fix=SQUARES,
+        )
     return Answer(
         explanation=f"A hand-written clip leaves gradients of norm {clip.truth:.6g}, where {clip.norm:.4g} is the norm "
-        f"over ranks {', '.join(map(str, clip.over))} with what each of them holds counted again: it used x "
+        f"over {_ranks(clip.over)} with what each of them holds counted again: it used x "
         f"{clip.ratio:.6g} of the norm, and cuts too much.",
         fix="Count what several ranks hold once, on one of them, before the squares are summed over ranks.",
     )
@@ -76,7 +92,9 @@ def _by_hand(clip: HandNorm) -> Answer:
 
 def _answer(clips: list[JudgedClip]) -> Answer:
     worst = max(clips, key=lambda one: abs(one.ratio - 1))
-    meaning = ": that is the norm over all ranks, with copies counted once a rank" if worst.meaning else ""
+    meaning = ": that is the norm over all ranks, with copies counted once a rank" if worst.meaning == COPIES else ""
+    if worst.meaning in COMBINED:
+        meaning = f": that is {worst.meaning} ({_ranks(sorted(one.call.rank for one in clips))})"
     used = [one.call.event.total_norm for one in clips]
     alike = max(used) <= min(used) * (1 + 2 * worst.call.tolerance)
     meaning = meaning or ("" if alike else f"; it runs from {min(used):.6g} to {max(used):.6g} between ranks")
@@ -85,9 +103,12 @@ def _answer(clips: list[JudgedClip]) -> Answer:
         severity=min(severity, "warning", key=ORDER.index) if alike and not worst.meaning else severity,
         explanation=f"The clip on rank {worst.call.rank} used norm {worst.call.event.total_norm:.6g}, the gradients "
         f"have {worst.truth.middle:.6g}, x {worst.ratio:.6g}{meaning}. {effect(clips)}",
-        fix="Take the norm of the gradients that are clipped, each element counted once, when they are complete: after "
-        "the last reduction and after unscaling.",
+        fix=SQUARES if worst.meaning in COMBINED else COMPLETE,
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _unequal(facts: StepFacts) -> Iterator[Remark]:
