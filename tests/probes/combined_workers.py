@@ -4,6 +4,7 @@ test_combined_axes.py. A fault's line ends with its name in a comment."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -275,6 +276,38 @@ def no_batch(fault: str) -> None:
         optimizer.zero_grad()
 
 
+def sequence_hooks(fault: str) -> None:
+    """DDP over data ranks, which split each row between two: hooks sum what these have accumulated, before DDP does."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    data_group, sequence_group = mesh["dp"].get_group(), mesh["sp"].get_group()
+    own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+    model = Model()
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=data_group)
+    last = False
+
+    def add_up(param: Tensor) -> None:
+        assert param.grad is not None
+        if fault != "parts_left_out" and (last or fault == "parts_each_pass"):
+            dist.all_reduce(param.grad, group=sequence_group)  # parts_each_pass
+        if fault == "parts_scaled" and last:
+            param.grad.mul_(0.3)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(add_up)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        data = [batch(step, 10 * k + rank // 2) for k in range(3)]
+        tokens = count(data)
+        dist.all_reduce(tokens, group=data_group)
+        for k, (x, y) in enumerate(data):
+            last = k == len(data) - 1
+            with nullcontext() if last else wrapped.no_sync():
+                (token_sum(wrapped(x[:, own]), y[:, own]) * 2 / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
@@ -284,4 +317,5 @@ trainers: dict[str, Callable[[str], None]] = {
     "cast": cast,
     "functional": functional,
     "no_batch": no_batch,
+    "sequence_hooks": sequence_hooks,
 }

@@ -20,6 +20,7 @@ RANKS = {
     "cast": 3,
     "functional": 3,
     "no_batch": 2,
+    "sequence_hooks": 4,
 }
 
 
@@ -58,6 +59,9 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("hook", "never_reduced", "GS103", True),
         ("cast", "averaged_again", "GS000", True),
         ("functional", "not_copied", "GS103", False),
+        ("sequence_hooks", "parts_left_out", "GS103", False),
+        ("sequence_hooks", "parts_each_pass", "GS102", True),
+        ("sequence_hooks", "parts_scaled", "GS000", False),
     ],
 )
 def test_a_fault_is_one_finding_on_all_ranks(

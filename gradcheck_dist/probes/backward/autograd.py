@@ -23,7 +23,7 @@ from gradcheck_dist.probes.recording import captured
 from gradcheck_dist.probes.recording.captured import BACKWARD
 from gradcheck_dist.probes.recording.dynamo import QuietHooks
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 
 ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every new root module; other probes use it to find their wrappers inside."""
@@ -34,6 +34,9 @@ WRAPPED_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 
 CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every module that is called with gradients enabled, until all parameters are known."""
+
+HOOKS_REDUCE = 4
+"""Reductions of one gradient, by hooks of the user's before a wrapper's own, that are told."""
 
 OUTSIDE = -1
 """What stands for a backward pass where none runs on this thread."""
@@ -263,6 +266,8 @@ class Discovery:
     def hook_accumulated(self, info: ParamInfo) -> None:
         """Also watch the accumulated gradient just before a reduction inside backward replaces it."""
         recorder = self._recorder
+        if info.wrapper is not None and getattr(info.param, "_post_accumulate_grad_hooks", None):
+            recorder.hooked[info.wrapper] = recorder.hooked.get(info.wrapper, 0) + 1
 
         def on_accumulated(param: Tensor) -> None:
             current = recorder.current
@@ -296,7 +301,7 @@ def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor | None) -> Tensor 
         if (current.inner or current.held) and current.holds(info, grad):
             return None
         if recorder.armed and info.wrapper in recorder.armed and info.wrapper not in current.armed:
-            current.armed[info.wrapper] = recorder.next_seq()  # type: ignore[index]
+            arms(recorder, current, info.wrapper)  # type: ignore[arg-type]
         if recorder.impulses is not None:
             code = recorder.impulses.code(recorder, current, info, grad)
         recorder.leaf(current, info, grad if code is None else code)
@@ -307,10 +312,19 @@ def arrived(recorder: Recorder, info: ParamInfo, grad: Tensor | None) -> Tensor 
     return code  # None leaves the gradient as it is, bit for bit
 
 
+def arms(recorder: Recorder, current: BackwardPass, wrapper: int) -> None:
+    """The first gradient arrived that a wrapper reduces in this pass; hooks of the user's may do so before it."""
+    room = HOOKS_REDUCE * recorder.hooked.get(wrapper, 0)
+    seq = current.armed[wrapper] = recorder.next_seq(room)
+    if room:
+        current.before_armed[wrapper] = iter(range(seq - room, seq))
+
+
 @guarded("autograd")
 def before_reduce(recorder: Recorder, seq: int, info: ParamInfo) -> None:
     if recorder.current is not None and info.wrapper is not None:
         recorder.current.accumulated.add(info.wrapper)
+        recorder.current.handed_over.add(info.id)
     recorder.sample_grads(seq, BEFORE, [info])
 
 

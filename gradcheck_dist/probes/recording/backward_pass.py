@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -81,10 +81,12 @@ class BackwardPass:
         "armed",
         "arrived",
         "before",
+        "before_armed",
         "by_hand",
         "computed",
         "direct",
         "given",
+        "handed_over",
         "handles",
         "held",
         "inner",
@@ -124,6 +126,8 @@ class BackwardPass:
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
         self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
+        self.before_armed: dict[int, Iterator[int]] = {}  # wrapper id -> numbers for what hooks reduce before it does
+        self.handed_over: set[int] = set()  # parameters whose gradient a wrapper has, to reduce it
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass

@@ -84,6 +84,7 @@ class Recorder(Sampler):
         self.places = Places(self.registry)
         self.ddp_states: dict[int, Any] = {}  # filled by the ddp probe
         self.armed: set[int] = set()  # wrappers whose next backward reduces
+        self.hooked: dict[int, int] = {}  # by wrapper: parameters with a hook of the user's on what was accumulated
         self.reduced = False  # whether gradients were combined over several ranks at all
         self.replicas: Any = None  # set by the replicas probe
         self.exchanges: Any = None  # set by the exchanges probe
@@ -121,8 +122,9 @@ class Recorder(Sampler):
 
     # ---- time
 
-    def next_seq(self) -> int:
-        self._seq += 1
+    def next_seq(self, room: int = 0) -> int:
+        """The number of an event. `room`: numbers left free before it, for what will turn out to come first."""
+        self._seq += 1 + room
         return self._seq
 
     @property

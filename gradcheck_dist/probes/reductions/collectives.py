@@ -167,13 +167,24 @@ def note_hook(recorder: Recorder, op: Any) -> None:
 
 def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
     """Where gradients lie in a tensor inside of a backward pass, for a hook of the user's that reduces what has been
-    accumulated so far. What a wrapper reduces there has a probe of its own."""
+    accumulated so far. What a wrapper reduces there has a probe of its own, as soon as it has the gradient."""
+    handed_over = recorder.current.handed_over if recorder.current is not None else ()
     touched = recorder.current.touched.values() if recorder.current is not None else ()
     for regions, buffer in recorder.places.overlapping(tensor, itertools.islice(reversed(touched), LATEST)):
         info = regions[0].info
         held = info.param.grad is not None or main_grad_of(info) is not None
-        if not info.regions and held and info.wrapper is None and info.managed_by is None:
+        own = info.managed_by == "ddp" if info.wrapper is not None else info.managed_by is None
+        if not info.regions and held and own and info.id not in handed_over:
             yield regions, buffer
+
+
+def _number(recorder: Recorder, info: ParamInfo) -> int | None:
+    """That of a reduction by hand: below the one of the wrapper that reduces in the same pass. None where no number is
+    left there."""
+    current = recorder.current
+    if current is None or info.wrapper not in current.armed:
+        return recorder.next_seq()
+    return next(current.before_armed.get(info.wrapper, iter(())), None)
 
 
 @guarded("collectives")
@@ -204,7 +215,9 @@ def before_manual(
             begins.add((info.id, region.start))
             begun = pending.get(info.id)
             if begun is None or begun.step != recorder.step or begun.how != how:
-                begun = pending[info.id] = _Pending(recorder.step, recorder.next_seq(), how)
+                if (seq := _number(recorder, info)) is None:
+                    continue
+                begun = pending[info.id] = _Pending(recorder.step, seq, how)
                 own = [part for part in regions if part.info is info]
                 recorder.sample_parts(begun.seq, BEFORE, info, own, buffer)
             opened.append(region)

@@ -84,9 +84,10 @@ def state_of(recorder: Recorder, ddp: DistributedDataParallel, name: str = "") -
         for param_name, param in ddp.module.named_parameters():
             info = recorder.registry.find(param)
             if info is not None and param_name not in ignored and param.requires_grad:
-                if info.managed_by != "ddp":
-                    recorder.discovery.hook_accumulated(info)
+                known = info.managed_by == "ddp"
                 info.managed_by, info.wrapper = "ddp", wrapper
+                if not known:
+                    recorder.discovery.hook_accumulated(info)
                 infos.append(info)
         state = states[id(ddp)] = _State(ddp, wrapper, infos)
     return state
