@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
             "all DTensors", "sequence parallel, clipped by local norms", "local", "local, not declared",
-            "local, whole declared summed", "local, summands declared copies")  # fmt: skip
+            "local, whole declared summed", "local, summands declared copies", "local between copies",
+            "local between copies, not declared")  # fmt: skip
 
 
 class Whole(nn.Module):
@@ -58,6 +59,17 @@ class Local(nn.Module):
         return x + made.redistribute(placements=[Shard(1)])
 
 
+class LocalBetweenCopies(Local):
+    """The same between tensors that all ranks hold whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        summands = None if "not declared" in self.variant else [Partial()]
+        whole = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=summands)
+        up, down = (param.to_local() for param in (self.up, self.down))
+        made = DTensor.from_local(torch.tanh(whole @ up.T) @ down.T, self.mesh, [Partial()])
+        return x + made.redistribute(placements=[Replicate()]).to_local()
+
+
 class ToLocal(nn.Module):
     """What all ranks go on with alike."""
 
@@ -71,6 +83,9 @@ class ToLocal(nn.Module):
 
 def local_model(variant: str, mesh: Any) -> nn.Module:
     """Sequence parallel, by hand. No copy of a parameter shows what comes back through the layers."""
+    if variant.startswith("local between copies"):
+        layers = [LocalBetweenCopies(mesh, variant) for _ in range(2)]
+        return nn.Sequential(nn.Linear(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
     model = nn.Sequential(nn.Linear(WORDS, WIDTH), Local(mesh, variant), Local(mesh, variant), ToLocal(variant),
                           nn.Linear(WIDTH, WORDS))  # fmt: skip
     return parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Shard(1), use_local_output=False)})

@@ -45,10 +45,11 @@ def test_of_data_ranks_what_is_summed_at_the_parameters_needs_no_declaration(rep
     assert reports["computed, summed by hand"].verdict == "clean"
 
 
-def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report]) -> None:
-    assert reports["local"].verdict == "clean"
-    assert not [problem for problem in reports["local"].coverage.problems if "probe" in problem]
-    assert "GS802" in reports["local"].rules.passed
+@pytest.mark.parametrize("variant", ["local", "local between copies"])
+def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report], variant: str) -> None:
+    assert reports[variant].verdict == "clean"
+    assert not [problem for problem in reports[variant].coverage.problems if "probe" in problem]
+    assert "GS802" in reports[variant].rules.passed
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,19 @@ def test_what_is_declared_of_a_local_part_is_held_against_what_arrives(
     assert finding.first_event is not None
     file, line = str(finding.first_event.file), finding.first_event.line or 0
     assert code in Path(file).read_text().splitlines()[line - 1]
+
+
+def test_copies_that_differ_because_of_a_sum_that_is_lacking_behind_them_are_no_fault_of_their_own(
+    reports: dict[str, Report],
+) -> None:
+    (finding,) = reports["local between copies, not declared"].findings
+    assert (finding.code, finding.severity) == ("GS802", "error")
+    assert finding.first_event is not None
+    lines = Path(str(finding.first_event.file)).read_text().splitlines()
+    assert ".to_local(grad_placements=summands)" in lines[(finding.first_event.line or 0) - 1]
+    line = next(
+        number
+        for number, text in enumerate(lines, 1)
+        if text.endswith("redistribute(placements=[Replicate()]).to_local()")
+    )
+    assert f"differs at dtensor_workers.py:{line}, too" in finding.explanation

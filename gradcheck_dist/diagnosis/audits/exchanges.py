@@ -57,11 +57,16 @@ class Faulty:
         return site.short if site is not None else "line unknown"
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Equal for applications that are wrong alike and written once."""
+    def written(self) -> tuple[object, ...]:
+        """Equal for applications that are written once."""
         first = self.passed.first
         at = first.defined_at or first.site
-        return (first.function, at and (at.file, at.line), self.passed.outcome, f"{self.passed.factor:.4g}")
+        return (first.function, at and (at.file, at.line))
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Equal for applications that are wrong alike and written once."""
+        return (*self.written, self.passed.outcome, f"{self.passed.factor:.4g}")
 
 
 @dataclass

@@ -48,9 +48,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.exchange_consequences import consequences
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
@@ -93,14 +94,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     alike: dict[tuple[object, ...], list[Faulty]] = defaultdict(list)
     for fault in faults(facts.data, facts.contributions, facts.wholly_right).found:
         alike[fault.place].append(fault)
-    for found in alike.values():
+    following = consequences(facts.data, alike)
+    for place, found in alike.items():
+        if any(place in later for later in following.values()):
+            continue
         first, event = found[0], found[0].passed.first
         ranks = tuple(sorted({rank for one in found for rank in one.passed.ranks}))
         parts = first.passed.outcome in ("own", "unlike") and first.shared and UNSUMMED in facts.found
         yield Remark(
             answer=Answer(
                 explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
-                f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step.",
+                f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step."
+                + _followed_by([alike[later][0] for later in following.get(place, ())]),
                 fix=(
                     _whole(first)
                     if first.share is not None
@@ -128,6 +133,13 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             factor=Factor(observed=_factor(first)),
             explains=functools.partial(_holds_parts, ranks) if parts else lambda finding: False,
         )
+
+
+def _followed_by(later: Sequence[Faulty]) -> str:
+    if not later:
+        return ""
+    where = ", ".join(dict.fromkeys(fault.where for fault in later))
+    return f" What differs between ranks here differs at {where}, too, which is right where gradients arrive alike."
 
 
 def _factor(fault: Faulty) -> float | None:

@@ -1,0 +1,54 @@
+"""Exchanges that look wrong because another one is.
+
+Behind a sum that backward lacks, the gradients of one loss differ between ranks everywhere, and a function that rightly
+hands copies on looks as if it lacked a sum itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from gradcheck_dist.diagnosis.audits.exchanges import Faulty
+from gradcheck_dist.ledger.exchanges import Passed, passed
+from gradcheck_dist.ledger.tracks import StepData
+
+Place = tuple[object, ...]
+"""Faulty.place"""
+Slot = tuple[tuple[int, ...], int, int]
+"""The ranks of an exchange, its accumulation step and microbatch."""
+
+
+def consequences(data: StepData, alike: Mapping[Place, Sequence[Faulty]]) -> dict[Place, list[Place]]:
+    """For each place whose backward lacks a sum, those that follow from it: they did right by what was alike, and are
+    wrong in what backward reached behind that place alone.
+
+    Args:
+        alike: the faults of a step by their place.
+    """
+    right: dict[Place, dict[Slot, int]] = defaultdict(dict)
+    for one in passed(data.events):
+        if one.outcome == "right" and one.whole:
+            _first(right[Faulty(one, shared=True).written], one)
+    wrong: dict[Place, dict[Slot, int]] = defaultdict(dict)
+    for place, of_place in alike.items():
+        for fault in of_place:
+            if fault.passed.outcome == "own" and fault.shared:
+                _first(wrong[place], fault.passed)
+    found: dict[Place, list[Place]] = defaultdict(list)
+    for place, mine in wrong.items():
+        well = right[alike[place][0].written]
+        sources = [
+            other
+            for other, theirs in wrong.items()
+            if all(well.get(slot, seq) < theirs.get(slot, seq) < seq for slot, seq in mine.items())
+        ]
+        if sources:
+            found[min(sources, key=lambda other: min(wrong[other].values()))].append(place)
+    return dict(found)
+
+
+def _first(of_place: dict[Slot, int], one: Passed) -> None:
+    """Remember when backward first reached a place in each pass."""
+    slot = (one.ranks, one.first.accumulation_step, one.first.microbatch)
+    of_place[slot] = min(one.first.seq, of_place.get(slot, one.first.seq))
