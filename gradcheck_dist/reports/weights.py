@@ -14,6 +14,8 @@ from gradcheck_dist.reports.text import number, plural, some, spans
 MAX_TABLES = 3
 MAX_ROWS = 12
 MAX_COLUMNS = 6
+NOISE = 3.0
+"""Standard errors up to which a weight is as good as none."""
 
 T = TypeVar("T")
 Contribution = tuple[int, int, int]
@@ -86,7 +88,7 @@ def _group(weights: Iterable[Weight], same: float) -> list[_Group]:
         holders[weight.unit, weight.holder_rank][key.data_rank, key.accumulation_step, key.microbatch] = weight
     groups: dict[frozenset[Contribution], list[_Group]] = defaultdict(list)
     for member, cells in holders.items():
-        ratios = {contribution: weight.ratio for contribution, weight in cells.items()}
+        ratios = {contribution: _measured(weight, weight.ratio) for contribution, weight in cells.items()}
         alike = groups[frozenset(ratios)]
         group = next((group for group in alike if _agree(group.ratios, ratios, same)), None)
         if group is None:
@@ -144,11 +146,17 @@ def _cell(weights: list[Weight], column: int | None, report: Report) -> Cell:
     first = weights[0]
     exact = first.expected_exact
     expected = exact if exact and len(exact) <= 10 else number(first.expected)
-    observed = [weight.observed for weight in weights if weight.observed is not None]
-    ratios = [weight.ratio for weight in weights if weight.ratio is not None]
+    observed = [value for weight in weights if (value := _measured(weight, weight.observed)) is not None]
+    ratios = [value for weight in weights if (value := _measured(weight, weight.ratio)) is not None]
     ratio = statistics.median(ratios) if ratios else None
     off = ratio is not None and abs(ratio - 1) > tolerance(report)
     return Cell(expected, number(statistics.median(observed) if observed else None), number(ratio), off)
+
+
+def _measured(weight: Weight, value: float | None) -> float | None:
+    """What was observed of a weight, 0 where that is noise."""
+    is_noise = weight.observed is not None and abs(weight.observed) <= NOISE * (weight.stderr or 0.0)
+    return 0.0 if is_noise and value is not None else value
 
 
 def _caption(group: _Group, step: int, sizes: dict[str, int], alone: bool) -> str:

@@ -6,6 +6,7 @@ import io
 import re
 import time
 
+import msgspec
 import pytest
 from sample_reports import finding, first_event, report, weight
 
@@ -151,6 +152,14 @@ def test_a_weight_that_could_not_be_identified_is_no_number() -> None:
     text = plain.render(build(report(weights=[weight(0, 0, 0.5), weight(0, 1, None)])))
     assert re.search(r"observed +0\.0016892 +-$", text, re.M)
     assert re.search(r"ratio +0\.5 +-$", text, re.M)
+
+
+def test_a_weight_within_its_own_error_reads_as_none() -> None:
+    lost = msgspec.structs.replace(weight(0, 0, -3e-9), stderr=1e-11)
+    small = msgspec.structs.replace(weight(0, 1, 3e-7), stderr=1e-11)
+    text = plain.render(build(report(weights=[lost, small])))
+    assert re.search(r"observed +0 +1\.0135e-09$", text, re.M)
+    assert re.search(r"ratio +0 +3e-07$", text, re.M)
 
 
 def test_the_culprit_is_one_line_with_its_source_below() -> None:

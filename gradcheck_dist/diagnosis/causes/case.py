@@ -192,7 +192,7 @@ def _to_the(name: Name, power: str) -> str:
     if len(name.powers) == 1 and name.powers[0][1] == -1:
         return f"{name.powers[0][0]}^-{power}"
     text = name.expression
-    return f"({text})^{power}" if "/" in text or "*" in text else f"{text}^{power}"
+    return f"({text})^{power}" if set(text) & set("/*^") else f"{text}^{power}"
 
 
 def factor_of(case: Case, quantities: Mapping[str, float] | None = None) -> Factor:

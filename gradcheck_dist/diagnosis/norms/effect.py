@@ -101,7 +101,7 @@ def effect_of_case(
     scale = sqrt(wrong / right) if right > 0 else None
     cosines = [value[2] / sqrt(value[0] * value[1]) for value in products.values() if value[0] > 0 and value[1] > 0]
     scales = {key: sqrt(value[1] / value[0]) for key, value in products.items() if value[0] > 0}
-    weights = [cell.ratio for _, cell in case.cells]
+    weights = [cell.ratio if abs(cell.ratio) > NOISE else 0.0 for _, cell in case.cells]
     effect = Effect(
         scale=scale,
         angle=_angle(both / sqrt(right * wrong)) if right > 0 and wrong > 0 else None,
@@ -112,6 +112,8 @@ def effect_of_case(
     return _clipped(effect, scales, data, norms)
 
 
+NOISE = 1e-6
+"""A weight below this share of the expected one is none."""
 SAME_DIRECTION = 0.5
 """Degrees; sampled gradients in bfloat16 are a few tenths of a degree apart by rounding."""
 
