@@ -178,6 +178,8 @@ def pipeline(fault: str) -> None:
         for k in range(2):
             x, y = batch(step, 10 * k + dp.get_local_rank(), rows=6)
             tokens = count([(x, y)]) + (0 if fault == "last_count" else tokens)
+            for p in part.parameters() if fault == "emptied" else ():
+                p.grad = None
             if stage == 0:
                 schedule.step(x)
             else:

@@ -56,6 +56,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("pipeline", "halved", "GS000", True),
         ("pipeline", "averaged", "GS101", False),
         ("pipeline", "unreduced", "GS103", False),
+        ("pipeline", "emptied", "GS401", False),
         ("hook", "never_reduced", "GS103", True),
         ("cast", "averaged_again", "GS000", True),
         ("functional", "not_copied", "GS103", False),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes.vocabulary import Rival
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient, ScaleGrads
+from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient, PipelineStep, ScaleGrads
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -83,7 +83,7 @@ class Culprit:
             event is not None and caller_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
-            *(self.end or ()),
+            self.before and (type(self.before).__name__, caller_of(self.before)),
         )
 
 
@@ -97,7 +97,7 @@ def caller_of(event: Event) -> tuple[str, int | str] | None:
     if event.site is not None and event.site.function:
         if isinstance(event, ScaleGrads):
             return (event.site.file, f"{event.site.function} / {event.divisor:g}")
-        if isinstance(event, Backward) and event.stage is not None:
+        if isinstance(event, PipelineStep) or (isinstance(event, Backward) and event.stage is not None):
             return (event.site.file, f"{event.site.function} of stages")
     return line_of(event)
 
