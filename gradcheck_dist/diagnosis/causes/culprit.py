@@ -83,7 +83,7 @@ class Culprit:
             event is not None and caller_of(event),
             self.wrong_constant,
             self.missing and line_of(self.missing),
-            self.before and (type(self.before).__name__, caller_of(self.before)),
+            *(() if self.before is None else (type(self.before).__name__, caller_of(self.before))),
         )
 
 
