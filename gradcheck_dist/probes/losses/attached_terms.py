@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, name_of, operands_of
+from gradcheck_dist.probes.losses.loss_graph import FACTORS, edges_of, name_of
 from gradcheck_dist.probes.losses.loss_terms import MAX_TERMS, emit_term
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
@@ -36,8 +36,8 @@ def watch_attached(name: str, recorder: Recorder, scalars: list[Tensor]) -> None
     for scalar in scalars:
         node: Any
         node, output = scalar.grad_fn, scalar.output_nr
-        while name_of(node) in FACTORS and len(operands_of(node)) == 1:
-            node, output = next(edge for edge in node.next_functions if edge[0] is not None)
+        while name_of(node) in FACTORS and len(edges := edges_of(node)) == 1:
+            ((node, output),) = edges
         node.register_prehook(functools.partial(_arrived, recorder, name, output))
 
 

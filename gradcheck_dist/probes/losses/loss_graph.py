@@ -37,6 +37,7 @@ PRODUCTS = {"MulBackward", "DivBackward"}
 FACTORS = {*PRODUCTS, "NegBackward"}
 """What multiplies by a number, where one operand alone has a gradient."""
 MAX_FACTORS = 16
+COPIES = {"CloneBackward", "AliasBackward", "ToCopyBackward"}
 PARTED = {"UnbindBackward", "SplitBackward", "SplitWithSizesBackward"}
 """What gives the parts of a tensor one by one."""
 MODEL = {"AddmmBackward", "MmBackward", "BmmBackward", "ConvolutionBackward", "NativeLayerNormBackward"}
@@ -167,9 +168,51 @@ def name_of(node: Any) -> str:
     return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
 
 
+def edges_of(node: Any) -> list[tuple[Any, int]]:
+    """The inputs of a node that have a gradient: other nodes, and which of their outputs."""
+    return [edge for edge in node.next_functions if not _is_number(*edge)] if node is not None else []
+
+
 def operands_of(node: Any) -> list[Any]:
     """The nodes of those inputs that have a gradient."""
-    return [following for following, _ in node.next_functions if following is not None]
+    return [following for following, _ in edges_of(node)]
+
+
+def _is_number(node: Any, output: int, hops: int = log_probs.MAX_HOPS) -> bool:
+    """Whether an input has no gradient: none of the graph's, or made of a number that was put into one tensor with a
+    loss (sums and counts that ranks add up in one collective) and taken out of it again."""
+    if node is None:
+        return True
+    if not hops:
+        return False
+    edges = node.next_functions
+    if (place := _place_taken(node, output)) is not None:
+        edges = _put_together(node).next_functions[place : place + 1]
+    return bool(edges) and all(_is_number(following, nr, hops - 1) for following, nr in edges)
+
+
+def _put_together(node: Any) -> Any:
+    """The node that made a node's first input, seen through copies."""
+    made = node.next_functions[0][0] if node.next_functions else None
+    while made is not None and name_of(made) in COPIES:
+        made = made.next_functions[0][0]
+    return made
+
+
+def _place_taken(node: Any, output: int) -> int | None:
+    """Which of the numbers that were put together in one tensor a node's output is; None where it is none of these."""
+    name, made = name_of(node), _put_together(node)
+    if name_of(made) not in ("StackBackward", "CatBackward") or made._saved_dim != 0:
+        return None
+    if name == "UnbindBackward":
+        return output if name_of(made) == "StackBackward" and node._saved_dim == 0 else None
+    if name not in ("SelectBackward", "SliceBackward") or node._saved_dim != 0:
+        return None
+    size = node._saved_self_sym_sizes[0]
+    begin = node._saved_index if name == "SelectBackward" else node._saved_start
+    begin -= 2**64 if begin >= 2**63 else 0  # autograd keeps a negative one as an unsigned number
+    alone = name == "SelectBackward" or (min(node._saved_end, size) - begin % size, node._saved_step) == (1, 1)
+    return int(begin % size) if alone and len(made.next_functions) == size else None
 
 
 def function_of(root: Any) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import LossTerm
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_NODES, End, Found, end_of, name_of, op_of
+from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_NODES, End, Found, edges_of, end_of, name_of, op_of
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 
@@ -38,7 +38,7 @@ def uncounted_terms(root: Root, graph: Found) -> Terms:
     todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
         node, output = todo.pop()
-        operands = [edge for edge in node.next_functions if edge[0] is not None]
+        operands = edges_of(node)
         name = name_of(node)
         if name == HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])

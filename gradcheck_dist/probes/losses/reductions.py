@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, name_of
+from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
 from gradcheck_dist.probes.recording.deferred import is_host
@@ -83,7 +83,7 @@ def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, 
     todo: list[tuple[Edge, list[Any]]] = [(top, [])]
     while todo and len(found) + len(todo) <= MAX_TERMS:
         edge, factors = todo.pop()
-        parts = _operands(edge[0]) if name_of(edge[0]) in SUMS else []
+        parts = edges_of(edge[0]) if name_of(edge[0]) in SUMS else []
         if parts:
             todo += [(below, [*factors, *more]) for below, more in map(_factors_above, reversed(parts))]
         else:
@@ -97,7 +97,7 @@ def _factors_above(edge: Edge) -> tuple[Edge, list[Any]]:
     while len(factors) < MAX_FACTORS:
         while (below := _handed_on(edge)) is not None:
             edge = below
-        operands = _operands(edge[0])
+        operands = edges_of(edge[0])
         if len(operands) != 1 or not (name_of(edge[0]) in FACTORS or _of_one_number(edge, operands[0])):
             break
         factors.append(edge[0])
@@ -140,7 +140,7 @@ def leads_to(edge: Edge, nodes: Container[Any]) -> Any:
     for _ in range(MAX_FACTORS):
         if edge[0] in nodes:
             return edge[0]
-        operands = _operands(edge[0])
+        operands = edges_of(edge[0])
         if len(operands) != 1:
             return None
         edge = operands[0]
@@ -150,7 +150,7 @@ def leads_to(edge: Edge, nodes: Container[Any]) -> Any:
 def reduced_at(edge: Edge) -> Reduced | None:
     """What the reduction at an edge of the graph goes over; None where there is none, or it joins several losses."""
     node = edge[0]
-    name, operands = name_of(node), _operands(node)
+    name, operands = name_of(node), edges_of(node)
     if not operands:
         return None
     if name in WITH_REDUCTION or name in _OF_ROWS:
@@ -172,7 +172,7 @@ def _descend(found: Reduced, edge: Edge) -> bool:
     """Follow what multiplies elements apart down to the body."""
     for _ in range(MAX_FACTORS):
         node = edge[0]
-        name, operands = name_of(node), _operands(node)
+        name, operands = name_of(node), edges_of(node)
         shape = _shape(edge)
         if shape is None or name.startswith("Stack"):
             return False
@@ -253,7 +253,7 @@ def only_body(edge: Edge) -> Any:
         if one in visited:
             continue
         visited.add(one)
-        name, operands = name_of(one[0]), _operands(one[0])
+        name, operands = name_of(one[0]), edges_of(one[0])
         adds = name in SUMS and _shape(one) in ((), (1,))
         scales = name in FACTORS and len(operands) == 1
         if operands and (adds or scales or name.startswith(_GOES_THROUGH)):
@@ -263,7 +263,7 @@ def only_body(edge: Edge) -> Any:
     if len(bodies) != 1 or queue:
         return None
     ((node, output),) = bodies
-    return node if output == 0 and _shape((node, output)) else None
+    return node if output == 0 and prod(_shape((node, output)) or (1,)) > 1 else None  # one number is no mean or sum
 
 
 def _handed_on(edge: Edge) -> Edge | None:
@@ -279,14 +279,10 @@ def _handed_on(edge: Edge) -> Edge | None:
         return None
     if name in _SUMS and name_of(following[0][0]).startswith(_JOINS):
         join = following[0][0]
-        own = _operands(join)
+        own = edges_of(join)
         return own[0] if len(own) == 1 < len(join.next_functions) and _shape(own[0]) in ((), (1,)) else None
     alone = name in ("MeanBackward", "SumBackward") and _shape(following[0]) == ()
     return following[0] if alone or (name.startswith(PASS_THROUGH) and _shape(following[0]) in ((), (1,))) else None
-
-
-def _operands(node: Any) -> list[Edge]:
-    return [edge for edge in node.next_functions if edge[0] is not None] if node is not None else []
 
 
 def _other(node: Any) -> Tensor | None:
