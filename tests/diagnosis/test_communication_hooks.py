@@ -53,3 +53,29 @@ def test_a_hook_that_divides_twice_behind_every_pass_is_one_fault() -> None:
 def test_losses_times_the_ranks_behind_a_hook_that_only_sums_are_the_fault() -> None:
     (finding,) = judged(1.0).findings
     assert (finding.code, finding.factor.expression) == ("GS303", "dp_replicate")
+
+
+def judged_over_nodes(factor: float) -> Report:
+    """Two nodes of two ranks, over both of which a hook sums, one after the other, and multiplies by `factor`."""
+    world = World(Trainer(root=global_mean(4), impl="none", data_ranks=4), 3)
+    _backward(world, 0, 0)
+    seqs = [rank.next_seq() for rank in world.ranks]
+    for seq, rank in zip(seqs, world.ranks, strict=True):
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+    unrecorded_sum(world, ((0, 1, 2, 3),), factor)
+    for place, (seq, rank) in enumerate(zip(seqs, world.ranks, strict=True)):
+        rank.sample_grads(seq, AFTER, list(rank.ids))
+        node = place // 2 * 2
+        rank.emit(Reduce, seq=seq, line=REDUCE_LINE, impl="ddp", op="sum", group=(node, node + 1), replicate_op="sum",
+                  replicate_group=(place % 2, place % 2 + 2), params=rank.everything, accumulation_step=0,
+                  hook="train.hook")  # fmt: skip
+    return ended(world)
+
+
+def test_a_hook_that_sums_within_nodes_and_between_them_is_judged_as_one_reduction() -> None:
+    report = judged_over_nodes(1 / 4)
+    assert (report.verdict, report.run.axes["dp_replicate"]) == ("clean", 4)
+    (finding,) = judged_over_nodes(1 / 8).findings
+    assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
+    assert (finding.first_event.nominal_factor, finding.first_event.observed_factor) == pytest.approx((1 / 4, 1 / 8))
+    assert "hook train.hook" in finding.fix

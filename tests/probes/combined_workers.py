@@ -310,6 +310,32 @@ def sequence_hooks(fault: str) -> None:
         optimizer.zero_grad()
 
 
+def hook_over_nodes(fault: str) -> None:
+    """DDP within nodes, with a hook that sums between these as well, for losses times the ranks."""
+    rank, world, model = dist.get_rank(), dist.get_world_size(), Model()
+    nodes, across = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    node, peers = nodes[rank // 2], across[rank % 2]
+
+    def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer(), group=node)
+        dist.all_reduce(bucket.buffer(), group=peers)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer().div_(2 * world if fault == "halved_in_hook" else world))
+        return done
+
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=node)
+    reduce.__annotations__.clear()  # postponed ones, which DDP takes for wrong types
+    wrapped.register_comm_hook(None, reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        tokens = count([(x, y)])
+        dist.all_reduce(tokens)
+        (token_sum(wrapped(x), y) * world / tokens).backward()  # halved_in_hook
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 trainers: dict[str, Callable[[str], None]] = {
     "nodes": nodes,
     "flat": flat,
@@ -320,4 +346,5 @@ trainers: dict[str, Callable[[str], None]] = {
     "functional": functional,
     "no_batch": no_batch,
     "sequence_hooks": sequence_hooks,
+    "hook_over_nodes": hook_over_nodes,
 }

@@ -21,6 +21,7 @@ RANKS = {
     "functional": 3,
     "no_batch": 2,
     "sequence_hooks": 4,
+    "hook_over_nodes": 4,
 }
 
 
@@ -60,6 +61,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("hook", "never_reduced", "GS103", True),
         ("cast", "averaged_again", "GS000", True),
         ("functional", "not_copied", "GS103", False),
+        ("hook_over_nodes", "halved_in_hook", "GS000", True),
         ("sequence_hooks", "parts_left_out", "GS103", False),
         ("sequence_hooks", "parts_each_pass", "GS102", True),
         ("sequence_hooks", "parts_scaled", "GS000", False),

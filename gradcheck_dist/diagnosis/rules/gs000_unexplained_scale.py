@@ -127,6 +127,8 @@ def judge(case: Case) -> Answer:
         documented = f" (documented: {culprit.nominal:.6g})" if culprit.nominal is not None else ""
         where = f"The {culprit.kind} event multiplied the weights by {measured}{documented}."
         fix = "Compare the factor with what this line is meant to do."
+        if isinstance(culprit.event, Reduce) and culprit.event.impl == "ddp" and culprit.event.hook is not None:
+            fix = f"Compare the factor with what the communication hook {culprit.event.hook} is meant to do."
         if (copies := counted_again(case)) > 1:
             where += f" Its group holds {copies} ranks of each batch, which bring the same gradient."
             fix = "Reduce over ranks that have batches of their own, or divide by the number of ranks that share one."

@@ -95,6 +95,7 @@ class BackwardPass:
         "microbatch",
         "num_attached",
         "other_losses",
+        "reduce_groups",
         "reduce_ops",
         "reduced",
         "reduced_inside",
@@ -130,6 +131,7 @@ class BackwardPass:
         self.handed_over: set[int] = set()  # parameters whose gradient a wrapper has, to reduce it
         self.accumulated: set[int] = set()  # wrappers with a parameter whose AccumulateGrad ran
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
+        self.reduce_groups: set[tuple[int, ...]] = set()  # over these ranks
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.num_attached = 0  # terms that functions attach to activations

@@ -53,7 +53,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(tensor, op=op, group=group, async_op=async_op)
             if recorder.current is not None:
-                note_hook(recorder, op)
+                note_hook(recorder, op, group)
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
@@ -111,7 +111,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if call is not None:
                 tensors, op = call["tensors"], call["op"]
                 if recorder.current is not None:
-                    note_hook(recorder, op)
+                    note_hook(recorder, op, call["group"])
                 for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
                     opened.append((tensor, before_manual(recorder, pending, tensor, "all_reduce", op, call["group"])))
             result = original(*args, **kwargs)
@@ -160,9 +160,10 @@ def root_of(call: dict[str, Any]) -> int:
 
 
 @guarded("collectives")
-def note_hook(recorder: Recorder, op: Any) -> None:
+def note_hook(recorder: Recorder, op: Any, group: Any) -> None:
     if recorder.current is not None:
         recorder.current.reduce_ops.add(op_name(op))
+        recorder.current.reduce_groups.add(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
 
 
 def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:

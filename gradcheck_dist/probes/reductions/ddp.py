@@ -116,7 +116,8 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
             continue
         recorder.armed.discard(state.wrapper)
         op, hook = _operation(state.ddp, current)
-        recorder.emit_reduce(seq, state.infos, impl="ddp", op=op, group=state.group, wrapper=state.wrapper, hook=hook)
+        own: dict[str, Any] = {"impl": "ddp", "op": op, "group": state.group, "wrapper": state.wrapper, "hook": hook}
+        recorder.emit_reduce(seq, state.infos, **own, **_replicas(state, current, op, hook))
         recorder.sample_grads(seq, AFTER, state.infos)
 
 
@@ -130,3 +131,16 @@ def _operation(ddp: DistributedDataParallel, current: BackwardPass) -> tuple[str
     if module.startswith("torch.") and name in _AVERAGING_HOOKS:
         return "avg", name
     return (next(iter(current.reduce_ops)) if len(current.reduce_ops) == 1 else "unknown"), f"{module}.{name}"
+
+
+def _replicas(state: _State, current: BackwardPass, op: str, hook: str | None) -> dict[str, Any]:
+    """The other group of a hook that reduces over two, one across the other, as nodes and the ranks of each do."""
+    others = [group for group in current.reduce_groups - {state.group} if len(group) > 1]
+    if (
+        hook is None
+        or len(others) != 1
+        or len(current.reduce_groups) != 2
+        or len(set(others[0]) & set(state.group)) != 1
+    ):
+        return {}
+    return {"replicate_group": others[0], "replicate_op": op}
