@@ -16,7 +16,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, SAID_ALIKE, SAID_SUMMANDS, SENT, Event, Exchange
+from gradcheck_dist.events import (
+    HANDED_ON,
+    HANDED_ON_SUMMED,
+    MADE_WHOLE,
+    SAID_ALIKE,
+    SAID_SUMMANDS,
+    SENT,
+    Event,
+    Exchange,
+)
 from gradcheck_dist.ledger.solve import EPSILON
 
 ALIKE = 1e-4
@@ -37,7 +46,7 @@ MOVE = "move"
 _GATHERS = ("all_gather_single",)
 """The collectives of functions whose result is on its way when they return, and then known by its shape."""
 
-_DECLARED = (HANDED_ON, HANDED_ON_SUMMED, SAID_ALIKE, SAID_SUMMANDS)
+_DECLARED = (HANDED_ON, HANDED_ON_SUMMED, MADE_WHOLE, SAID_ALIKE, SAID_SUMMANDS)
 
 Parts = dict[int, list[np.ndarray]]
 """By rank: the sampled elements of each part."""
@@ -153,9 +162,17 @@ def _declared(events: dict[int, Exchange]) -> Passed | None:
     whole = _alike(arrived, near) and bool(_flat(arrived).any())
     if not whole and not _apart(arrived):
         return None
+    if operation == MADE_WHOLE and not whole and not _wanted_by_several(arrived):
+        return None
     if (operation == HANDED_ON_SUMMED) == whole:
         return Passed(events, COPY, "scaled", float(len(events)), whole=True) if whole else Passed(events, COPY, "own")
     return Passed(events, COPY, "right", whole=whole)
+
+
+def _wanted_by_several(arrived: Parts) -> bool:
+    """Whether a gradient arrived at one element on more than one rank: else each may want its own part alone."""
+    wanted = np.array([_flat({rank: parts}) != 0 for rank, parts in arrived.items()])
+    return bool((wanted.sum(axis=0) > 1).any())
 
 
 def _given_and_arrived(events: dict[int, Exchange]) -> tuple[Parts, Parts, float] | None:

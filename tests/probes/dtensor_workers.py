@@ -17,7 +17,8 @@ WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
             "all DTensors", "sequence parallel, clipped by local norms", "local", "local, not declared",
             "local, whole declared summed", "local, summands declared copies", "local between copies",
-            "local between copies, not declared")  # fmt: skip
+            "local between copies, not declared", "experts, gathered tokens",
+            "experts, gathered tokens, declared", "experts, own tokens again")  # fmt: skip
 
 
 class Whole(nn.Module):
@@ -70,6 +71,23 @@ class LocalBetweenCopies(Local):
         return x + made.redistribute(placements=[Replicate()]).to_local()
 
 
+class Experts(nn.Module):
+    """An expert on each data rank, which computes on all ranks' tokens, or an identity made of the same steps."""
+
+    def __init__(self, mesh: Any, variant: str) -> None:
+        super().__init__()
+        self.mesh, self.variant = mesh, variant
+        self.own = nn.Parameter(torch.randn(2, WIDTH, WIDTH)[dist.get_rank()] / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summands = [Partial()] if "declared" in self.variant else None
+        whole = DTensor.from_local(x, self.mesh, [Shard(0)]).full_tensor(grad_placements=summands)
+        if "own tokens" in self.variant:
+            return torch.tanh(whole.chunk(2)[dist.get_rank()] @ self.own)
+        made = DTensor.from_local(torch.tanh(whole @ self.own), self.mesh, [Partial()])
+        return x + made.redistribute(placements=[Shard(0)]).to_local()  # type: ignore[no-any-return]
+
+
 class ToLocal(nn.Module):
     """What all ranks go on with alike."""
 
@@ -96,6 +114,8 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(WORDS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
     if variant == "all DTensors":
         return distribute_module(model, mesh)
+    if "experts" in variant:
+        return nn.Sequential(nn.Linear(WORDS, WIDTH), Experts(mesh, variant), nn.Linear(WIDTH, WORDS))
     if "local" in variant.split(",")[0]:
         return local_model(variant, mesh)
     if "sequence parallel" in variant:
@@ -143,6 +163,9 @@ def train(variant: str) -> int:
             loss.backward()
         for param in model.parameters() if "by hand" in variant else ():
             dist.all_reduce(param.grad.to_local())  # type: ignore[union-attr]
+        for layer in (model[0], model[2]) if "experts" in variant else ():
+            for param in layer.parameters():
+                dist.all_reduce(param.grad)
         if "clipped" in variant:
             clip(model)
         optimizer.step()

@@ -24,6 +24,7 @@ TENSOR = (
     "tensor parallel, averaged in place in backward",
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
+    "tensor parallel, shift that softmax leaves out",
     "tensor parallel, one seed",
     "tensor parallel, losses added up",
     "tensor parallel, a batch each",
@@ -220,6 +221,8 @@ class Block(nn.Module):
         if "no sum" not in self.variant and "added up" not in self.variant:
             x = enter.apply(x)
         x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias
+        if "shift" in self.variant:  # the norm's bias gets no gradient there, as a bias of attention's keys
+            x = torch.softmax(x + self.norm.bias.sum(), -1)
         if "bias divided" in self.variant:
             return h + leave.apply(F.linear(x, weight, bias / dist.get_world_size()))
         if "bias on every" in self.variant:

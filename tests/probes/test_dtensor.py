@@ -52,6 +52,20 @@ def test_local_parts_with_declared_gradients_are_clean(reports: dict[str, Report
     assert "GS802" in reports[variant].rules.passed
 
 
+@pytest.mark.parametrize("variant", ["gathered tokens, declared", "own tokens again"])
+def test_experts_on_gathered_tokens_are_clean(reports: dict[str, Report], variant: str) -> None:
+    assert reports[f"experts, {variant}"].verdict == "clean"
+
+
+def test_what_data_ranks_gather_and_take_one_gradient_of_loses_others_losses(reports: dict[str, Report]) -> None:
+    (finding,) = reports["experts, gathered tokens"].findings
+    assert (finding.code, finding.severity) == ("GS802", "warning")
+    assert "to_local(grad_placements=[Partial()])" in finding.fix
+    assert finding.first_event is not None
+    file, line = str(finding.first_event.file), finding.first_event.line or 0
+    assert "full_tensor(grad_placements=summands)" in Path(file).read_text().splitlines()[line - 1]
+
+
 @pytest.mark.parametrize(
     ("variant", "code", "fix"),
     [

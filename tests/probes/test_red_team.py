@@ -329,6 +329,25 @@ def test_a_warm_up_is_no_fault_and_a_zero_grad_in_every_step_is(
     assert (report.verdict == "clean") == (found == [])
 
 
+def test_a_first_pass_that_the_step_counts_and_loses_is_no_warm_up(tmp_path: Path) -> None:
+    """Gradients are bound to other buffers behind the first backward, as to buckets in their order of arrival, and what
+    it left in the old ones is forgotten."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(STEPS):
+            batches = [batch(0, 2 * step + k) for k in range(2)]
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in batches)
+            for k, data in enumerate(batches):
+                (F.cross_entropy(*logits_of(model, data), reduction="sum") / num_tokens).backward()
+                if step == k == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+    (finding,) = judged(tmp_path).findings
+    assert (finding.code, finding.step) == ("GS401", 0)
+
+
 def test_steps_that_are_skipped_now_and_then_are_no_fault(tmp_path: Path) -> None:
     """A trainer that looks at the norm itself, and lets a spike go by."""
     model = Net()

@@ -233,12 +233,17 @@ def equal_summands(data: StepData) -> list[EqualSummands]:
             # Biases that began as zeros have names of their own where their module's weights are shards.
             named[rank, key[1].split(" ")[0]].append((key, track))
     found: dict[object, tuple[Passed, set[ParamKey]]] = {}
-    for one in passed(data.events):
+    exchanges = list(passed(data.events))
+    for one in exchanges:
         if one.forward not in (SUM, SCATTER):
             continue
         names = [_names(data, named, rank, event.params) for rank, event in one.events.items()]
+        # What backward sums over the ranks on another way is alike on all of them, and whole.
+        summed = [other for other in exchanges if other.forward == COPY and other.ranks == one.ranks]
+        elsewhere = {name for other in summed for rank, event in other.events.items()
+                     for name in _names(data, named, rank, event.params)}  # fmt: skip
         site = one.first.site
-        for name in set.intersection(*names):
+        for name in set.intersection(*names) - elsewhere:
             tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
             if _are_copies(data, tracks, one.ranks):
                 keys = {key for rank in one.ranks for key, _ in named[rank, name]}

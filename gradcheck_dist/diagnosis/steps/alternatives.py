@@ -50,6 +50,8 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
         not only_first and any(one.findings for one, gone in zip(chosen, lost, strict=True) if gone)
     ):
         return verdicts, []
+    if only_first and _were_counted(verdicts, chosen):
+        return verdicts, []
     where = steps_in_words([verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
     if only_first:
         note = f"{where}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
@@ -59,6 +61,14 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
             "taken for steps that were skipped on purpose"
         )
     return chosen, [note]
+
+
+def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict]) -> bool:
+    """Whether what the first step threw away belongs to it: nothing else is wrong there, and without it something is
+    that no later step shows, as its tokens were divided by."""
+    later = {finding.code for verdict in verdicts[1:] for finding in verdict.findings}
+    alone = all(finding.code == LOST for finding in verdicts[0].findings)
+    return alone and any(finding.code not in later for finding in without_first[0].findings)
 
 
 def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
