@@ -11,7 +11,8 @@ from __future__ import annotations
 from gradcheck_dist.model_events import FUNCTION as FUNCTION
 from gradcheck_dist.model_events import HANDED_ON as HANDED_ON
 from gradcheck_dist.model_events import HANDED_ON_SUMMED as HANDED_ON_SUMMED
-from gradcheck_dist.model_events import MADE_WHOLE as MADE_WHOLE
+from gradcheck_dist.model_events import OF_SHARDS as OF_SHARDS
+from gradcheck_dist.model_events import OF_SUMMANDS as OF_SUMMANDS
 from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE
 from gradcheck_dist.model_events import SAID_SUMMANDS as SAID_SUMMANDS
 from gradcheck_dist.model_events import SENT as SENT

@@ -164,7 +164,8 @@ class StageGradient(Event, tag="stage_gradient"):
 
 
 SENT = "send"
-HANDED_ON, HANDED_ON_SUMMED, MADE_WHOLE = "copy", "copy, summed", "copy, made of parts"
+HANDED_ON, HANDED_ON_SUMMED = "copy", "copy, summed"
+OF_SHARDS, OF_SUMMANDS = "copy of shards", "copy of summands"
 SAID_ALIKE, SAID_SUMMANDS = "said alike", "said summands"
 """Operations of an Exchange: a copy that goes on, whose gradient is declared to be whole, or a summand on each rank;
 the first of these where the copy was made of the ranks' shards or summands just before; and what ranks declare to be

@@ -19,7 +19,8 @@ import numpy as np
 from gradcheck_dist.events import (
     HANDED_ON,
     HANDED_ON_SUMMED,
-    MADE_WHOLE,
+    OF_SHARDS,
+    OF_SUMMANDS,
     SAID_ALIKE,
     SAID_SUMMANDS,
     SENT,
@@ -46,7 +47,7 @@ MOVE = "move"
 _GATHERS = ("all_gather_single",)
 """The collectives of functions whose result is on its way when they return, and then known by its shape."""
 
-_DECLARED = (HANDED_ON, HANDED_ON_SUMMED, MADE_WHOLE, SAID_ALIKE, SAID_SUMMANDS)
+_DECLARED = (HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE, SAID_SUMMANDS)
 
 Parts = dict[int, list[np.ndarray]]
 """By rank: the sampled elements of each part."""
@@ -162,11 +163,11 @@ def _declared(events: dict[int, Exchange]) -> Passed | None:
     whole = _alike(arrived, near) and bool(_flat(arrived).any())
     if not whole and not _apart(arrived):
         return None
-    if operation == MADE_WHOLE and not whole and not _wanted_by_several(arrived):
+    if operation in (OF_SHARDS, OF_SUMMANDS) and not whole and not _wanted_by_several(arrived):
         return None
     if (operation == HANDED_ON_SUMMED) == whole:
         return Passed(events, COPY, "scaled", float(len(events)), whole=True) if whole else Passed(events, COPY, "own")
-    return Passed(events, COPY, "right", whole=whole)
+    return Passed(events, GATHER if operation == OF_SHARDS else COPY, "right", whole=whole)
 
 
 def _wanted_by_several(arrived: Parts) -> bool:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 WIDTH, WORDS, STEPS, PASSES = 8, 16, 2, 2
 MAX_NORM = 0.1
@@ -47,6 +49,8 @@ CONTRASTIVE = (
     "whole contrastive loss, sliced in backward, times ranks",
     "whole contrastive loss, functional, summed in backward",
     "whole contrastive loss, functional, sliced in backward",
+    "whole contrastive loss, full tensor",
+    "whole contrastive loss, full tensor, times ranks",
     "whole contrastive loss, own put back",
     "whole contrastive loss, own put back, detached",
     "whole contrastive loss, own put back, times ranks, last pass on a line of its own",
@@ -324,6 +328,9 @@ def every_rank(features: Tensor, variant: str) -> Tensor:
             dist.all_gather(parts, features.detach() if "detached" in variant else features)
         parts[dist.get_rank()] = features
         return torch.cat(parts, 1)
+    if "full tensor" in variant:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return DTensor.from_local(features, mesh, [Shard(1)]).full_tensor()
     if "stacked" in variant:
         parts = (StackSliced if "sliced" in variant else Stack).apply(features)
         return torch.cat(list(parts), 1)

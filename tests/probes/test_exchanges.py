@@ -67,6 +67,7 @@ def test_embeddings_that_ranks_exchange_with_their_gradients_are_clean(
         (", sliced in backward", 0.5),
         (", stacked, sliced in backward", 0.5),
         (", functional, sliced in backward", 0.5),
+        (", full tensor", 0.5),
         (" beside own ones, sliced in backward", 0.5),
         (", own put back", 0.5),
         (", summed twice", 2.0),
@@ -110,6 +111,7 @@ def test_a_whole_loss_on_features_that_ranks_exchanged_unseen_leaves_the_verdict
     "variant",
     [
         "sliced in backward, times ranks",
+        "full tensor, times ranks",
         "own put back, times ranks, last pass on a line of its own",
         "own put back, pickled, times ranks",
     ],

@@ -55,7 +55,7 @@ from gradcheck_dist.diagnosis.audits.exchange_consequences import consequences
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, faults, of_whole
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
-from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, MADE_WHOLE, SAID_ALIKE
+from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
@@ -167,11 +167,15 @@ _SUMMANDS = (
     "Declare what arrives: to_local(grad_placements=[Partial()]) for the mesh dimension of these ranks, or go on with "
     "the DTensor (use_local_output=False in torch's parallel styles). "
 )
+_OF_PARTS = _SUMMANDS + (
+    "full_tensor takes grad_placements, too. Or, if all ranks should go on alike, look behind it: dropout from unlike "
+    "seeds. (Where what others send is a constant on purpose, detach it.)"
+)
 _DECLARE = {
     HANDED_ON: _SUMMANDS + "Or, if all ranks should go on alike, look behind it: dropout from unlike seeds, labels of "
     "their own.",
-    MADE_WHOLE: _SUMMANDS + "full_tensor takes grad_placements, too. Or, if all ranks should go on alike, look behind "
-    "it: dropout from unlike seeds. (Where what others send is a constant on purpose, detach it.)",
+    OF_SHARDS: _OF_PARTS,
+    OF_SUMMANDS: _OF_PARTS,
     HANDED_ON_SUMMED: "What arrives is whole on each rank, and Partial() has it summed: leave grad_placements out "
     "there, or declare Replicate() for the mesh dimension of these ranks.",
     SAID_ALIKE: "If these are summands, as a row-parallel layer gives them, declare Partial() for the mesh dimension "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, MADE_WHOLE, SAID_ALIKE, SAID_SUMMANDS
+from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE, SAID_SUMMANDS
 from gradcheck_dist.probes.activations.exchange_events import Arriving, Watched, coarsest
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -56,8 +56,8 @@ def watched(name: str, exchanges: Exchanges, args: Sequence[Any], result: Any) -
         if index is not None:
             before, counts = take([local], [WHOLE])
             dtype, site, operation = coarsest([local]), caller_site(), _DECLARED[name][kind]
-            if operation == HANDED_ON and _made_of_parts(given, dim):
-                operation = MADE_WHOLE
+            if operation == HANDED_ON:
+                operation = _made_of(given, dim)
             told = Watched(name, ranks, index, counts, (), (), None, site, dtype, operation=operation)
             found.append((told, before, [WHOLE] if name == TO_LOCAL else []))
     return found
@@ -67,10 +67,13 @@ def _is_sum(placement: Any) -> bool:
     return placement.is_partial() and getattr(placement, "reduce_op", "sum") == "sum"
 
 
-def _made_of_parts(tensor: Any, dim: int) -> bool:
-    """Whether a redistribution just made a DTensor's copies out of shards or summands, over one mesh dimension."""
+def _made_of(tensor: Any, dim: int) -> str:
+    """What a redistribution just made a DTensor's copies of, over one mesh dimension."""
     before = getattr(tensor.grad_fn, "current_spec", None)
-    return tensor.grad_fn.name() == _REDISTRIBUTED and before is not None and not before.placements[dim].is_replicate()
+    if tensor.grad_fn.name() != _REDISTRIBUTED or before is None:
+        return HANDED_ON
+    held = before.placements[dim]
+    return OF_SHARDS if held.is_shard() else OF_SUMMANDS if _is_sum(held) else HANDED_ON
 
 
 def _is_parameter(tensor: Tensor) -> bool:
