@@ -379,7 +379,9 @@ class _Machine:
                 continue
             weights = weights + coefficient * column.weights
             # Columns that share a contribution have it from one earlier state: their errors are the same and add up.
-            inherited = inherited + np.abs(coefficient) * column.stderr
+            # Where the column's coefficient is hardly known, it may be larger, and these errors with it.
+            off = column.stderr != 0
+            inherited[off] = inherited[off] + (abs(coefficient) + error) * column.stderr[off]
             if solution.covariance is None:
                 variance = variance + (error * column.weights) ** 2
         if solution.covariance is not None and usable:

@@ -25,6 +25,9 @@ BY_CHANCE = 0.02
 SURE_SIGMAS = 6.0
 """What is so many standard errors from zero is not zero."""
 
+COARSE = 1e-5
+"""With an epsilon above this, what is added may be too small to change a sum."""
+
 CANCELLED = 0.1
 """Summands have cancelled when what is left of them is smaller than this, relative to their size."""
 
@@ -107,9 +110,9 @@ def solve(
     summands = np.abs(x)
     if nominal is not None:
         meant = np.zeros(len(kept))
-        shares = np.nan_to_num(nominal[seen])
-        np.add.at(meant, member_of, np.abs(shares) * norms[seen])
-        summands = np.maximum(summands, meant * _scale(columns[:, seen] @ shares, meant, y))
+        of_columns = np.nan_to_num(nominal[seen])
+        np.add.at(meant, member_of, np.abs(of_columns) * norms[seen])
+        summands = np.maximum(summands, meant * _scale(columns[:, seen] @ of_columns, meant, y))
     size = y_norm + float(summands.sum())
     residual = rest / size if size else 0.0
     rounding = ROUNDING * epsilon * float(np.linalg.norm(summands)) / np.sqrt(num_rows)
@@ -125,6 +128,8 @@ def solve(
     if determined:
         inverse = np.linalg.inv(basis.T @ basis)
         spread = max(inverse * sigma**2, _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
+        if epsilon > COARSE:
+            spread = spread + np.diag(_swallowed(basis * summands, y, epsilon) ** 2)
         # What lies beside a direction is in y too, and other directions that are nearly as close take it up.
         moved = inverse @ (basis.T @ beside)
         spread = spread + moved @ moved.T + np.outer(moved.sum(axis=1), moved.sum(axis=1))
@@ -166,6 +171,20 @@ def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsil
     each = ROUNDING * epsilon * np.maximum(np.abs(y), np.abs(summands).max(axis=1))
     scaled = solver * each
     return np.asarray(scaled @ scaled.T)
+
+
+def _swallowed(summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:
+    """How much of each summand may be missing because its elements are less than half a spacing of the sum: that is
+    rounding of one sign, which does not average out. Shape (num_directions,), in the summands' unit.
+
+    Args:
+        summands: shape (num_rows, num_directions), each of its norm as it was meant.
+    """
+    spacing = epsilon * np.exp2(np.floor(np.log2(np.maximum(np.abs(y), np.finfo(float).tiny))))
+    squares = summands**2
+    lost = np.where(np.abs(summands) < 0.5 * spacing[:, None], squares, 0.0).sum(axis=0)
+    total = squares.sum(axis=0)
+    return np.asarray(np.divide(lost, np.sqrt(total), out=np.zeros_like(total), where=total > 0))
 
 
 def _off_direction(

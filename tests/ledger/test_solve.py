@@ -134,3 +134,16 @@ def test_a_direction_beside_two_that_count_as_one_is_no_better_known_than_their_
     apart = solve(columns[:, [0, 2]], columns[:, [0, 2]] @ [1.0, 0.5], SINGLE)
     assert apart is not None and apart.coefficients == pytest.approx([1.0, 0.5], abs=1e-4)
     assert np.all(apart.stderr < 1e-2)
+
+
+def test_what_is_too_small_to_change_a_sum_may_be_in_it_all_the_same() -> None:
+    rng = np.random.default_rng(0)
+    large, small = np.round(rng.normal(size=128) * 256), rng.normal(size=128) / 4  # half a spacing of 256 is 1
+    coefficients = {}
+    for epsilon in (EPSILON["bfloat16"], EPSILON["float32"]):
+        found = solve(np.stack([large, small], axis=1), large, epsilon, nominal=np.ones(2))
+        assert found is not None
+        coefficients[epsilon] = found.coefficients[1], found.stderr[1]
+    (lost, error), (none, sure) = coefficients.values()
+    assert abs(lost) < 0.1 and error > 0.5  # 1 is well within six of these
+    assert abs(none) < 1e-4 and sure < 1e-3
