@@ -66,10 +66,10 @@ class Reduce(Event, tag="reduce"):
     """Gradients were combined over ranks.
 
     Semantics: out = sum over `group` of (in / pre_divide) [/ len(group) when op is "avg"] [* premul] / post_divide;
-    under HSDP (`replicate_group`) the sum runs over both groups, and `all_reduced` is False while the replicate axis
-    is left out. `op` "unknown": a user's communication hook or an operation whose arithmetic is not known. `root`: the
-    only rank that holds the result; None where all of the group do. `dtype`: what it sums in, None where that is the
-    gradients' own.
+    under HSDP (`replicate_group`), and where a communication hook of DDP's reduces over two groups, the sum runs over
+    both, and `all_reduced` is False while the replicate axis is left out. `op` "unknown": a user's communication hook
+    or an operation whose arithmetic is not known. `root`: the only rank that holds the result; None where all of the
+    group do. `dtype`: what it sums in, None where that is the gradients' own.
     """
 
     impl: str
@@ -88,6 +88,11 @@ class Reduce(Event, tag="reduce"):
     all_reduced: bool = True
     root: int | None = None
     dtype: str | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it goes over, along both groups."""
+        return len(self.group) * (len(self.replicate_group) or 1)
 
 
 class ScaleGrads(Event, tag="scale_grads"):

@@ -43,27 +43,34 @@ def add_to_buffer(param: torch.Tensor) -> None:
     param.grad = None
 
 
+def with_buffers() -> tuple[Net, torch.optim.Optimizer, list[Any]]:
+    """A model whose parameters have a `main_grad`, and its optimizer."""
+    torch.manual_seed(0)
+    model = Net()
+    params: list[Any] = list(model.parameters())
+    for param in params:
+        param.main_grad = torch.zeros_like(param)
+    return model, torch.optim.SGD(params, lr=0.1), params
+
+
 @pytest.mark.parametrize(("emptied", "found"), [(True, []), (False, ["GS402"])])
 def test_a_buffer_beside_the_gradient_that_nobody_empties_is_stale(
     tmp_path: Path, emptied: bool, found: list[str]
 ) -> None:
     """Megatron's main_grad: the optimizer reads it as .grad, which zero_grad() takes away, and it is still there."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for param in model.parameters():
-        param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+    model, optimizer, params = with_buffers()
+    for param in params:
         param.register_post_accumulate_grad_hook(add_to_buffer)
     with attach(tmp_path):
         for step in range(3):
             data = [batch(0, 3 * step + k) for k in range(2)]
             count = sum((labels >= 0).sum() for _, labels in data)
-            for param in model.parameters() if emptied else ():
-                param.main_grad.zero_()  # type: ignore[attr-defined]
+            for param in params if emptied else ():
+                param.main_grad.zero_()
             for part in data:
                 (token_sum(model, part) / count).backward()  # type: ignore[no-untyped-call]
-            for param in model.parameters():
-                param.grad = param.main_grad  # type: ignore[attr-defined]
+            for param in params:
+                param.grad = param.main_grad
             optimizer.step()
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))
@@ -74,12 +81,7 @@ def test_a_buffer_beside_the_gradient_that_nobody_empties_is_stale(
 @pytest.mark.parametrize("num_emptied", [1, 0])
 def test_a_buffer_that_grows_beside_the_gradient_is_stale_where_it_is_reduced(tmp_path: Path, num_emptied: int) -> None:
     """As Megatron's finalize does it: the trainer adds `.grad`, which holds one pass alone, to the buffer."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    params: list[Any] = list(model.parameters())
-    for param in params:
-        param.main_grad = torch.zeros_like(param)
+    model, optimizer, params = with_buffers()
     with attach(tmp_path):
         for step in range(3):
             data = [batch(0, 3 * step + k) for k in range(2)]
@@ -101,12 +103,8 @@ def test_a_buffer_that_grows_beside_the_gradient_is_stale_where_it_is_reduced(tm
 
 def test_a_buffer_that_never_becomes_the_gradient_is_told(tmp_path: Path) -> None:
     """torch's optimizers read `.grad` alone: a parameter that a loop leaves out stays as it is."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    params: list[Any] = list(model.parameters())
+    model, optimizer, params = with_buffers()
     for param in params:
-        param.main_grad = torch.zeros_like(param)
         param.register_post_accumulate_grad_hook(add_to_buffer)
     with attach(tmp_path):
         for step in range(2):

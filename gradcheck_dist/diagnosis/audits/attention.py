@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
+from gradcheck_dist.diagnosis.audits.exchanges import BY_VERIFY
 from gradcheck_dist.events import Site
 from gradcheck_dist.ledger.attention import Unbalanced, unbalanced
 from gradcheck_dist.ledger.tracks import StepData
@@ -30,7 +30,7 @@ def _reason(one: Unbalanced) -> str:
         f"{', '.join(map(str, sorted(one.events)))}: <gradient, values> is not <gradient, output>, or <gradient, keys> "
         f"not <gradient, queries>, summed over these ranks{times}. If it is attention, its "
         f"backward{written} loses, or counts more than once, what other ranks want: "
-        f"{VERIFY} with central differences whether the gradient is right"
+        f"{BY_VERIFY}"
     )
 
 

@@ -27,7 +27,7 @@ def completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
             continue
         if event.params is None or not clipped & set(facts.data.params_of(call.rank, event.params)):
             continue
-        if isinstance(event, Reduce) and len(event.group) * (len(event.replicate_group) or 1) == 1:
+        if isinstance(event, Reduce) and event.num_ranks == 1:
             continue
         return event if isinstance(event, Backward | Reduce) else None
     return None

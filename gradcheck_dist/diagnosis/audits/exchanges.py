@@ -35,6 +35,7 @@ from gradcheck_dist.ledger.exchanges import (
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 VERIFY = "`gradcheck run --verify` compares"
+BY_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
             own_term = losses_differ(data, one) and _has_terms(data, one)  # a coefficient may make up for it
             if in_place or one.first.stopped or own_term or _inside_a_loss(data, one):
-                result.reasons.append(f"{of_whole(fault)}: {_VERIFY}")
+                result.reasons.append(f"{of_whole(fault)}: {BY_VERIFY}")
             else:
                 result.found.append(fault)
             continue
@@ -124,7 +125,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 result.reasons.append(
                     f"what {fault.name} ({fault.where}) gathers was detached, and each rank put its own part back and "
                     "has a loss of its own: what others' losses want of it is lost, which is meant for constants "
-                    f"(negatives of a contrastive loss) and wrong for keys and values of one sequence: {_VERIFY}"
+                    f"(negatives of a contrastive loss) and wrong for keys and values of one sequence: {BY_VERIFY}"
                 )
             elif apart:
                 result.found.append(fault)
@@ -132,10 +133,10 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 result.reasons.append(
                     f"what {fault.name} ({fault.where}) gathers has no gradient, and each rank put its own part back: "
                     "where all compute one whole loss on it, which nothing tells here, an average over the "
-                    f"{len(one.ranks)} ranks leaves x {1 / len(one.ranks):.6g} of its gradient: {_VERIFY}"
+                    f"{len(one.ranks)} ranks leaves x {1 / len(one.ranks):.6g} of its gradient: {BY_VERIFY}"
                 )
         elif one.outcome == "lost":
-            result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {_VERIFY}")
+            result.reasons.append(f"no gradient comes back through {fault.name} ({fault.where}): {BY_VERIFY}")
         elif one.outcome == "scaled":
             # Of what is gathered a mean may be meant where all of the loss depends on it, and nothing else shows.
             if (
@@ -150,7 +151,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         elif one.outcome == "own" and not shared and not one.first.function:
             result.reasons.append(
                 f"{fault.name} at {fault.where} changes a tensor of the graph in place and has no gradient, so that "
-                f"each rank's input learns from its own loss alone (meant for statistics, wrong for a sum): {_VERIFY}"
+                f"each rank's input learns from its own loss alone (meant for statistics, wrong for a sum): {BY_VERIFY}"
             )
         else:
             result.found.append(fault)
@@ -164,7 +165,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         elif weights_right or undone:
             result.reasons.append(
                 f"gradients come back through {fault.name} ({fault.where}) x {fault.passed.factor:.6g} of the "
-                f"transpose of its forward, which another line may make up for: {_VERIFY}"
+                f"transpose of its forward, which another line may make up for: {BY_VERIFY}"
             )
     result.reasons = list(dict.fromkeys(result.reasons))
     return result
@@ -184,7 +185,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
         share = share_of_whole(data, case.context.contributions, one)
         if share is not None and abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near:
             if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
-                return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {_VERIFY}"
+                return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {BY_VERIFY}"
             continue
         if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):
             continue  # what a loss weighs has what lies behind it
@@ -193,7 +194,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             return (
                 f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
                 f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
-                f"in front of that: {_VERIFY}"
+                f"in front of that: {BY_VERIFY}"
             )
     return None
 
@@ -210,9 +211,6 @@ def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
     both = np.isfinite(mine) & np.isfinite(theirs)
     size = max(float(np.linalg.norm(mine[both])), float(np.linalg.norm(theirs[both])))
     return float(np.linalg.norm(mine[both] - theirs[both])) >= APART * size
-
-
-_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
 
-from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
+from gradcheck_dist.diagnosis.audits.exchanges import BY_VERIFY
 from gradcheck_dist.diagnosis.audits.whole_shares import UNDOES
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import Exchange, Loss
@@ -24,7 +24,6 @@ SAME = 1e-6
 EVEN = 1e-5
 """Relative distance of exp(loss) from a whole number within which it may be the loss of scores that are all equal,
 which ranks with other features have in common."""
-_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def whole_loss(data: StepData, contributions: Contributions) -> WholeLoss | None
 def shares_of_one_loss(data: StepData, contributions: Contributions) -> list[str]:
     """Why a step is left open whose weights are right as if each rank had a loss of its own."""
     whole = whole_loss(data, contributions)
-    return [] if whole is None else [f"{whole.words}. Add gradients up, or multiply the loss by the ranks: {_VERIFY}"]
+    return [] if whole is None else [f"{whole.words}. Add gradients up, or multiply the loss by the ranks: {BY_VERIFY}"]
 
 
 def share_is_made_up_for(case: Case, data: StepData) -> str | None:
@@ -77,7 +76,7 @@ def share_is_made_up_for(case: Case, data: StepData) -> str | None:
     whole = whole_loss(data, case.context.contributions)
     if whole is None or abs(case.pattern.factor / whole.num_ranks - 1) > max(UNDOES, case.pattern.tolerance):
         return None
-    return f"{whole.words}; what enters at the loss makes up for that: {_VERIFY}"
+    return f"{whole.words}; what enters at the loss makes up for that: {BY_VERIFY}"
 
 
 def _losses(data: StepData, rank: int) -> Mapping[tuple[tuple[int, int], int], Loss]:

@@ -157,7 +157,7 @@ def _ask_for_average(result: Account) -> None:
         event = step.event
         if not isinstance(event, Reduce) or event.hook is None or event.op != "sum" or event.impl != "ddp":
             continue
-        size = len(event.group) * (len(event.replicate_group) or 1)
+        size = event.num_ranks
         own = max((i for i, gap in enumerate(result.gaps) if gap.end is event), default=None)  # behind it
         if size < 2 or own is None or abs(result.root / size - 1) > SAME or abs(result.gaps[own].factor - 1) <= SAME:
             continue

@@ -130,7 +130,7 @@ def name_case(case: Case) -> None:
         # Not the event's own numbers, but one that it left out or counts twice.
         near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}
     elif isinstance(event, Reduce):
-        size = len(event.group) * (len(event.replicate_group) or 1)
+        size = event.num_ranks
         copies = case.context.ranks_per_batch(event.group)
         shared = next(
             (axis for axis in ("tp", "cp", "ep", "pp") if case.context.axes.get(axis) == copies), RANKS_PER_BATCH

@@ -65,7 +65,7 @@ def judge(case: Case) -> Answer | None:
     factor = nominal_factor(event)
     if not factor < 1 or abs(case.pattern.factor / factor - 1) > max(1e-3, 2 * case.pattern.tolerance):
         return None
-    size = len(event.group) * (len(event.replicate_group) or 1)
+    size = event.num_ranks
     averages = abs(factor * size - 1) <= 1e-6
     divisor = f"{size}" if averages else f"{1 / factor:.6g}"
     does = f"averages over {size}" if averages else f"divides its sum by {divisor}, over {size}"
@@ -115,7 +115,7 @@ def _unseen(case: Case) -> Answer | None:
 
 def _by_hand(case: Case, event: Reduce) -> Answer | None:
     """A sum over ranks that a line of the trainer's divides by their number."""
-    size = len(event.group) * (len(event.replicate_group) or 1)
+    size = event.num_ranks
     if not _divides_by(case, size) or abs(nominal_factor(event) - 1) > max(1e-3, 2 * case.pattern.tolerance):
         return None
     name = case.names[0].expression if case.names else f"1/{size}"

@@ -65,7 +65,7 @@ def judge(case: Case) -> Answer | None:
     factor = nominal_factor(event)
     if not factor > 0 or not case.pattern.factor > 0:
         return None
-    size = len(event.group) * (len(event.replicate_group) or 1)
+    size = event.num_ranks
     wanted = case.pattern.factor / factor  # what it should divide by
     name = f" = {case.names[0].expression}" if case.names else ""
     return Answer(

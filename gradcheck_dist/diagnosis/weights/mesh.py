@@ -53,8 +53,8 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
     for event in (event for of_rank in events.values() for event in of_rank):
         if isinstance(event, Reduce) and event.impl in DATA_PARALLEL:
             axis = "dp_shard" if event.impl in SHARDING else "dp_replicate"
-            nodes = event.replicate_group if axis == "dp_replicate" else ()  # a hook of DDP's reduces over these, too
-            axes[axis] = max(axes[axis], len(event.group) * (len(nodes) or 1))
+            # Where nothing is sharded, the second group is that of a hook which reduces over both.
+            axes[axis] = max(axes[axis], len(event.group) if axis == "dp_shard" else event.num_ranks)
             axes["dp_replicate"] = max(axes["dp_replicate"], len(event.replicate_group))
             groups |= {(axis, event.group), ("dp_replicate", event.replicate_group)}
             seen.add("DDP groups" if event.impl == "ddp" else "FSDP groups")
