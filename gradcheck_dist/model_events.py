@@ -85,7 +85,8 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     `num_samples`: the tokens are those of so many samples (rows, or neighbours of one weight), whose weights come to
     `sample_weight` on average and differ from that of the least by `sample_spread`, relative; `shortest_sample` and
     `longest_sample` are the numbers of tokens of one. `beside_weights` multiplies each token beside a weight of its
-    own, where these are all that weighs tokens apart; masks among these keep `num_kept`.
+    own, where these are all that weighs tokens apart; masks among these keep `num_kept`. `part_of` numbers what several
+    losses of one pass are parts of: the same weight made their classes, of other rows.
     """
 
     loss_id: int
@@ -109,6 +110,7 @@ class LossGradient(ReducedGradient, tag="loss_gradient"):
     longest_sample: Count | None = None
     beside_weights: float | None = None
     num_kept: Count | None = None
+    part_of: Index | None = None
 
 
 class LossTerm(ReducedGradient, tag="loss_term"):

@@ -20,13 +20,15 @@ SAME_DATA_SETTING = "--same-data of `gradcheck run` sets it"
 @dataclass(frozen=True)
 class Samples:
     """The samples (sequences) that a contribution's tokens seem to belong to: `num` of them, whose weights come to
-    `total` and are alike up to `spread`, relative. `shortest` and `longest` are the numbers of tokens of one."""
+    `total` and are alike up to `spread`, relative. `shortest` and `longest` are the numbers of tokens of one. `parts`:
+    what seems to be samples are several losses of one head, of several rows each, or of pieces of rows."""
 
     num: int
     total: float
     spread: float
     shortest: int
     longest: int
+    parts: bool = False
 
     @property
     def differ(self) -> bool:
@@ -251,6 +253,7 @@ def _samples(pairs: Sequence[tuple[LossGradient, Loss | None]]) -> Samples | Non
         spread=max(apart, *(one.spread for one in known)),
         shortest=min(one.shortest for one in known),
         longest=max(one.longest for one in known),
+        parts=any(entry.part_of is not None for entry, _ in pairs),
     )
 
 

@@ -18,7 +18,7 @@ FROZEN = {
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
         "label_share multipliers divisors sum_before num_samples sample_weight sample_spread shortest_sample "
-        f"longest_sample beside_weights num_kept {REDUCED}"
+        f"longest_sample beside_weights num_kept part_of {REDUCED}"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",

@@ -131,7 +131,7 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         other = Aim(weighted, _expected(objective, sums, groups), sums)
         if not _wrong(other, measured):
             return other
-    return _functions_of_data(data, contributions, measured) if computed else counted
+    return _functions_of_data(objective, data, contributions, measured) if computed else counted
 
 
 def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held]) -> Aim | None:
@@ -159,7 +159,7 @@ def _of_samples(
     objective: str, contributions: Contributions, groups: list[set[ContributionKey]], measured: list[Held]
 ) -> Aim | None:
     """Losses whose weights show that they are means over sequences."""
-    found = by_samples(contributions)
+    found = by_samples(contributions, objective)
     if found is None or any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values()):
         return None
     result = _counted(objective, found.contributions, groups)
@@ -185,17 +185,21 @@ def _uncounted(objective: str, data: StepData, contributions: Contributions, mea
     whole = main_term(data, contributions)
     told = contributions if whole is None else whole.contributions
     found = _by_elements(objective, data, told, measured, "" if whole is None else whole.words)
-    return _functions_of_data(data, contributions, measured, told) if found is None else found
+    return _functions_of_data(objective, data, contributions, measured, told) if found is None else found
 
 
 def _functions_of_data(
-    data: StepData, contributions: Contributions, measured: list[Held], told: Contributions | None = None
+    objective: str,
+    data: StepData,
+    contributions: Contributions,
+    measured: list[Held],
+    told: Contributions | None = None,
 ) -> Aim:
     """Losses whose own weights are not judged, and what these come to as means over elements. `told`: contributions
     as they tell of elements, where these are others."""
     asked = partial(_expected, groups=independent(data, contributions))
     times = in_words(contributions if told is None else told, measured, judge, asked)
-    if not times and (samples := by_samples(contributions)) is not None:
+    if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
     return _relative(data, contributions, measured, times)
 

@@ -43,12 +43,15 @@ class BySamples:
     certain: bool
 
 
-def by_samples(contributions: Contributions) -> BySamples | None:
-    """The contributions by the sequences in them; None where weights do not show that these weigh alike."""
+def by_samples(contributions: Contributions, objective: str) -> BySamples | None:
+    """The contributions by the sequences in them; None where weights do not show that these weigh alike, or nothing
+    tells parts of a batch from sequences, unless they are declared (`objective`) to weigh alike."""
     counted = {key: one for key, one in contributions.by_key.items() if one.num_tokens != 0}
     rounding = max(MATERIAL, loss_rounding(contributions))
     samples = {key: one.samples for key, one in counted.items() if one.samples is not None}
     if not samples or len(samples) < len(counted) or any(one.spread > rounding for one in samples.values()):
+        return None
+    if objective != OBJECTIVE and any(one.parts for one in samples.values()):
         return None
     shown = any(one.spread > MAX_SPREAD and samples[key].differ for key, one in counted.items())
     by_key = dict(contributions.by_key)

@@ -10,7 +10,7 @@ from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
-from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, UNCOUNTED
+from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, PARTS, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
@@ -45,6 +45,8 @@ SAYS = {
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
+    PARTS: "Add up sums over the parts' tokens, and divide once, by the tokens of all; where parts are to weigh alike, "
+    "`--objective sequence-mean` declares that.",
     UNCOUNTED: "Where the loss is computed in chunks, record once with a loss that goes backward through the whole "
     "model in one pass; else compare these parameters' gradients with those of one process.",
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",

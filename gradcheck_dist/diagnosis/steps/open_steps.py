@@ -42,6 +42,10 @@ WEIGHED_BY_DATA = (
     "each should weigh is not known. gradcheck_dist.mark_loss(weighted_sum, num_tokens), on the way to backward and "
     "before the sum is divided, has that division judged"
 )
+PARTS = (
+    "one pass adds up means over parts of a batch, each divided by its own tokens, so that tokens of a part with fewer "
+    "weigh more: right where parts are to weigh alike, and wrong where all tokens are"
+)
 NOT_FINITE = "are infinite or not a number"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
@@ -127,6 +131,8 @@ def weighed_apart(contributions: Contributions) -> list[str]:
         return [WEIGHED_BY_DATA]
     if not apart:
         return []
+    if all(c.samples is not None and c.samples.parts for c in apart):
+        return [PARTS]
     return [
         "tokens of one contribution enter backward with different weights: mark_loss gives each of several losses its "
         "own term, and tells what a sum of weighted tokens counts"

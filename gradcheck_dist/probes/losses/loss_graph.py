@@ -108,7 +108,7 @@ def search(roots: Sequence[Root]) -> Found:
         if name in ("NllLossBackward", "NllLoss2DBackward"):
             found.cross_entropies.append(node)
             found.losses.append(node)
-        elif name in PICKS and not _selects_rows(node):
+        elif name in PICKS and not selects_rows(node):
             source = source_of(node)
             found.picks.append((node, source))
             if name_of(source) != "LogSoftmaxBackward":
@@ -251,14 +251,14 @@ def source_of(node: Any) -> Any:
 
 def _seen_through(node: Any) -> Any:
     for _ in range(log_probs.MAX_HOPS):
-        passes = name_of(node).startswith(log_probs.PASS_THROUGH) or _selects_rows(node)
+        passes = name_of(node).startswith(log_probs.PASS_THROUGH) or selects_rows(node)
         if not passes or not node.next_functions:
             break
         node = node.next_functions[0][0]
     return node
 
 
-def _selects_rows(node: Any) -> bool:
+def selects_rows(node: Any) -> bool:
     """Whether a node leaves out rows by a mask, all classes of each."""
     if name_of(node) != "IndexBackward":
         return False

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses import by_gradient, label_smoothing, log_probs, means
+from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
@@ -74,6 +74,8 @@ def look(
             picks += 1
         found.log_softmaxes.remove(source)
         label_smoothing.watch_whole(recorder, current, source, ids[part], functools.partial(_hook, recorder))
+    if len(ids) > 1 and recorder.sampling:
+        current.part_of = heads.parts_of_one(ids)
     soft, own = found.log_softmaxes, list[Any]()
     if not (found.known or found.cross_entropies or picks) and len(soft) == 1 and not found.others:
         own.append(soft[-1])

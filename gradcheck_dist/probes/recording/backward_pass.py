@@ -95,6 +95,7 @@ class BackwardPass:
         "microbatch",
         "num_attached",
         "other_losses",
+        "part_of",
         "reduce_groups",
         "reduce_ops",
         "reduced",
@@ -137,6 +138,7 @@ class BackwardPass:
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated
         self.other_losses = 0  # losses in the graph besides the recorded ones
+        self.part_of: dict[int, int] = {}  # by loss: of which larger one, where it is a part of one
         self.arrived: set[int] = set()  # losses that got their gradient
         self.direct: set[int] = set()  # losses that the roots are computed from, by way of no other loss
         self.computed = False  # a loss's weight in the root is a function of the data
@@ -160,14 +162,16 @@ class BackwardPass:
         return [one for held in self.held.values() for one in held]
 
     def told_of_sum(self, loss_id: int) -> dict[str, Any]:
-        """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together."""
+        """Fields of a LossGradient: what stands before a loss in a sum of several, and before all of these together,
+        and what it is a part of."""
+        part = {"part_of": self.part_of[loss_id]} if loss_id in self.part_of else {}
         own = [one for known, one in self.before if known == loss_id]
         if len(own) != 1:
-            return {}  # in no sum, or several times in one
+            return part  # in no sum, or several times in one
         products = [one.product for _, one in self.before]
         known = [one for one in products if one is not None]
         total = sum(known) if len(known) == len(products) else None
-        return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total}
+        return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total} | part
 
     def told_of_elements(self) -> dict[str, Any]:
         """Fields of a LossGradient whose weight is a function of the data, or one number for each token: what the one
