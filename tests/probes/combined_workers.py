@@ -155,6 +155,9 @@ def tensor_parallel(fault: str) -> None:
                 p.grad = p.grad.redistribute(placements=[Replicate()])
             if fault == "head_left_out" and name.startswith("3"):
                 continue
+            if fault == "over_shards" and any(one.is_shard() for one in p.placements):
+                dist.all_reduce(p.grad.to_local(), group=mesh["tp"].get_group())  # over_shards
+                continue
             dist.all_reduce(p.grad.to_local(), group=None if fault == "over_all" else dp.get_group())  # over_all
         optimizer.step()
         optimizer.zero_grad()

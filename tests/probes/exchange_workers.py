@@ -31,6 +31,7 @@ TENSOR = (
     "tensor parallel, losses added up",
     "tensor parallel, a batch each",
     "tensor parallel, functional sum",
+    "tensor parallel, not summed in front of the head",
     "tensor parallel, clipped by hand",
     "tensor parallel, clipped by hand, copies counted twice",
     "tensor parallel, clipped by hand, each rank by its own norm",
@@ -137,6 +138,7 @@ Sum = function("Sum", summed, lambda grad: grad)
 SumTwice = function("SumTwice", summed, summed)
 SumInPlace = function("SumInPlace", summed_in_place, lambda grad: grad)
 SumInPlaceTwice = function("SumInPlaceTwice", summed_in_place, summed)
+CopyInVain = function("CopyInVain", lambda x: x.view_as(x), lambda grad: (summed(grad), grad)[1])
 CopyInPlace = function("CopyInPlace", lambda x: x.view_as(x), summed_in_place)
 MeanInPlaceBack = function(
     "MeanInPlaceBack", lambda x: x.view_as(x), lambda grad: summed_in_place(grad).div_(dist.get_world_size())
@@ -258,6 +260,8 @@ class Model(nn.Module):
                 h = block(h)
             before_head = FunctionalGather if "also" in self.variant else GatherSliced
             h = before_head.apply(h) if in_parts else h
+            if "in front of the head" in self.variant:  # whose columns are shared out
+                return gathered_columns(F.linear(CopyInVain.apply(h), self.head.weight, self.head.bias))
         elif self.variant in CONTEXT:
             k = self.keys(h)
             if "own put back" in self.variant:
@@ -282,6 +286,13 @@ class Model(nn.Module):
             h = (GatherSliced if "sliced" in self.variant else Gather).apply(h)
         logits: Tensor = self.head(h)
         return logits
+
+
+def gathered_columns(logits: Tensor) -> Tensor:
+    """Of the logits each rank's own half, of both."""
+    first = torch.arange(WORDS) < WORDS // 2
+    result: Tensor = Sum.apply(logits * (first if dist.get_rank() == 0 else ~first))
+    return result
 
 
 def own_loss(model: Model, ids: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("tensor_parallel", "head_left_out", "GS103", False),
         ("tensor_parallel", "doubled", "GS303", False),
         ("tensor_parallel", "over_all", "GS105", True),
+        ("tensor_parallel", "over_shards", "GS105", True),
         ("pipeline", "last_count", "GS305", True),
         ("pipeline", "halved", "GS000", True),
         ("pipeline", "averaged", "GS101", False),

@@ -192,6 +192,14 @@ def test_gradients_that_differ_behind_a_sum_are_told_with_the_place_to_look(repo
     assert found.severity == "error"
 
 
+def test_sums_behind_a_function_that_sums_in_vain_are_no_findings_of_their_own(reports: dict[str, Report]) -> None:
+    (found,) = reports["tensor parallel, not summed in front of the head"].findings
+    assert found.code == "GS802"
+    assert found.explanation.startswith("CopyInVain hands its input on")
+    assert "differs at exchange_workers.py" in found.explanation
+    assert found.steps == [0]
+
+
 def test_a_share_of_one_loss_that_a_sum_in_backward_makes_up_for_accuses_nobody(reports: dict[str, Report]) -> None:
     report = reports["tensor parallel, losses added up"]
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -65,6 +65,13 @@ def test_a_fault_is_found_with_its_factor_and_line(reports: dict[str, Report], v
     assert Path(event.file).read_text().splitlines()[event.line - 1].strip() == line
 
 
+def test_replicas_of_shards_of_one_rank_each_are_not_reduced_by_torch(tmp_path: Path) -> None:
+    warm_up()
+    launch("fsdp1_workers:run", (["HYBRID_SHARD no-sync"], str(tmp_path)), 2, timeout_s=90)
+    (finding,) = diagnose(read_run(tmp_path / "HYBRID_SHARD no-sync")).findings
+    assert finding.code == "GS103"
+
+
 def test_two_replicas_of_two_shards_are_judged_over_both(tmp_path: Path) -> None:
     warm_up()
     variants = ["HYBRID_SHARD no-sync", "HYBRID_SHARD flat double-averaging"]

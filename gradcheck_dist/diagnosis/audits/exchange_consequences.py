@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gradcheck_dist.diagnosis.audits.exchanges import Faulty
-from gradcheck_dist.ledger.exchanges import Passed, passed
+from gradcheck_dist.ledger.exchanges import COPY, Passed, passed
 from gradcheck_dist.ledger.tracks import StepData
 
 Place = tuple[object, ...]
@@ -21,7 +21,8 @@ Slot = tuple[tuple[int, ...], int, int]
 
 def consequences(data: StepData, alike: Mapping[Place, Sequence[Faulty]]) -> dict[Place, list[Place]]:
     """For each place whose backward lacks a sum, those that follow from it: they did right by what was alike, and are
-    wrong in what backward reached behind that place alone.
+    wrong in what backward reached behind that place alone. Behind a function that hands copies on, and whose ranks go
+    on differently, sums and gathers that hand on what arrives need not have met anything alike.
 
     Args:
         alike: the faults of a step by their place.
@@ -42,6 +43,11 @@ def consequences(data: StepData, alike: Mapping[Place, Sequence[Faulty]]) -> dic
             other
             for other, theirs in wrong.items()
             if all(well.get(slot, seq) < theirs.get(slot, seq) < seq for slot, seq in mine.items())
+            or (
+                not well
+                and alike[other][0].passed.forward == COPY != alike[place][0].passed.forward
+                and all(theirs.get(slot, seq) < seq for slot, seq in mine.items())
+            )
         ]
         if sources:
             found[min(sources, key=lambda other: min(wrong[other].values()))].append(place)

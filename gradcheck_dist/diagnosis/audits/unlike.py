@@ -38,11 +38,13 @@ class Unlike:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was reduced together in a step. `alike` are the parameters of which all ranks of a group hold one value."""
+    """What was reduced together in a step. `alike` are the parameters of which all ranks of a group hold one value;
+    `concerned` are the ranks of all groups that hold what is unlike."""
 
     unlike: list[Unlike]
     alike: list[ParamKey]
     coordinate: dict[int, int]
+    concerned: tuple[int, ...] = ()
 
     @property
     def tells(self) -> bool:
@@ -51,7 +53,7 @@ class Mixed:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold what is unlike."""
+        """The ranks that hold what is unlike, of each parameter's largest group."""
         return tuple(sorted({rank for one in self.unlike for part in one.holders for rank in part}))
 
     @cached_property
@@ -73,6 +75,7 @@ def mixed(facts: StepFacts) -> Mixed:
     """Which reductions of a step join tensors that are no copies of one another, and which join copies."""
     unlike: dict[ParamKey, Unlike] = {}
     alike: list[ParamKey] = []
+    concerned: set[int] = set()
     for key, of_rank in facts.data.tracks.items():
         for rank, event, group in _reductions(facts.data, key, of_rank):
             holders = _holders({peer: of_rank[peer] for peer in group})
@@ -80,11 +83,15 @@ def mixed(facts: StepFacts) -> Mixed:
                 continue
             if len(holders) == 1:
                 alike.append(key)
-            elif key not in unlike or len(group) > len(unlike[key].event.group):
+                continue
+            concerned.update(group)
+            if key not in unlike or len(group) > len(unlike[key].event.group):
                 unlike[key] = Unlike(key, rank, event, holders, shards=_are_shards(facts.data, of_rank[rank], event))
     for one in _declared(facts.data):
         unlike.setdefault(one.param, one)
-    return Mixed(list(unlike.values()), [key for key in alike if key not in unlike], facts.contributions.coordinate)
+        concerned.update(rank for part in one.holders for rank in part)
+    apart = [key for key in alike if key not in unlike]
+    return Mixed(list(unlike.values()), apart, facts.contributions.coordinate, tuple(sorted(concerned)))
 
 
 def _are_shards(data: StepData, track: Track, event: Reduce) -> bool:

@@ -34,9 +34,11 @@ from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
+from gradcheck_dist.ledger.tracks import ParamKey
 
 CODE = "GS105"
 NAME = "mixed-parameters"
+UNREDUCED = "GS103"
 SAME_FACTOR = 1e-3
 """Relative; counted again is counted a whole number of times."""
 
@@ -67,8 +69,15 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         copies > 1 and counted
     )
 
-    def counts_again(finding: Finding) -> bool:
-        """Whether a finding is that the same line adds up copies of one gradient."""
+    wrong_ranks = UNREDUCED in facts.found and _never_arrive(facts) <= {one.param for one in found.unlike}
+    if wrong_ranks:
+        again += " The ranks that do hold equal ones are left out: what they want of it never arrives."
+
+    def follows(finding: Finding) -> bool:
+        """Whether a finding is that the same line adds up copies of one gradient, or that it goes over other ranks
+        than those that hold copies."""
+        if finding.code == UNREDUCED:
+            return wrong_ranks
         at, factor = finding.first_event, finding.factor.observed
         here = at is not None and event.site is not None and (at.file, at.line) == (event.site.file, event.site.line)
         counted = finding.code in ("GS000", "GS102", "GS104") and factor is not None
@@ -80,14 +89,20 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             f"these names (ranks with equal ones: {groups}), from the first step on{beside}. They are experts, shards "
             "or heads of their own, or copies that were never made equal; in both cases the "
             f"sum belongs to no parameter.{again}",
-            fix=f"Reduce them over ranks that hold the same parameter only ({groups}). If they are meant to be copies, "
+            fix=f"Reduce them over ranks that hold the same parameter only ({groups}"
+            f"{' and those that are left out: another process group' * wrong_ranks}). If they are meant to be copies, "
             "broadcast them from one rank before the first step.",
         ),
         pattern=f"gradients of {len(names)} parameter{'s' * (len(names) != 1)} are combined over ranks that hold "
         f"different ones: {groups}",
         params=frozenset(one.param for one in found.unlike),
-        ranks=found.ranks,
+        ranks=found.concerned,
         rank=rank,
         event=event,
-        explains=counts_again,
+        explains=follows,
     )
+
+
+def _never_arrive(facts: StepFacts) -> set[ParamKey]:
+    """The parameters that lack some contributions wholly."""
+    return {one.param for one in facts.held for cell in one.cells if abs(cell.ratio) <= max(SAME_FACTOR, cell.margin)}

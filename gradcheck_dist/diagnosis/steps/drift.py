@@ -13,7 +13,7 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import ParamKey
 
-SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703"})
+SETS_APART = frozenset({"GS103", "GS601", "GS602", "GS703", "GS802"})
 """What gives ranks that hold copies unequal updates: parts that are not summed, coefficients of their own."""
 FOLLOWS = frozenset({"GS000", "GS103", "GS703", "GS802"})
 """What copies that have drifted apart look like."""

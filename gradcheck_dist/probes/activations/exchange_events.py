@@ -84,11 +84,17 @@ class End(NamedTuple):
 
 
 def watch_node(
-    recorder: Recorder, node: Any, told: Watched, before: Tensor, after: Tensor, ends: tuple[End, End]
+    recorder: Recorder,
+    node: Any,
+    told_of: Callable[[], Watched],
+    before: Tensor,
+    after: Tensor,
+    ends: tuple[End, End],
 ) -> None:
     """Tell what arrives at a function's outputs and what its backward gives for its inputs (`ends`: inputs, outputs).
 
-    What arrives is read before backward runs: it may sum that over the ranks in place.
+    What arrives is read before backward runs: it may sum that over the ranks in place. `told_of` is asked behind it,
+    when it has shown with whom it communicates.
     """
     inputs, outputs = ends
     num = num_of_each((inputs.parts, outputs.parts))
@@ -101,6 +107,7 @@ def watch_node(
 
     def passed(grads: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
         leaving.remove()
+        told = told_of()
         lost = all(grads[place] is None for place in inputs.places if place < len(grads))
         given = found[0].new_zeros(sum(told.input_counts)) if found and lost else inputs.read(grads, num)
         if found and given is not None:

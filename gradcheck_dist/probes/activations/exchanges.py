@@ -150,6 +150,13 @@ class Exchanges:
         ranks = groups.pop()
         return ranks if not groups and 1 < len(ranks) <= MAX_RANKS else None
 
+    def learnt(self, cls: type, told: Watched) -> Watched:
+        """What is told of a function that nobody knew to communicate before backward ran through it."""
+        ranks = self._backward.get(cls) or ()
+        if len(told.group) > 1 or not 1 < len(ranks) <= MAX_RANKS:
+            return told
+        return told._replace(group=ranks, number=told.number + MAX_RECORDED)  # no other one's number in that group
+
 
 def install(recorder: Recorder, patches: Patches) -> None:
     exchanges = recorder.exchanges = Exchanges(recorder)
@@ -320,7 +327,7 @@ def watch(
         End(tuple(place for place, _ in given), tuple(tuple(one.shape) for one in inputs), parts[0]),
         End(tuple(one.output_nr for one in made), tuple(tuple(one.shape) for one in made), parts[1]),
     )
-    watch_node(recorder, made[0].grad_fn, told, before, after, ends)
+    watch_node(recorder, made[0].grad_fn, functools.partial(exchanges.learnt, cls, told), before, after, ends)
 
 
 def _by_torch(cls: type) -> Callable[[Exchanges, tuple[Any, ...], Any], list[Arriving]] | None:

@@ -212,6 +212,8 @@ def before(recorder: Recorder, flat: Flat) -> int | None:
 @guarded("fsdp1")
 def after(recorder: Recorder, flat: Flat, seq: int) -> None:
     shard, replicas = groups_of(flat.state)
+    if not flat.is_sharded:
+        replicas = ()  # HYBRID_SHARD over shards of one rank: torch reduces over that rank alone
     recorder.emit_reduce(
         seq,
         flat.infos,
