@@ -40,6 +40,7 @@ from gradcheck_dist.diagnosis.steps.contradiction import left_open
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
+from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
     infinite_losses,
     not_finite,
@@ -277,6 +278,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.reasons += [
         *unseen(verdict.held, target.expected, own),
         *uncounted(verdict.held, data, target.contributions.coordinate),
+        *trained_alone(data, target.contributions.coordinate),
     ]
     verdict.units = unit_of(verdict.held)
     verdict.apart = sets_apart(verdict.held)

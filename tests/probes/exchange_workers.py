@@ -26,6 +26,8 @@ TENSOR = (
     "tensor parallel, averaged in place in backward",
     "tensor parallel, bias divided",
     "tensor parallel, bias on every rank",
+    "tensor parallel, bias joined",
+    "tensor parallel, bias joined and summed",
     "tensor parallel, shift that softmax leaves out",
     "tensor parallel, one seed",
     "tensor parallel, losses added up",
@@ -162,6 +164,24 @@ SwapHandedOn = function("SwapHandedOn", exchanged, lambda grad: grad)
 SwapDoubled = function("SwapDoubled", exchanged, lambda grad: 2 * exchanged(grad))
 
 
+class Joined(Function):
+    """A summand and its share of a bias, as torchtitan's gpt-oss joins them; the bias gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad.flatten(0, 1).sum(0)
+
+
+class JoinedSummed(Joined):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad), grad.flatten(0, 1).sum(0)
+
+
 class Functional:
     """A functional collective, applied as a function is."""
 
@@ -229,6 +249,9 @@ class Block(nn.Module):
         x, weight, bias = F.gelu(self.up(x)), self.down.weight, self.down.bias
         if "shift" in self.variant:  # the norm's bias gets no gradient there, as a bias of attention's keys
             x = torch.softmax(x + self.norm.bias.sum(), -1)
+        if "joined" in self.variant:
+            join = JoinedSummed if "and summed" in self.variant else Joined
+            return h + leave.apply(join.apply(F.linear(x, weight), bias))
         if "bias divided" in self.variant:
             return h + leave.apply(F.linear(x, weight, bias / dist.get_world_size()))
         if "bias on every" in self.variant:

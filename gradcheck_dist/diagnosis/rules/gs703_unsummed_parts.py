@@ -109,7 +109,8 @@ def judge(case: Case) -> Answer | None:
     return Answer(
         explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
         f"{num} parameter{'s' * (num != 1)}; the sum over the ranks that share these tokens, which "
-        "is the gradient, was never taken. The copies drift apart.",
+        "is the gradient, was never taken. The copies drift apart. (They began alike, as copies do; shards that every "
+        "rank drew from one seed do so, too, and lack nothing.)",
         fix="All-reduce (sum) the gradients of these parameters over the ranks that share these tokens after the last "
         "backward: the tensor-parallel group, or, for a matrix that is tied over pipeline stages, the stages that hold "
         "it. A DTensor layout does it for the former.",

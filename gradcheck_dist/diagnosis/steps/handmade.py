@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplaine
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
 from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
+from gradcheck_dist.diagnosis.steps.reduced_early import COMES_EARLY, reduced_early
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
@@ -142,6 +143,9 @@ def name_places(
     weights were until then. They accuse nobody: what follows may make up for them."""
     for held in measured:
         if NO_COMBINATION not in held.reason:
+            continue
+        if (early := reduced_early(data, data.tracks[held.param][held.rank])) is not None:
+            held.changed_in = f"{_words('reduce', _line_of(early), None)} {COMES_EARLY}"
             continue
         last: tuple[Event, Entry] | None = None
         for entry in held.replay.history(held.rank):

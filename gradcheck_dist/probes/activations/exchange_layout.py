@@ -65,6 +65,12 @@ def _stacked(given: tuple[int, ...], made: tuple[int, ...], size: int) -> tuple[
     return ([WHOLE], together) if longer is made else (together, [WHOLE])
 
 
+def goes_on(given: Sequence[tuple[int, Tensor]], made: Sequence[Tensor]) -> tuple[int, Tensor] | None:
+    """The one of several inputs, with its place, that has the shape of the only output: others (a bias) join it."""
+    alike = [(place, one) for place, one in given if len(made) == 1 and one.shape == made[0].shape]
+    return alike[0] if len(given) > 1 and len(alike) == 1 and not alike[0][1].is_leaf else None
+
+
 def each_whole(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Box], list[Box]] | None:
     """Of a function that sends tensors to single ranks each tensor is a part; None where there are too many."""
     return ([WHOLE] * len(given), [WHOLE] * len(made)) if len(given) + len(made) <= MAX_SENT else None

@@ -45,7 +45,15 @@ from gradcheck_dist.probes.activations.exchange_events import (
     watch_node,
     watch_tensor,
 )
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, boxes, each_whole, num_of_each, take, unread
+from gradcheck_dist.probes.activations.exchange_layout import (
+    WHOLE,
+    boxes,
+    each_whole,
+    goes_on,
+    num_of_each,
+    take,
+    unread,
+)
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
@@ -296,6 +304,8 @@ def watch(
     inputs = [one for _, one in given]
     if not sent and not waits and gathered.watch(recorder, cls, ranks, inputs, made, bool(calls)):
         return
+    if not calls and (own := goes_on(given, made)) is not None:
+        given, inputs = [own], [own[1]]
     if any(one.is_leaf for one in inputs):
         if may_move_leaves(calls, tensors):
             gathered.not_followed(recorder, cls)
