@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import NO_COMBINATION, weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
+from gradcheck_dist.diagnosis.steps.never_read import leave_unread_open
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
 from gradcheck_dist.diagnosis.steps.open_steps import leave_unmade_open
 from gradcheck_dist.diagnosis.steps.other_steps import (
@@ -81,6 +82,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
     notes += [*behind, *more]
     leave_unmade_open(verdicts)
+    leave_unread_open(verdicts)
     name_waiting([(one.context.step, one.unread, one.held) for one in verdicts], NO_COMBINATION)
     tell_terms(verdicts)
     leave_drift(verdicts)

@@ -21,7 +21,7 @@ def train(config: TrainConfig, run_dir: str) -> TrainResult:
 
 
 def reduced_by_hand(run_dir: str, clip: str) -> None:
-    """Two ranks that sum their gradients by hand and clip "before" or "after" that."""
+    """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -33,6 +33,8 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
         dist.all_reduce(total)
         for part in data:
             (token_sum(model, part) / total).backward()
+            if clip == "in the loop":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if clip == "before":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         for param in model.parameters():

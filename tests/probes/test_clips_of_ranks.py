@@ -41,7 +41,7 @@ def test_a_clip_by_hand_may_count_a_tied_matrix_once(tmp_path: Path) -> None:
     assert (report.verdict, report.findings) == ("clean", [])
 
 
-@pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("after", [])])
+@pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("in the loop", ["GS605"]), ("after", [])])
 def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
     assert [finding.code for finding in report.findings] == codes

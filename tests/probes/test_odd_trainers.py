@@ -245,3 +245,22 @@ def test_a_gradient_that_waits_for_an_optimizer_which_steps_less_often_is_told(t
     report = diagnose_run(tmp_path / "run")
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("passes of step 0 to 1" in reason and "steps less often" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(("given", "verdict"), [("all", "clean"), ("some", "undetermined"), ("later", "undetermined")])
+def test_gradients_that_no_optimizer_reads_leave_the_verdict_open(given: str, verdict: str, tmp_path: Path) -> None:
+    """Unless the rest is frozen, or its optimizer steps in one of the recorded steps."""
+    body, head = nn.Linear(4, 16), nn.Linear(16, 3)
+    often = torch.optim.SGD([*body.parameters(), *(head.parameters() if given == "all" else ())], lr=0.1)
+    seldom = torch.optim.SGD(head.parameters(), lr=0.1)
+    with attach(tmp_path / "run", steps=range(3)):
+        for index in range(6):
+            F.cross_entropy(head(torch.tanh(body(torch.randn(8, 4)))), torch.arange(8) % 3).backward()
+            often.step()
+            often.zero_grad()
+            if given == "later" and index == 5:
+                seldom.step()
+    report = diagnose_run(tmp_path / "run")
+    assert (report.verdict, report.findings) == (verdict, [])
+    assert any("2 parameter(s)" in one and "no optimizer reads" in one for one in report.reasons) == (given != "all")
+    assert given == "all" or "Give these parameters to an optimizer" in report.next_step

@@ -14,6 +14,7 @@ from math import log, prod
 from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, kind_of, last_backward, order
+from gradcheck_dist.diagnosis.causes.early_clips import give_early_clips
 from gradcheck_dist.diagnosis.causes.hands import (
     NOISY,
     Judged,
@@ -60,6 +61,8 @@ def blame(
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
     wrong = [one for one in every if not one.cell.right]
+    if give_early_clips(every, wrong):
+        return _collect(every)
     blame_losses(contributions, [one for one in wrong if one.account.root == 0])
     wrong = [one for one in wrong if one.account.root != 0]
     place = contributions.coordinate

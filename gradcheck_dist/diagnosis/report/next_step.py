@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
+from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, PARTS, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
@@ -28,6 +29,8 @@ SAYS = {
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
+    NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
+    "less often, record until it does: --steps 0:9 records nine steps.",
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "
     "stepping together, all is judged.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",

@@ -39,12 +39,12 @@ from gradcheck_dist.diagnosis.audits.early_clips import completed_by, scaled_lat
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.early_clips import early_product, first_clip, fits
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.events import Clip, Reduce
-from gradcheck_dist.ledger.buffers import Replay
+from gradcheck_dist.events import Reduce
 
 CODE = "GS605"
 NAME = "early-clip"
@@ -54,38 +54,20 @@ FIX = "Clip once a step, after the last backward and the last reduction."
 
 def judge(case: Case) -> Answer | None:
     """Weights that are the product of the early clips that acted on each contribution, and of nothing else."""
-    products = [(cell, _early_product(held.replay, cell.column)) for held, cell in case.cells]
-    if not any(product < 1 - ACTS for _, product in products):
+    products = [early_product(held.replay, cell.column) for held, cell in case.cells]
+    if not any(product < 1 - ACTS for product in products):
         return None
-    for cell, product in products:
-        if abs(cell.ratio - product) > max(SAME, 2 * cell.tolerance) * product:
-            return None
-    ratios = sorted(product for _, product in products)
-    held, cell = min(case.cells, key=lambda one: _early_product(one[0].replay, one[1].column))
+    if not all(fits(held, cell) for held, cell in case.cells):
+        return None
+    held, cell = min(case.cells, key=lambda one: early_product(one[0].replay, one[1].column))
+    first = first_clip(held, cell)
     rank = held.replay.basis.origin[cell.column]
-    clips = [entry.event for entry in held.replay.history(rank) if isinstance(entry.event, Clip)]
-    first = clips[0]
     return Answer(
         culprit=Culprit("clip", rank, first, nominal=first.coefficient, factor=first.coefficient),
         explanation=f"Gradients were clipped before they were complete: parts of one step's gradient weigh x "
-        f"{ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should, the products of the clips' coefficients.",
+        f"{min(products):.4g} to x {max(products):.4g} of what they should, the products of the clips' coefficients.",
         fix=FIX,
     )
-
-
-def _early_product(replay: Replay, column: int) -> float:
-    """What clips made of a contribution on the rank on which it arrived, while the gradient was not complete."""
-    product = early = 1.0
-    arrived = False
-    for entry in replay.history(replay.basis.origin[column]):
-        event = entry.event
-        grows = isinstance(event, Reduce) or (event is None and not entry.sampled)
-        arrived = arrived or (entry.buffer == "grad" and entry.nominal[column] != 0)
-        if isinstance(event, Clip) and arrived:
-            product *= event.coefficient
-        elif grows:
-            early = product
-    return early
 
 
 def could_audit(facts: StepFacts) -> bool:

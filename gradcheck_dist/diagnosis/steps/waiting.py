@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -23,12 +25,15 @@ Copy = tuple[ParamKey, int]
 
 @dataclass
 class Unread:
-    """Whose passes of a step were still unread, and not emptied, when it was over; and what was read or emptied in it,
-    before its first pass, or at all."""
+    """Whose passes of a step were still unread, and not emptied, when it was over; what was read or emptied in it,
+    before its first pass, or at all. `made`: parameters of which a pass made a gradient that is not zero; `read`: those
+    that an optimizer held which stepped, with the other copies of tied ones."""
 
     left: set[Copy] = field(default_factory=set)
     cleared_before: set[Copy] = field(default_factory=set)
     cleared: set[Copy] = field(default_factory=set)
+    made: set[ParamKey] = field(default_factory=set)
+    read: set[ParamKey] = field(default_factory=set)
 
 
 def unread_in(data: StepData) -> Unread:
@@ -47,7 +52,14 @@ def unread_in(data: StepData) -> Unread:
             else:
                 result.left -= found
                 result.cleared |= found
+                result.read |= {key for key, _ in found} if isinstance(event, OptimizerStep) else set()
                 result.cleared_before |= set() if passed else found
+    result.read |= {copy for copy, other in data.beside.items() if other in result.read}
+    result.made = {
+        key
+        for key, of_rank in data.tracks.items()
+        if any(np.nan_to_num(values.data).any() for track in of_rank.values() for _, values in track.leaves.values())
+    }
     return result
 
 
