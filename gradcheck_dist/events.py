@@ -26,6 +26,7 @@ from gradcheck_dist.model_events import LossBackward as LossBackward
 from gradcheck_dist.model_events import LossGradient as LossGradient
 from gradcheck_dist.model_events import LossTerm as LossTerm
 from gradcheck_dist.model_events import ReducedGradient as ReducedGradient
+from gradcheck_dist.model_events import RootValue as RootValue
 from gradcheck_dist.model_events import StageGradient as StageGradient
 from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header
@@ -343,6 +344,7 @@ AnyEvent = (
     | Backward
     | StageGradient
     | Exchange
+    | RootValue
     | AttentionBackward
     | LossBackward
     | HandedOn

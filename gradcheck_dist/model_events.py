@@ -209,6 +209,14 @@ class Exchange(Event, tag="exchange"):
     operation: str = ""
 
 
+class RootValue(Event, tag="root_value"):
+    """A backward pass begins at one number, which is one loss times constants, as far as was seen: the number."""
+
+    accumulation_step: Index
+    microbatch: Index
+    value: float
+
+
 class AttentionBackward(Event, tag="attention_backward"):
     """Backward ran through a function that ranks of `group` applied together to queries, keys and values.
 

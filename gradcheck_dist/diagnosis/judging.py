@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.audit import audit, audited
 from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
+from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
@@ -180,6 +181,8 @@ def _judge_step(
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
     verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
+    unequal, values = unequal_losses(data, recorded)
+    verdict.reasons, verdict.remarks = verdict.reasons + unequal, verdict.remarks + values
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)

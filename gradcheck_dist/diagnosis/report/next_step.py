@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
+from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
@@ -29,6 +30,7 @@ SAYS = {
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
+    ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
     "less often, record until it does: --steps 0:9 records nine steps.",
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "

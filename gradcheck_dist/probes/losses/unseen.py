@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
+from gradcheck_dist.events import FUNCTION, Loss, LossGradient, RootValue, Site
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
@@ -98,6 +98,21 @@ def look(
             means.watch(recorder, current, roots[0], passes)
         elif recorder.sampling:
             means.watch_weighted(recorder, current, roots[0])
+        _tell_value(recorder, current, roots[0])
+
+
+def _tell_value(recorder: Recorder, current: BackwardPass, root: Root) -> None:
+    """Record what a pass begins at, where that is one loss: ranks that compute it together have one value of it."""
+    plain = type(root) is Tensor and root.is_floating_point()
+    if plain and recorder.sampling and recorder.impulses is None and not current.other_losses:
+        assert isinstance(root, Tensor)
+        recorder.emit(
+            RootValue,
+            accumulation_step=recorder.accumulation_step,
+            microbatch=current.microbatch,
+            site=current.site,
+            value=number(root),
+        )
 
 
 def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:

@@ -1,0 +1,65 @@
+"""Ranks that compute one loss together and get other values of it.
+
+Ranks that exchange activations for the same tokens hold parts of one model. What they compute together, as over shards
+of the vocabulary, is one number on all of them; where it is not, some sum or maximum over the ranks does not come, or
+is taken over fewer of them. Gradients are then those of another function on each rank, which no weight shows.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from gradcheck_dist.events import Exchange, RootValue
+from gradcheck_dist.ledger.contributions import Contribution, Contributions
+from gradcheck_dist.ledger.solve import EPSILON
+from gradcheck_dist.ledger.tracks import StepData
+
+SAME = 1e-3
+"""Relative difference of one loss on ranks that computed it together; with the same numbers it is equal bits."""
+ROUNDED = 4
+"""In bfloat16 and float16, so many times the type's precision."""
+ONE_LOSS = "their losses differ"
+
+
+def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[str], list[str]]:
+    """Why a step is left open in which ranks with one model's parts and the same tokens have unequal losses, and what
+    these are in the first of its passes."""
+    for one in contributions.by_key.values():
+        values = _values(data, one)
+        for group in _groups(data, one):
+            of_group = {rank: values[rank] for rank in sorted(group) if values.get(rank)}
+            low, high = min(of_group.values(), default=0.0), max(of_group.values(), default=0.0)
+            if high - low <= _allowed(one) * max(abs(low), abs(high)):
+                continue
+            ranks = ", ".join(map(str, of_group))
+            shown = ", ".join(f"{value:.6g}" for value in of_group.values())
+            where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
+            reason = (
+                f"ranks {ranks} exchange activations for the same tokens, and {ONE_LOSS}{where}: where they compute "
+                "one loss together (over shards of the vocabulary), a sum or maximum over them is missing, and what "
+                "backward gives is the gradient of another function"
+            )
+            place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
+            return [reason], [f"{place}: backward begins at {shown} on ranks {ranks}"]
+    return [], []
+
+
+def _allowed(one: Contribution) -> float:
+    return max(SAME, ROUNDED * EPSILON.get(one.loss.dtype, 0.0)) if one.loss is not None else SAME
+
+
+def _values(data: StepData, one: Contribution) -> dict[int, float]:
+    """The number that a contribution's pass begins at, on each rank that has one; none where a rank has several."""
+    found: dict[int, list[float]] = {}
+    for rank in one.ranks:
+        for event in data.events.get(rank, ()):
+            if isinstance(event, RootValue) and (event.accumulation_step, event.microbatch) == one.key[1:]:
+                found.setdefault(rank, []).append(event.value)
+    return {rank: values[0] for rank, values in found.items() if len(values) == 1 and isfinite(values[0])}
+
+
+def _groups(data: StepData, one: Contribution) -> set[frozenset[int]]:
+    """The ranks of a contribution among which activations were exchanged in its pass."""
+    events = (event for rank in one.ranks for event in data.events.get(rank, ()))
+    slots = (e for e in events if isinstance(e, Exchange) and (e.accumulation_step, e.microbatch) == one.key[1:])
+    return {frozenset(event.group) & frozenset(one.ranks) for event in slots}

@@ -1,0 +1,73 @@
+"""Two tensor-parallel ranks with a cross-entropy over shards of the vocabulary, for test_unequal_losses.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+CLASSES, WIDTH, TOKENS = 12, 8, 10
+
+
+class Copied(torch.autograd.Function):
+    """What each rank's shard of the output layer takes: its gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        summed = gradient.clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def losses(logits: Tensor, labels: Tensor, *, summed: bool) -> Tensor:
+    """Cross-entropies; without `summed` the exponentials of this rank's shard stand for all."""
+    first = dist.get_rank() * logits.shape[1]
+    largest = logits.detach().amax(1)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    logits = logits - largest[:, None]
+    here = (labels >= first) & (labels < first + logits.shape[1])
+    own = logits.gather(1, torch.where(here, labels - first, 0)[:, None]).squeeze(1)
+    total = logits.exp().sum(1)
+    return (Summed.apply(total) if summed else total).log() - Summed.apply(torch.where(here, own, 0.0))
+
+
+def train(run_dir: str, summed: bool) -> None:
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    with attach(run_dir):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        torch.manual_seed(1 + dist.get_rank())
+        head = nn.Linear(WIDTH, CLASSES // ranks, bias=False)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            for _ in range(2):
+                features = torch.randn(TOKENS, WIDTH, generator=generator)
+                labels = torch.randint(0, CLASSES, (TOKENS,), generator=generator)
+                logits = head(Copied.apply(body(features)))
+                (losses(logits, labels, summed=summed).sum() / (2 * TOKENS)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
