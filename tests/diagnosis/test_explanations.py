@@ -144,3 +144,10 @@ def test_the_experiment_is_the_users_own_command_with_one_size_changed() -> None
     }.items():
         run.manifest["command"] = list(command)
         assert wanted in (diagnose(run).findings[0].suggested_experiment or "")
+
+
+def test_a_sum_over_tokens_that_is_divided_by_passes_below_an_average_is_one_cause() -> None:
+    """It should be divided by N/R, which is one number."""
+    quantities = {"dp_replicate": 2.0, "accumulation_steps": 3.0, "num_tokens": 81.0}
+    best = Search([row(27.0, (average(2), 0.5))], [], quantities).best()[0]
+    assert (best.loss, best.edits, best.others) == (pytest.approx(13.5), (), ())

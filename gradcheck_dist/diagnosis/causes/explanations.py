@@ -51,6 +51,7 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     follows_norm,
     nameless,
     needed,
+    over_averaged,
     same,
 )
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
@@ -356,8 +357,9 @@ class Search:
     def _name_cost(self, value: float, tolerance: float) -> float:
         key = (value, tolerance)
         if key not in self._names:
-            names = name_number(abs(value), self.quantities, tolerance, max_factors=2)
-            costs = (cost_of_name(dict(name.powers), self._averages) for name in names)
+            found = (dict(name.powers) for name in name_number(abs(value), self.quantities, tolerance))
+            names = [one for one in found if len(one) <= 2 or over_averaged(one, self._averages)]
+            costs = (cost_of_name(powers, self._averages) for powers in names)
             cost = min(costs, default=nameless(self._exact))
             cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
             self._names[key] = min(cost, nameless(self._exact)) + (1.0 if value < 0 else 0.0)

@@ -76,12 +76,18 @@ def divides(powers: Powers, averaged: Set[str]) -> bool:
     return not over or (powers.get(TOKENS) == 1 and over <= averaged and all(powers[name] == -1 for name in over))
 
 
+def over_averaged(powers: Powers, averaged: Set[str]) -> Set[str]:
+    """What a product of the step's tokens divides by that an average divides by as well: with these the tokens are one
+    number, the N/R that a sum loss has to be divided by there."""
+    over = {name for name in averaged if powers.get(name) == -1}
+    return over if powers.get(TOKENS) == 1 else set()
+
+
 def cost_of_name(powers: Powers, averaged: Set[str]) -> float:
-    """What it takes to say a constant of the losses: its degrees and counts, one by one. Tokens over what an average
-    divides by are one number: the N/R that a sum loss has to be divided by there."""
-    rest = powers.keys() - {TOKENS}
-    if rest and powers.get(TOKENS) == 1 and rest <= averaged and all(powers[name] == -1 for name in rest):
-        return 1.5
+    """What it takes to say a constant of the losses: its degrees and counts, one by one, but N/R is one."""
+    if over := over_averaged(powers, averaged):
+        others = [abs(power) for name, power in powers.items() if name not in {TOKENS, *over}]
+        return 1.5 + sum(others) + 0.5 * len(others)
     return sum(abs(power) for power in powers.values()) + 0.5 * (len(powers) - 1)
 
 

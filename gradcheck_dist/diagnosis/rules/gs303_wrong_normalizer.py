@@ -28,7 +28,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
-from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, TOKENS
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE, TOKENS
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import EVALUATED, LOSS_SCALE, StepContext
@@ -51,7 +51,7 @@ NAMED = (
     "Correct the normalisation where the loss is computed: the factor's name says which number is used once too often "
     "or is missing."
 )
-UNDIVIDED = "Divide the sum by the tokens of the whole step, of all ranks and accumulation steps{times}."
+UNDIVIDED = "Divide the sum by the tokens of the whole step, of all ranks and accumulation steps{times}{instead}."
 TWICE = (
     "Divide by the accumulation steps once: on the loss's own line, or in the backward of a framework that divides by "
     "itself (accelerate, Lightning, DeepSpeed), not in both."
@@ -250,9 +250,10 @@ def _without_name(case: Case) -> str:
 def _named(powers: dict[str, int]) -> str:
     """What mends a factor of this name."""
     over = powers.keys() - {TOKENS}
-    if powers.get(TOKENS) == 1 and over <= RANKS and all(powers[name] == -1 for name in over):
-        times = f", times the {' * '.join(sorted(over))} over which the reduction averages" if over else ""
-        return UNDIVIDED.format(times=times)
+    if powers.get(TOKENS) == 1 and over <= RANKS | SCHEDULE and all(powers[name] == -1 for name in over):
+        ranks, passes = (" * ".join(sorted(over & of)) for of in (RANKS, SCHEDULE))
+        times = f", times the {ranks} over which the reduction averages" if ranks else ""
+        return UNDIVIDED.format(times=times, instead=f", in place of {passes}" if passes else "")
     if powers.get(LOSS_SCALE) == 1:
         return SCALED
     if powers.get(EVALUATED) == -1:
