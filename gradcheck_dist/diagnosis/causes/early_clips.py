@@ -45,7 +45,8 @@ def first_clip(held: Held, cell: Cell) -> Clip:
 
 def give_early_clips(every: Sequence[Judged], wrong: Sequence[Judged]) -> bool:
     """Give wrong weights to the clips of unfinished gradients, where these are all that is wrong with the step."""
-    if not wrong or not all(fits(one.held, one.cell) for one in every):
+    clipped = [early_product(one.held.replay, one.cell.column) < 1 - ACTS for one in wrong]
+    if not wrong or not all(clipped) or not all(fits(one.held, one.cell) for one in every):
         return False
     for one in wrong:
         clip = first_clip(one.held, one.cell)
