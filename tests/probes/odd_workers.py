@@ -81,3 +81,24 @@ def train_sharded(run_dir: str, factor: float) -> None:
                 param.data.copy_(values.view_as(param))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_with_one_left_out(run_dir: str, finds: bool) -> None:
+    """One step of a wrapped model of which one layer takes no part. The next forward would raise unless it `finds`
+    what is not used."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        model.spare = torch.nn.Linear(16, 16)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=finds)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
+        for k in range(2):
+            wrapped.require_backward_grad_sync = k == 1
+            (token_sum(wrapped, batch(rank, k)) * world / num_tokens).backward()
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()

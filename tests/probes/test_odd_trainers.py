@@ -53,6 +53,17 @@ def test_what_a_reduction_to_one_rank_leaves_on_the_others_is_no_change_by_hand(
     assert (report.verdict, report.findings) == ("clean", []), report.reasons
 
 
+@pytest.mark.parametrize(("finds", "found"), [(True, []), (False, ["GS103"])])
+def test_a_wrapper_that_waits_for_a_parameter_which_is_left_out_reduces_none(
+    finds: bool, found: list[str], tmp_path: Path
+) -> None:
+    warm_up()
+    launch("odd_workers:train_with_one_left_out", (str(tmp_path / "run"), finds), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found, report.findings
+    assert not found or "find_unused_parameters" in report.next_step
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
 def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
     warm_up()

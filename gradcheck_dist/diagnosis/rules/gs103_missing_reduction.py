@@ -74,7 +74,8 @@ def judge(case: Case) -> Answer | None:
     )
     sync = getattr(case.event, "sync", None)
     why = (
-        " (the wrapper did not reduce in this pass: told not to, or the model was called past it)"
+        " (the wrapper did not reduce in this pass: told not to, the model was called past it, or it waits for a "
+        "parameter that the pass left out)"
         if sync is False
         else ""
     )
@@ -112,7 +113,7 @@ def judge(case: Case) -> Answer | None:
         "lacks an axis (data, context or expert-data parallel)."
         if lacking
         else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
-        "through the wrapped module.",
+        "through the wrapped module, of all its parameters or with find_unused_parameters.",
     )
 
 

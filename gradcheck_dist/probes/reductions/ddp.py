@@ -111,14 +111,28 @@ def complete(recorder: Recorder, current: BackwardPass) -> None:
         # Armed is not enough: where gradients are computed by autograd.grad (zero-bubble schedules), AccumulateGrad,
         # on which the reducer hangs, never runs.
         seq = current.armed.get(state.wrapper) if state.wrapper in current.accumulated else None
-        current.sync = seq is not None
-        if seq is None:
+        if seq is not None:
+            recorder.armed.discard(state.wrapper)
+        current.sync = seq is not None and _got_through(state, current)
+        if seq is None or not current.sync:
             continue
-        recorder.armed.discard(state.wrapper)
         op, hook = _operation(state.ddp, current)
         own: dict[str, Any] = {"impl": "ddp", "op": op, "group": state.group, "wrapper": state.wrapper, "hook": hook}
         recorder.emit_reduce(seq, state.infos, **own, **_replicas(state, current, op, hook))
         recorder.sample_grads(seq, AFTER, state.infos)
+
+
+def _got_through(state: _State, current: BackwardPass) -> bool:
+    """Whether the reducer has finished. Without `find_unused_parameters` it waits for every parameter: a pass that
+    leaves one out reduces none, and only the next forward says so."""
+    check = getattr(getattr(state.ddp, "reducer", None), "_check_reducer_finalized", None)
+    if check is None or all(info.id in current.touched for info in state.infos):
+        return True
+    try:
+        check()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _operation(ddp: DistributedDataParallel, current: BackwardPass) -> tuple[str, str | None]:
