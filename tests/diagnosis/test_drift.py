@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from random_trainers import global_mean
@@ -67,3 +69,11 @@ def test_what_showed_before_or_has_no_such_cause_stays(earlier: list[str]) -> No
     verdicts = steps(earlier, ["GS802", "GS303"])
     leave_drift(verdicts)
     assert [one.code for one in verdicts[1].findings] == ["GS802", "GS303"]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_copies_are_set_apart_where_a_rank_reads_an_earlier_gradient_as_well(each: bool) -> None:
+    verdict = judge_step(RUN, 0, "global-token-mean", "given")
+    stale: Any = SimpleNamespace(final=lambda rank: SimpleNamespace(leftover=True))
+    held = [replace(one, replay=stale) if each or one is verdict.held[-1] else one for one in verdict.held]
+    assert sets_apart(held) != each

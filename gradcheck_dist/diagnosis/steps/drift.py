@@ -20,9 +20,14 @@ FOLLOWS = frozenset({"GS000", "GS103", "GS703", "GS802"})
 
 
 def sets_apart(judged: Iterable[Held]) -> bool:
-    """Whether the optimizers of two ranks read other weights of one contribution in copies of one parameter."""
+    """Whether the optimizers of two ranks read other weights of one contribution in copies of one parameter, or one of
+    them what was left from an earlier step as well."""
     first: dict[tuple[ParamKey, ContributionKey], Cell] = {}
+    left: dict[ParamKey, bool] = {}
     for held in judged:
+        final = held.replay.final(held.rank)
+        if final is not None and left.setdefault(held.param, final.leftover) != final.leftover:
+            return True
         for cell in held.cells:
             other = first.setdefault((held.param, cell.key), cell)
             if abs(cell.ratio - other.ratio) > cell.margin + other.margin:
