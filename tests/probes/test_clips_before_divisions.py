@@ -50,3 +50,20 @@ def test_a_clip_behind_it_or_by_a_norm_for_sums_is_right(tmp_path: Path, clip_fi
     tokens = sum(int((batch(0, k)[1] >= 0).sum()) for k in range(PASSES))
     report = train(tmp_path, 0.01 * (tokens if clip_first else 1), clip_first=clip_first)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_a_clip_between_the_divisions_of_parameters_is_early(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run"):
+        data = [batch(0, k) for k in range(PASSES)]
+        for part in data:
+            token_sum(model, part).backward()
+        for index, param in enumerate(model.parameters()):
+            param.grad /= sum(int((labels >= 0).sum()) for _, labels in data)  # type: ignore[operator]
+            if index == 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert finding.code == "GS605"
+    assert "3 of 5 were multiplied by" in finding.explanation

@@ -10,6 +10,7 @@ from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import AmpUnscale, Backward, Event, GradWrite, OptimizerStep, Reduce, ZeroGrad
+from gradcheck_dist.ledger.tracks import ParamKey
 
 SAME = 1e-3
 """Relative; how near the numbers must be by which a line multiplies all of a clip's gradients."""
@@ -36,19 +37,35 @@ def completed_by(facts: StepFacts, call: ClipCall) -> Event | None:
 def scaled_later(facts: StepFacts, call: ClipCall) -> float | None:
     """The one number by which lines of the trainer's own multiply all gradients of a clip behind it; None where they do
     not, or that is not known, or take out a loss scale."""
-    behind = [event for event in facts.data.events[call.rank] if event.seq >= call.event.seq]
-    if any(isinstance(event, AmpUnscale) or scale_of(event) is not None for event in behind):
-        return None
-    clipped = {part.key for part in call.parts}
-    factors = [
-        factor
-        for held in facts.held
-        if held.rank == call.rank and held.param in clipped
-        for factor in _factors_behind(held, call.event)
-    ]
+    factors = list(factors_behind(facts, call).values())
     middle = float(np.median(factors)) if factors else 1.0
     alike = all(abs(factor - middle) <= SAME * middle for factor in factors)
     return middle if alike and middle > 0 and abs(middle - 1) > SAME else None
+
+
+def scaled_apart(facts: StepFacts, call: ClipCall) -> dict[ParamKey, float]:
+    """By what each gradient of a clip is multiplied behind it, where that is another number for some than for others,
+    and is known of all; else empty."""
+    factors = factors_behind(facts, call)
+    if not factors or len(factors) < len({part.key for part in call.parts}) or min(factors.values()) <= 0:
+        return {}
+    return factors if max(factors.values()) > (1 + SAME) * min(factors.values()) else {}
+
+
+def factors_behind(facts: StepFacts, call: ClipCall) -> dict[ParamKey, float]:
+    """By what lines of the trainer's own multiply each gradient of a clip behind it, as far as that is known and one
+    number; empty where they take out a loss scale."""
+    behind = [event for event in facts.data.events[call.rank] if event.seq >= call.event.seq]
+    if any(isinstance(event, AmpUnscale) or scale_of(event) is not None for event in behind):
+        return {}
+    clipped = {part.key for part in call.parts}
+    found: dict[ParamKey, float] = {}
+    for held in facts.held:
+        factors = _factors_behind(held, call.event) if held.rank == call.rank and held.param in clipped else []
+        middle = float(np.median(factors)) if factors else 0.0
+        if factors and all(abs(factor - middle) <= SAME * abs(middle) for factor in factors):
+            found[held.param] = middle
+    return found
 
 
 def _factors_behind(held: Held, clip: Event) -> list[float]:

@@ -3,8 +3,8 @@
 ## What it does
 Finds clips that act on gradients to which a later backward of the same step adds, or which are combined over ranks
 only afterwards: each microbatch, or each rank, gets a coefficient of its own. And clips that act before a line of the
-trainer's own divides the same gradients by tokens, passes or ranks, which makes their weights right. A max_norm that is
-a written number times that divisor is taken to be meant.
+trainer's own divides the same gradients, or some of them, by tokens, passes or ranks, which makes their weights right.
+A max_norm that is a written number times that divisor is taken to be meant.
 
 ## Why it matters
 The step's gradient is no mean over tokens any more: what has a large gradient weighs less, and how much less depends
@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from math import log
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.early_clips import completed_by, scaled_later
+from gradcheck_dist.diagnosis.audits.early_clips import completed_by, scaled_apart, scaled_later
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
@@ -43,12 +43,14 @@ from gradcheck_dist.diagnosis.causes.early_clips import early_product, first_cli
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
+from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.events import Reduce
 
 CODE = "GS605"
 NAME = "early-clip"
 SAME = 1e-3
+BEHIND = "Clip once a step, behind the last line that divides the gradients."
 FIX = "Clip once a step, after the last backward and the last reduction."
 
 
@@ -125,6 +127,7 @@ def _divided_later(facts: StepFacts) -> Iterator[Remark]:
     scaled = [(call, factor) for call in acting if (factor := scaled_later(facts, call)) is not None]
     wrong = [(call, factor) for call, factor in scaled if not _is_meant(call.event.max_norm, factor)]
     if not wrong:
+        yield from _divided_in_part(facts, acting)
         return
     call, factor = min(wrong, key=lambda one: (one[0].rank, one[0].event.seq))
     event = call.event
@@ -138,7 +141,7 @@ def _divided_later(facts: StepFacts) -> Iterator[Remark]:
             f"then multiplied by {factor:.6g}{named}, as is right for their weights: the optimizer gets the norm "
             f"{event.max_norm * factor:.6g}. Behind that line their norm is {norm:.6g}, "
             + (f"to be clipped to {event.max_norm:g}." if right < 1 else "and nothing was to be clipped."),
-            fix="Clip once a step, behind the last line that divides the gradients.",
+            fix=BEHIND,
         ),
         pattern=f"all gradients x {event.coefficient / right:.4g}: clipped by the norm that they had before a line of "
         "the trainer's own scaled them",
@@ -150,4 +153,27 @@ def _divided_later(facts: StepFacts) -> Iterator[Remark]:
         effect=effect_of_clip(
             facts.data, facts.norms, {one.rank: one.event.coefficient for one, _ in wrong}, right, 1 / factor
         ),
+    )
+
+
+def _divided_in_part(facts: StepFacts, acting: list[ClipCall]) -> Iterator[Remark]:
+    """Clips by the norm of gradients of which the trainer's own lines had multiplied some already, and others not."""
+    apart = [(call, factors) for call in acting if (factors := scaled_apart(facts, call))]
+    if not apart:
+        return
+    call, factors = min(apart, key=lambda one: (one[0].rank, one[0].event.seq))
+    last = [factor for factor in factors.values() if abs(factor - 1) > SAME]
+    yield Remark(
+        answer=Answer(
+            explanation=f"Gradients were clipped to norm {call.event.max_norm:g} (norm {call.event.total_norm:.6g}), "
+            f"and {len(last)} of {len(factors)} were multiplied by {min(last):.6g}"
+            + (f" to {max(last):.6g}" if max(last) > (1 + SAME) * min(last) else "")
+            + " behind that, as is right for their weights: the norm was taken of gradients of unlike scale.",
+            fix=BEHIND,
+        ),
+        pattern=f"clipped by a norm of gradients of which {len(last)} of {len(factors)} were still to be scaled",
+        params=frozenset(part.key for one, _ in apart for part in one.parts),
+        ranks=tuple(sorted({one.rank for one, _ in apart})),
+        rank=call.rank,
+        event=call.event,
     )
