@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradcheck_dist.diagnosis.steps.lone import trained_alone
+from gradcheck_dist.diagnosis.steps.lone import ALONE, trained_alone
 from gradcheck_dist.events import Param, Reduce
 from gradcheck_dist.ledger.tracks import StepData, Track, Values
 
@@ -42,6 +42,7 @@ def test_copies_that_stay_behind_where_others_use_them_are_told() -> None:
     unused = step({0: {"embed", "norm"}, 1: set(NAMES)}, {"embed", "norm"}, untrained={0: {"head"}})
     (said,) = trained_alone(unused, APART)
     assert said.startswith("head is trained on rank(s) 1 alone")
+    assert ALONE in said
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
+from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, PARTS, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
@@ -31,6 +32,8 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
+    ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
+    "over all of them, with zeros where a rank has no gradient.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
     "less often, record until it does: --steps 0:9 records nine steps.",
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "

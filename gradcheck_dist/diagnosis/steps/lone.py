@@ -12,6 +12,9 @@ from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 from gradcheck_dist.steps import ranges
 
+ALONE = "right for what is meant to be"
+"""Stands in what is said of such parameters."""
+
 
 def trained_alone(data: StepData, coordinate: Mapping[int, int]) -> list[str]:
     """What data ranks train that are reduced with others in all that these train, and train more.
@@ -65,14 +68,14 @@ def _words(
     if unused:
         return (
             f"{names} {verb} trained on rank(s) {ranges(holders)} alone and reduced over no others: copies on rank(s) "
-            f"{ranges(without)}, which had no gradient of it in this step, stay behind (right for what is meant to be "
+            f"{ranges(without)}, which had no gradient of it in this step, stay behind ({ALONE} "
             "each rank's own; else reduce it on all of them, zeros where there is none)"
         )
     began = sorted({name for key in keys for name in _alike(data, key, holders[0])})
     origin = f", and began with the values of {in_short(began)}" if began else ""
     return (
         f"{names} {verb} on rank(s) {ranges(holders)} alone{origin}; rank(s) {ranges(without)}, which reduce all that "
-        "they have with these, have nothing of that name: right for what is meant to be these ranks' own, wrong for a "
+        f"they have with these, have nothing of that name: {ALONE} these ranks' own, wrong for a "
         "copy that the others lost (a matrix that is tied there, and no more here)"
     )
 
