@@ -102,3 +102,36 @@ def train_with_one_left_out(run_dir: str, finds: bool) -> None:
         optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
+    """Parameters that FSDP2 shards over one rank each, whose hooks add up the ranks' gradients; `divides` is right."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
+
+    def hook(param: torch.Tensor) -> None:
+        gradient = param.grad.to_local()
+        dist.all_reduce(gradient)
+        if divides:
+            gradient /= world
+
+    with attach(run_dir):
+        model = Net()
+        fully_shard(model.inner, mesh=mesh["shards"])
+        fully_shard(model, mesh=mesh["shards"])
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        num_tokens = sum(int((batch(r, 0)[1] >= 0).sum()) for r in range(world))
+        for _ in range(STEPS):
+            (token_sum(model, batch(rank, 0)) * world / num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -64,6 +64,19 @@ def test_a_wrapper_that_waits_for_a_parameter_which_is_left_out_reduces_none(
     assert not found or "find_unused_parameters" in report.next_step
 
 
+@pytest.mark.parametrize(("divides", "found"), [(True, []), (False, ["GS303"])])
+def test_what_hooks_reduce_of_sharded_parameters_is_recorded(divides: bool, found: list[str], tmp_path: Path) -> None:
+    warm_up()
+    launch("odd_workers:train_with_sharded_hooks", (str(tmp_path / "run"), divides), 2, timeout_s=60)
+    run = read_run(tmp_path / "run")
+    by_hooks = [event for event in run.ranks[0].events if isinstance(event, Reduce) and event.impl == "all_reduce"]
+    assert len(by_hooks) == 5 * 2
+    assert all(event.site is not None and event.site.function.endswith("hook") for event in by_hooks)
+    report = diagnose(run)
+    assert [finding.code for finding in report.findings] == found
+    assert not found or "The reduction at odd_workers.py" in report.findings[0].explanation
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
 def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
     warm_up()

@@ -188,6 +188,7 @@ def _adds_up(case: Case) -> str:
         for held in case.held
         for entry in held.replay.history(held.rank)
         if isinstance(event := entry.event, Reduce) and event.op == "sum" and not event.replicate_group
+        if len(event.group) > 1
     ]
     sizes = {len(event.group) for event in sums}
     if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > max(EXACT, 2 * case.pattern.tolerance):

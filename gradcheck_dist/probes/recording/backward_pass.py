@@ -103,6 +103,7 @@ class BackwardPass:
         "returned",
         "root_loss",
         "seq",
+        "sharding",
         "site",
         "smoothed",
         "stage",
@@ -134,6 +135,7 @@ class BackwardPass:
         self.reduce_ops: set[str] = set()  # collectives that a user's communication hook called
         self.reduce_groups: set[tuple[int, ...]] = set()  # over these ranks
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
+        self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated

@@ -169,12 +169,16 @@ def note_hook(recorder: Recorder, op: Any, group: Any) -> None:
 def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
     """Where gradients lie in a tensor inside of a backward pass, for a hook of the user's that reduces what has been
     accumulated so far. What a wrapper reduces there has a probe of its own, as soon as it has the gradient."""
-    handed_over = recorder.current.handed_over if recorder.current is not None else ()
-    touched = recorder.current.touched.values() if recorder.current is not None else ()
-    for regions, buffer in recorder.places.overlapping(tensor, itertools.islice(reversed(touched), LATEST)):
+    current = recorder.current
+    if current is None:
+        return
+    handed_over, sharding = current.handed_over, current.sharding
+    likely = [*(info for info, _ in sharding.values()), *itertools.islice(reversed(current.touched.values()), LATEST)]
+    for regions, buffer in recorder.places.overlapping(tensor, likely):
         info = regions[0].info
         held = info.param.grad is not None or main_grad_of(info) is not None
         own = info.managed_by == "ddp" if info.wrapper is not None else info.managed_by is None
+        own = own or info.id in sharding
         if not info.regions and held and own and info.id not in handed_over:
             yield regions, buffer
 
@@ -219,6 +223,9 @@ def before_manual(
                 if (seq := _number(recorder, info)) is None:
                     continue
                 begun = pending[info.id] = _Pending(recorder.step, seq, how)
+                sharded = current.sharding.pop(info.id, None) if current is not None else None
+                if sharded is not None and info.param.grad is not None:
+                    recorder.sample(sharded[1], AFTER, info, info.param.grad)
                 own = [part for part in regions if part.info is info]
                 recorder.sample_parts(begun.seq, BEFORE, info, own, buffer)
             opened.append(region)

@@ -104,6 +104,8 @@ def before(
             like = unsharded if hasattr(unsharded, "_local_tensor") else None
             if not recorder.sample(seq, BEFORE, info, grad, like):
                 recorder.status("fsdp", False, f"layout of the unsharded gradient of {info.name} is not known")
+    if recorder.current is not None:
+        recorder.current.sharding = {info.id: (info, seq) for info, _ in known}
     if call["reduce_dtype"] is None:
         call["reduce_dtype"] = call["unsharded_grads"][0].dtype
     return seq, known, call
@@ -117,6 +119,9 @@ def _ranks(group: Any) -> tuple[int, ...]:
 def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo, Any]], call: dict[str, Any]) -> None:
     shard, replicate = _ranks(call["reduce_scatter_group"]), _ranks(call["all_reduce_group"])
     infos = [info for info, _ in known]
+    left = {info.id for info in infos}  # which no hook of the user's has reduced as soon as they were there
+    if recorder.current is not None:
+        left, recorder.current.sharding = set(recorder.current.sharding), {}
     all_reduced = bool(call.get("all_reduce_grads", True))
     recorder.emit_reduce(
         seq,
@@ -134,7 +139,7 @@ def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo
     stream = result[2] if isinstance(result, tuple) and len(result) > 2 else None
     with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext():
         for info, fsdp_param in known:
-            if fsdp_param.sharded_param.grad is not None:
+            if info.id in left and fsdp_param.sharded_param.grad is not None:
                 recorder.sample(seq, AFTER, info, fsdp_param.sharded_param.grad)
 
 
