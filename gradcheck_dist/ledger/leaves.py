@@ -18,8 +18,9 @@ from gradcheck_dist.ledger.contributions import (
 )
 from gradcheck_dist.ledger.tracks import StepData, Track
 
-SAME = 1e-4
-"""Two ranks' leaves are copies of one another when they differ by less than this, relative to their norm."""
+SAME = 1e-2
+"""Two ranks' leaves are copies of one another when they differ by less than this, relative to their norm: sums in any
+order and low precision leave less, and summands are further apart."""
 
 
 @dataclass
