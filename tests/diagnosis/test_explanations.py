@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Event, Reduce, ScaleGrads, Site
 
 QUANTITIES = {"dp_shard": 4.0, "accumulation_steps": 3.0, "microbatches": 2.0}
+DDP = {"dp_replicate": 2.0, "accumulation_steps": 2.0, "num_tokens": 54.0}
 AVERAGING = Trainer(root=global_mean(2), op="avg", accumulation=3, data_ranks=2)
 PIPELINE = Trainer(root=global_mean(2), impl="fsdp", op="avg", data_ranks=2, stages=2, microbatches=2, accumulation=3,
                    sync="every", scale_grads=True)  # fmt: skip
@@ -109,6 +110,19 @@ def test_a_sum_loss_and_a_division_by_a_wrong_number_are_one_cause() -> None:
     quantities = {**QUANTITIES, "num_tokens": 48.0}
     best = Search([behind(48.0, 1 / 37)], [], quantities).best()[0]
     assert (best.loss, len(best.causes)) == (None, 1)
+
+
+@pytest.mark.parametrize(("scale", "divisor"), [(128.0, 64.0), (256.0, 128.0), (100.0, 50.0)])
+@pytest.mark.parametrize("exact", [1.0, 1 - 3e-8])
+def test_a_loss_scale_that_is_divided_out_by_another_number_is_one_cause(
+    scale: float, divisor: float, exact: float
+) -> None:
+    """And no average too many beside it, whose factor would make a loss scale of what is left."""
+    of_pass = behind(2 * scale, exact / divisor)
+    account = Account(of_pass.account.root, [Step(average(2), 0, 0.5)])
+    best = Search([replace(of_pass, account=account, documented=of_pass.documented / 2)], [], DDP).best()[0]
+    assert (best.edits, best.loss, len(best.causes)) == ((), None, 1)
+    assert [hand[0] for hand, _ in best.others] == [GAP]
 
 
 def test_one_unit_with_a_divisor_of_its_own_is_found_and_named() -> None:

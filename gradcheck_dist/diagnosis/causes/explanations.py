@@ -59,6 +59,8 @@ from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 PASSES = RANKS | SCHEDULE
 """What a line divides tokens by behind losses that were divided by their passes (N/(R K)); not what names a factor
 that no clip would have."""
+EXACTLY = 1e-6
+"""A divisor that lies so near to a power of two, in its exponent, was written as one and not measured."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Search:
     right: Sequence[Row]
     quantities: Mapping[str, float]
     tied: list[Explanation] = field(default_factory=list)
-    _names: dict[tuple[float, float], float] = field(default_factory=dict)
+    _names: dict[tuple[float, float, bool], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = [*self.wrong, *self.right]
@@ -243,7 +245,8 @@ class Search:
             others = tuple(zip(hands, constants[int(with_loss) :], strict=True))
             for hand, value in others:
                 cost += OTHER_GAP if hand[0] == GAP else OTHER
-                cost += self.divisor_cost(hand, self._intended(rest, loss, others, hand, value))
+                divisor = self._intended(rest, loss, others, hand, value)
+                cost += self.divisor_cost(hand, divisor, may_scale=not edits)
             yield Explanation(edits, loss, others, cost)
 
     def _intended(
@@ -292,13 +295,14 @@ class Search:
             constants[0] *= sign
         return None if np.any(np.abs(constants - 1) <= allowed.min()) else constants.tolist()
 
-    def divisor_cost(self, hand: Hand, divisor: float, over: Set[str] = RANKS) -> float:
+    def divisor_cost(self, hand: Hand, divisor: float, over: Set[str] = RANKS, *, may_scale: bool = True) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by
-        microbatches, a line of the user's by anything that it can count, tokens over what `over` names."""
+        microbatches, a line of the user's by anything that it can count, tokens over what `over` names, or by a loss
+        scale. `may_scale`: not where other causes beside it would make one of any power of two."""
         tolerance = self._exact
         if abs(divisor - 1) <= max(tolerance, SAME):
             return 0.0
-        if hand[0] == GAP and self._is_loss_scale(divisor):
+        if may_scale and hand[0] == GAP and self._is_loss_scale(divisor):
             return 1.0
         names = self._divisors(hand, divisor, tolerance, over)
         return min((0.5 + 0.5 * len(name.powers) for name in names), default=nameless(self._exact))
@@ -333,7 +337,7 @@ class Search:
         """Whether this is a loss scale that nobody took away again, as far as was recorded."""
         exponent = log2(value) if value > 0 else 0.0
         unscaled = any(known[0] == "AmpUnscale" for known in self.hands)
-        return not unscaled and exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2
+        return not unscaled and round(exponent) >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2
 
     @cached_property
     def _exact(self) -> float:
@@ -346,7 +350,8 @@ class Search:
         meant = {hand for row in self.wrong for hand, _ in row.gaps} - blamed
         if not all(self._named(hand) for hand in meant):
             return nameless(self._exact)
-        return self._name_cost(loss, self._known(blamed))
+        unscaled = any(hand[0] == GAP and _is_power_of_two(1 / abs(self.factor_of[hand] or 1.0)) for hand in blamed)
+        return self._name_cost(loss, self._known(blamed), may_scale=not unscaled)
 
     def _known(self, blamed: Set[Hand]) -> float:
         """How well the constant is known that all rows share, relative: what unrecorded hands did that are not blamed
@@ -354,16 +359,20 @@ class Search:
         exact = (row.exact if all(hand in blamed for hand, _ in row.gaps) else row.allowed for row in self.rows)
         return min(max(min(exact), 1e-6), COARSE)
 
-    def _name_cost(self, value: float, tolerance: float) -> float:
-        key = (value, tolerance)
+    def _name_cost(self, value: float, tolerance: float, *, may_scale: bool) -> float:
+        key = (value, tolerance, may_scale)
         if key not in self._names:
             found = (dict(name.powers) for name in name_number(abs(value), self.quantities, tolerance))
             names = [one for one in found if len(one) <= 2 or over_averaged(one, self._averages)]
             costs = (cost_of_name(powers, self._averages) for powers in names)
             cost = min(costs, default=nameless(self._exact))
-            cost = min(cost, 1.0) if self._is_loss_scale(abs(value)) else cost
+            cost = min(cost, 1.0) if may_scale and self._is_loss_scale(abs(value)) else cost
             self._names[key] = min(cost, nameless(self._exact)) + (1.0 if value < 0 else 0.0)
         return self._names[key]
+
+
+def _is_power_of_two(divisor: float) -> bool:
+    return abs(log2(divisor) - round(log2(divisor))) <= EXACTLY
 
 
 def _is_scaling(hand: Hand) -> bool:
