@@ -26,6 +26,7 @@ from gradcheck_dist.diagnosis.causes.hands import (
 )
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
+from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
@@ -60,6 +61,8 @@ def blame(
             loss = contributions.by_key[cell.key].loss
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
+    if off_alike(judged):
+        laid_together(every)
     wrong = [one for one in every if not one.cell.right]
     if give_early_clips(every, wrong):
         return _collect(every)

@@ -9,6 +9,7 @@ from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
 from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, rank_of
+from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -47,6 +48,10 @@ def cases_of(
         return []
     if found is None or own is None:
         return _cases(verdict, matrix)
+    if held_alone and off_alike(matrix):
+        undone = _cases(verdict, matrix)
+        if undone and all(case.culprit.kind != "loss" for case in undone):
+            return undone
     divided_again = own_division(matrix, verdict.contributions, expected)
     rest: list[Case] = []
     if divided_again is not None:
