@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+from clip_workers import Added, Copied
 from torch import Tensor, nn
 
 CLASSES, WIDTH, TOKENS = 12, 8, 10
-
-
-class Copied(torch.autograd.Function):
-    """What each rank's shard of the output layer takes: its gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, features: Tensor) -> Tensor:
-        return features.view_as(features)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        summed = gradient.clone()
-        dist.all_reduce(summed)
-        return summed
-
-
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def losses(logits: Tensor, labels: Tensor, *, summed: bool) -> Tensor:
@@ -46,7 +19,7 @@ def losses(logits: Tensor, labels: Tensor, *, summed: bool) -> Tensor:
     here = (labels >= first) & (labels < first + logits.shape[1])
     own = logits.gather(1, torch.where(here, labels - first, 0)[:, None]).squeeze(1)
     total = logits.exp().sum(1)
-    return (Summed.apply(total) if summed else total).log() - Summed.apply(torch.where(here, own, 0.0))
+    return (Added.apply(total) if summed else total).log() - Added.apply(torch.where(here, own, 0.0))
 
 
 def train(run_dir: str, summed: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gradcheck_dist.diagnosis.causes.account import SAME
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
@@ -13,7 +14,6 @@ from gradcheck_dist.ledger.buffers import Replay
 
 ACTS = 1e-3
 """A coefficient this close to 1 changes nothing that matters."""
-SAME = 1e-3
 
 
 def early_product(replay: Replay, column: int) -> float:

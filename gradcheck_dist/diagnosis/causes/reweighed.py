@@ -25,7 +25,7 @@ def off_alike(matrix: Sequence[Held]) -> bool:
 def laid_together(every: Sequence[Judged]) -> bool:
     """Lay what losses weigh contributions apart by to the one unrecorded change that undoes it, where there is one."""
     changes = [_by_place(one.account.gaps) for one in every]
-    common = set(changes[0]).intersection(*changes[1:]) if changes else set()
+    common = [place for place in changes[0] if all(place in gaps for gaps in changes)] if changes else []
     low, high = (bound((one.account.root for one in every), default=0.0) for bound in (min, max))
     tolerance = max((one.tolerance for one in every), default=0.0)
     if not 0 < low < high * (1 - 2 * tolerance):

@@ -31,8 +31,9 @@ so clip after it; with an all-reduce by hand, after that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log
+from typing import Any
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.early_clips import completed_by, scaled_apart, scaled_later
@@ -98,12 +99,19 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             fix=FIX,
         ),
         pattern=f"{len(early)} clips of unfinished gradients, coefficients {used[0]:.4g} to {used[-1]:.4g}",
-        params=frozenset(part.key for one, _ in early for part in one.parts),
-        ranks=tuple(sorted({one.rank for one, _ in early})),
+        **_concerned([one for one, _ in early]),
         rank=call.rank,
         event=call.event,
         factor=Factor(observed=used[len(used) // 2]),
     )
+
+
+def _concerned(calls: Sequence[ClipCall]) -> dict[str, Any]:
+    """Fields of a Remark: the parameters and ranks of some clips."""
+    return {
+        "params": frozenset(part.key for call in calls for part in call.parts),
+        "ranks": tuple(sorted({call.rank for call in calls})),
+    }
 
 
 def _is_meant(max_norm: float, factor: float) -> bool:
@@ -145,8 +153,7 @@ def _divided_later(facts: StepFacts) -> Iterator[Remark]:
         ),
         pattern=f"all gradients x {event.coefficient / right:.4g}: clipped by the norm that they had before a line of "
         "the trainer's own scaled them",
-        params=frozenset(part.key for one, _ in wrong for part in one.parts),
-        ranks=tuple(sorted({one.rank for one, _ in wrong})),
+        **_concerned([one for one, _ in wrong]),
         rank=call.rank,
         event=event,
         factor=Factor(observed=event.coefficient / right),
@@ -172,8 +179,7 @@ def _divided_in_part(facts: StepFacts, acting: list[ClipCall]) -> Iterator[Remar
             fix=BEHIND,
         ),
         pattern=f"clipped by a norm of gradients of which {len(last)} of {len(factors)} were still to be scaled",
-        params=frozenset(part.key for one, _ in apart for part in one.parts),
-        ranks=tuple(sorted({one.rank for one, _ in apart})),
+        **_concerned([one for one, _ in apart]),
         rank=call.rank,
         event=call.event,
     )

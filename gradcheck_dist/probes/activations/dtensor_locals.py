@@ -17,6 +17,7 @@ from torch import Tensor
 from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE, SAID_SUMMANDS
 from gradcheck_dist.probes.activations.exchange_events import Arriving, Watched, coarsest
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
+from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.sites import caller_site
 
@@ -30,7 +31,7 @@ _DECLARED = {
     TO_LOCAL: {"copy": HANDED_ON, "sum": HANDED_ON_SUMMED},
     FROM_LOCAL: {"copy": SAID_ALIKE, "sum": SAID_SUMMANDS},
 }
-_LEAF, _REDISTRIBUTED = "torch::autograd::AccumulateGrad", "RedistributeBackward"
+_REDISTRIBUTED = "RedistributeBackward"
 
 
 def known(cls: type) -> str | None:
@@ -81,4 +82,4 @@ def _is_parameter(tensor: Tensor) -> bool:
     node: Any = tensor.grad_fn
     while node is not None and node.name() == _REDISTRIBUTED:
         node = node.next_functions[0][0]
-    return node is None or node.name() == _LEAF
+    return node is None or node.name() == LEAF_NODE

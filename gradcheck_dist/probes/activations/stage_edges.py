@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import StageGradient
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -24,7 +25,6 @@ from gradcheck_dist.probes.recording.world import several_ranks
 NUM_SAMPLES = 64
 MAX_GIVEN = 8
 """Tensors of one stage's input that are watched; a transformer's stage has one."""
-_LEAF = "torch::autograd::AccumulateGrad"
 PASSES_LOOKED_AT = 4
 """Passes behind which a graph is no longer searched for what another rank sent, or for outputs that others are computed
 from, when none held any."""
@@ -160,7 +160,7 @@ def _leaves(nodes: Sequence[Any], seen: set[Any] | None = None) -> Iterator[Tens
     seen.update(stack)
     while stack:
         node = stack.pop()
-        if node.name() == _LEAF:
+        if node.name() == LEAF_NODE:
             yield node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -9,7 +9,8 @@ from torch import Tensor
 from gradcheck_dist.probes.backward.roots import Root
 
 MAX_NODES = 256
-_LEAF = "torch::autograd::AccumulateGrad"
+LEAF_NODE = "torch::autograd::AccumulateGrad"
+"""The name of the node that adds a gradient to its parameter's."""
 
 
 def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Tensor]:
@@ -22,7 +23,7 @@ def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Te
         node = stack.pop()
         if node is None or (hasattr(type(node), "_forward_cls") and not through_functions):
             continue
-        if node.name() == _LEAF:
+        if node.name() == LEAF_NODE:
             found.append(node.variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from gradcheck_dist.probes.losses.loss_graph import PARTED, edges_of, name_of, operands_of, selects_rows
+from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
+from gradcheck_dist.probes.losses.loss_graph import PARTED, dim_of, edges_of, name_of, operands_of, selects_rows
 
 MAX_HOPS = 12
 _CUTS = PARTED - {"UnbindBackward"} | {"SliceBackward"}
@@ -26,7 +27,6 @@ _PASSED = (
     *("View", "Reshape", "Unsafe", "Slice", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Transpose"),
 )
 """The begins of names of what a loss and its logits are made by, one operand of which has a gradient."""
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Cut(Enum):
@@ -121,8 +121,7 @@ def _cut_of(node: Any) -> Cut | None:
     if name_of(node) not in _CUTS:
         return None
     dims = len(node._saved_self_sym_sizes)
-    dim = node._saved_dim
-    dim = (dim - 2**64 if dim >= 2**63 else dim) % dims  # autograd keeps a negative one as an unsigned number
+    dim = dim_of(node) % dims
     if dim == dims - 1:
         return Cut.FEATURES
     return Cut.TOKENS if dim > 0 else Cut.ROWS
@@ -135,7 +134,7 @@ def _weight_of(product: Any) -> Hashable | None:
     if node is None:
         return ("frozen",)
     way = [output]
-    while node.name() != _LEAF:
+    while node.name() != LEAF_NODE:
         edges = edges_of(node)
         if len(edges) != 1 or len(way) > MAX_HOPS:
             return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH, emit_weights, summary
-from gradcheck_dist.probes.losses.loss_graph import Found, class_dim, is_product, log_probs_of, name_of
+from gradcheck_dist.probes.losses.loss_graph import Found, dim_of, is_product, log_probs_of, name_of
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
@@ -63,7 +63,7 @@ def watch_whole(
 ) -> None:
     """Record the weight of a loss where all of it arrives: at the log_softmax `source`."""
     current.smoothed[loss_id] = None
-    hook(source, functools.partial(_arrived, recorder, current, class_dim(source), loss_id))
+    hook(source, functools.partial(_arrived, recorder, current, dim_of(source), loss_id))
 
 
 @guarded("unseen")

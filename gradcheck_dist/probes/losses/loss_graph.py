@@ -227,8 +227,8 @@ def function_of(root: Any) -> str | None:
     return written.__name__ if written is not None and not written.__module__.startswith("torch.") else None
 
 
-def class_dim(node: Any) -> int:
-    """Along which a log_softmax normalises; autograd keeps a negative one as an unsigned number."""
+def dim_of(node: Any) -> int:
+    """Along which a node acts; autograd keeps a negative one as an unsigned number."""
     dim: int = node._saved_dim
     return dim if dim < 2**63 else dim - 2**64
 

@@ -22,7 +22,7 @@ from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
-from gradcheck_dist.probes.losses.loss_graph import PICKS, class_dim, function_of, name_of, search
+from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
@@ -156,7 +156,7 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
     loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
-    dim = class_dim(node)
+    dim = dim_of(node)
     _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
 

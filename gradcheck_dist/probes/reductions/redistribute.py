@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from gradcheck_dist.events import AFTER, BY_AUTOGRAD, LEAF
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
-
-_LEAF_NODE = "torch::autograd::AccumulateGrad"
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -53,7 +52,7 @@ def reduced(recorder: Recorder, node: Any, given: Any, result: Any) -> None:
     """Tell the contribution that entered, and the reduction, when this node's input is a parameter."""
     current = recorder.current
     following = node.next_functions[0][0] if node.next_functions else None
-    if current is None or following is None or following.name() != _LEAF_NODE:
+    if current is None or following is None or following.name() != LEAF_NODE:
         return
     info = recorder.registry.find(following.variable)
     before, after = given.placements, result.placements
