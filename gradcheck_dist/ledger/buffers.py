@@ -36,7 +36,8 @@ class Entry:
     `event` is what happened, None at a mere sample. `observed` is None where it was not sampled or not solvable.
     `own` is the part of `stderr` that this measurement added to what it inherited from earlier ones.
     `clip` is the product of the recorded clip coefficients so far, `leftover` tells whether the buffer holds gradients
-    of earlier steps.
+    of earlier steps. `made_of` are the measured summands that the records put together here, where too few elements of
+    the sample lie on this rank to see them.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Entry:
     solution: Solution | None = None
     sampled: bool = False
     leftover: bool = False
+    made_of: tuple[Column, ...] = ()
 
     @cached_property
     def largest(self) -> float:

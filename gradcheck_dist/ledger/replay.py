@@ -24,8 +24,9 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
+from gradcheck_dist.ledger.composed import Measured, made_up_of
 from gradcheck_dist.ledger.leaves import Basis
-from gradcheck_dist.ledger.solve import EPSILON, Solution, solve
+from gradcheck_dist.ledger.solve import EPSILON, Solution
 from gradcheck_dist.ledger.tracks import Point, StepData, Track
 
 HEALTHY = 0.75
@@ -36,9 +37,6 @@ LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
 
 
 Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
-Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
-"""Weights, their standard errors, the part of these that is the measurement's own, and the solution they are from."""
-
 
 def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     """Run all ranks' operations in an order in which every reduction finds its members ready."""
@@ -300,6 +298,9 @@ class _Machine:
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
         if isinstance(event, Reduce) and event.root not in (None, self.track.rank):
             foreign = 0.0  # what a reduction to another rank leaves here is nobody's doing, and is not built on
+        if weights is None and solution is None and all(column.weights is not None for column in buffer.columns):
+            entry.made_of = tuple(replace(column) for column in buffer.columns)
+            return  # nothing was measured here: by the records it still is what it was made of
         buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]
 
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
@@ -356,36 +357,4 @@ class _Machine:
         )
 
     def _solve(self, point: Point, columns: list[Column], documented: np.ndarray | None = None) -> Measured | None:
-        usable = [column for column in columns if column.weights is not None]
-        if len(usable) < len(columns):
-            return None
-        rows = np.isfinite(point.values.data)
-        for column in usable:
-            rows &= np.isfinite(column.data)
-        if not rows.any():
-            return None
-        matrix = np.stack([column.data[rows] for column in usable], axis=1) if usable else np.empty((rows.sum(), 0))
-        nominal = np.array([column.nominal for column in usable])
-        solution = solve(matrix, point.values.data[rows], self.result.epsilon, nominal, documented)
-        if solution is None:
-            return None
-        weights, variance, inherited = (np.zeros(len(self.basis)) for _ in range(3))
-        for index, column in enumerate(usable):
-            coefficient, error = solution.coefficients[index], solution.stderr[index]
-            assert column.weights is not None
-            holds = column.weights != 0
-            if np.isnan(coefficient):
-                weights[holds] = np.nan
-                continue
-            weights = weights + coefficient * column.weights
-            # Columns that share a contribution have it from one earlier state: their errors are the same and add up.
-            # Where the column's coefficient is hardly known, it may be larger, and these errors with it.
-            off = column.stderr != 0
-            inherited[off] = inherited[off] + (abs(coefficient) + error) * column.stderr[off]
-            if solution.covariance is None:
-                variance = variance + (error * column.weights) ** 2
-        if solution.covariance is not None and usable:
-            # What several columns have in common is known better than the share of each.
-            stacked = np.stack([np.nan_to_num(column.weights) for column in usable if column.weights is not None])
-            variance = variance + np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
-        return weights, np.sqrt(variance + inherited**2), np.sqrt(variance), solution
+        return made_up_of(columns, point.values.data, self.result.epsilon, len(self.basis), documented)

@@ -160,6 +160,47 @@ def solve(
     return replace(solution, checked=freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE)
 
 
+def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarray) -> Solution | None:
+    """Whether y is what its records say, times one number: for more columns than rows, of which `solve` tells nothing.
+
+    A combination without a free coefficient for each column is refuted by any one of them that is not in y as it
+    should be, unless it is small on all rows; that is its standard error.
+
+    Args:
+        columns: shape (num_rows, num_columns), float64.
+        y: shape (num_rows,), float64.
+        epsilon: dtype epsilon of the numbers that were summed.
+        nominal: coefficients as documented, shape (num_columns,).
+
+    Returns:
+        None when it is not so, when an arbitrary y would pass for it, or when a coefficient is not documented.
+    """
+    if not np.isfinite(nominal).all() or not (predicted := columns @ nominal).any():
+        return None
+    told = columns.any(axis=1) | (y != 0)
+    columns, y, predicted = columns[told], y[told], predicted[told]
+    freedom = len(y) - 1
+    square = float(predicted @ predicted)
+    if freedom < 1 or not square:
+        return None
+    scale = float(predicted @ y) / square
+    y_norm, rest = float(np.linalg.norm(y)), float(np.linalg.norm(y - scale * predicted))
+    norms = np.linalg.norm(columns, axis=0)
+    summands = np.abs(scale * nominal) * norms
+    size = y_norm + float(summands.sum())
+    # Sums of many terms are rounded as often, and no rounding is larger than the partial sum that it befalls.
+    terms = ROUNDING * epsilon * max(y_norm, float(np.linalg.norm(summands))) * np.sqrt(np.count_nonzero(summands))
+    gate = min(RESIDUAL_FACTOR * epsilon * size, SURE_SIGMAS * float(terms))
+    sigma = max(rest, float(terms)) / np.sqrt(freedom)
+    with np.errstate(divide="ignore"):
+        stderr = np.where(norms > 0, sigma / norms, np.nan)
+    coefficients = np.where(norms > 0, scale * nominal, np.nan)
+    solution = Solution(
+        coefficients, stderr, rest / size, rest <= gate, len(y), rest / freedom**0.5, None, gate, freedom
+    )
+    return solution if solution.fits and solution.chance(y_norm) < BY_CHANCE else None
+
+
 def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:
     """Covariance of the coefficients by the rounding of each element as large as it is: where few elements are much
     larger than the others (an output head's gradient), these decide, and their errors do not average out.

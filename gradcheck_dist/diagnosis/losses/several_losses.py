@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.events import Backward, Event
@@ -180,13 +182,18 @@ def _usual(
 ) -> float:
     """By what most of a loss's weights are off, of several as frequent factors the one at the loss; 1 where none is
     known."""
+    wanted = set(keys)
     found = [
         (cell.ratio, cell.root_ratio)
         for held in judge(measured, contributions, dict(expected))
         for cell in held.cells
-        if cell.key in set(keys) and cell.ratio > SAME
+        if cell.key in wanted and cell.ratio > SAME
     ]
     if not found:
         return 1.0
-    alike = {ratio: sum(abs(other / ratio - 1) <= SAME for other, _ in found) for ratio, _ in found}
-    return max(found, key=lambda item: (alike[item[0]], abs(item[0] / item[1] - 1) <= SAME if item[1] else False))[0]
+    ratios = np.array([ratio for ratio, _ in found])
+    in_order = np.sort(ratios)
+    upper = np.searchsorted(in_order, ratios * (1 + SAME), side="right")
+    alike = upper - np.searchsorted(in_order, ratios * (1 - SAME), side="left")
+    most = [found[index] for index in np.flatnonzero(alike == alike.max())]
+    return max(most, key=lambda item: abs(item[0] / item[1] - 1) <= SAME if item[1] else False)[0]

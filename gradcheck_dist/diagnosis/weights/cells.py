@@ -11,6 +11,7 @@ import numpy as np
 
 from gradcheck_dist.events import AmpUnscale, Clip, OptimizerStep, Reduce, ScaleGrads
 from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.composed import made_up_of
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.leaves import build_basis
 from gradcheck_dist.ledger.replay import replay
@@ -179,13 +180,34 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
             last = tracks[held.rank].points[-1].values.data
             final = played.final(held.rank)
             whole = np.where(np.isnan(whole), last / (final.clip if final is not None else 1.0), whole)
-        rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
-        nominal = small[0].nominal if small[0].nominal is not None else np.zeros(len(played.basis))
-        solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
-        if solution is None or not (solution.fits and solution.checked):
+        told = _of_leaves(whole, small[0], played) or _of_summands(whole, small[0], played)
+        if told is None:
             continue
         for held in small:
-            held.observed, held.stderr, held.reason = solution.coefficients, np.nan_to_num(solution.stderr), ""
+            held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
+
+
+def _of_leaves(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
+    """The weights of all contributions in a gradient, and their standard errors."""
+    rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
+    nominal = held.nominal if held.nominal is not None else np.zeros(len(played.basis))
+    solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
+    if solution is None or not (solution.fits and solution.checked):
+        return None
+    return solution.coefficients, solution.stderr
+
+
+def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
+    """The same from what the ranks brought into the last reduction, which was measured: of many accumulation steps and
+    ranks there are fewer sums than contributions."""
+    final = played.final(held.rank)
+    if final is None or not final.made_of:
+        return None
+    columns = [replace(column, nominal=column.nominal / final.clip) for column in final.made_of]
+    found = made_up_of(columns, whole, played.epsilon, len(played.basis))
+    if found is None or not (found[3].fits and found[3].checked):
+        return None
+    return found[0], found[1]
 
 
 def _joined(held: Held) -> tuple[int, ...]:
