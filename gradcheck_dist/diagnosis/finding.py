@@ -170,7 +170,8 @@ class Weight(msgspec.Struct, kw_only=True):
     """One cell of the ledgers: the weight per token that a contribution got in a unit's gradient on a rank.
 
     Expected, nominal and observed have the unit 1/tokens. `observed` is freed of clipping (which scales all alike
-    and is judged apart). `stderr` is the standard error of `observed`.
+    and is judged apart). `stderr` is the standard error of `observed`. `alike_ranks`: others that hold it, came out
+    like this one, and have no rows of their own (large worlds).
     """
 
     step: int
@@ -184,6 +185,12 @@ class Weight(msgspec.Struct, kw_only=True):
     observed: float | None = None
     ratio: float | None = None
     stderr: float | None = None
+    alike_ranks: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which this tells."""
+        return (self.holder_rank, *self.alike_ranks)
 
 
 class Overhead(msgspec.Struct, kw_only=True):

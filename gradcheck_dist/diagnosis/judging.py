@@ -60,6 +60,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.steps.waiting import unread_in
+from gradcheck_dist.diagnosis.weights.alike import without_repeats
 from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
@@ -253,7 +254,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         return None
     on_the_way = transits(data, contributions)
     context.num_handed_over = len(on_the_way.matched)
-    measured = measure(data, contributions, on_the_way)
+    measured = without_repeats(measure(data, contributions, on_the_way), data)
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None

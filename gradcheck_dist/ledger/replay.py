@@ -38,6 +38,7 @@ LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
 
 Op = tuple[int, int, object]  # (seq, order, leaf column | Event | Point)
 
+
 def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     """Run all ranks' operations in an order in which every reduction finds its members ready."""
     epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
@@ -298,8 +299,10 @@ class _Machine:
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
         if isinstance(event, Reduce) and event.root not in (None, self.track.rank):
             foreign = 0.0  # what a reduction to another rank leaves here is nobody's doing, and is not built on
-        if weights is None and solution is None and all(column.weights is not None for column in buffer.columns):
+        unseen = solution is None or solution.as_documented
+        if unseen and all(column.weights is not None for column in buffer.columns):
             entry.made_of = tuple(replace(column) for column in buffer.columns)
+        if weights is None and entry.made_of:
             return  # nothing was measured here: by the records it still is what it was made of
         buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]
 

@@ -41,7 +41,7 @@ class Solution:
     relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its standard
     deviation. `covariance` of the coefficients is None where some direction is not determined at all. `gate` is the
     largest residual, of the `freedom` rows to spare, that passes for rounding. `checked`: whether an arbitrary y would
-    hardly have fitted.
+    hardly have fitted. `as_documented`: the coefficients are the documented ones times one number.
     """
 
     coefficients: np.ndarray
@@ -54,6 +54,7 @@ class Solution:
     gate: float = 0.0
     freedom: int = 0
     checked: bool = True
+    as_documented: bool = False
 
     def shows(self, column: int) -> bool:
         """Whether a column is surely in y."""
@@ -196,7 +197,15 @@ def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndar
         stderr = np.where(norms > 0, sigma / norms, np.nan)
     coefficients = np.where(norms > 0, scale * nominal, np.nan)
     solution = Solution(
-        coefficients, stderr, rest / size, rest <= gate, len(y), rest / freedom**0.5, None, gate, freedom
+        coefficients,
+        stderr,
+        residual=rest / size,
+        fits=rest <= gate,
+        num_rows=len(y),
+        sigma=rest / freedom**0.5,
+        gate=gate,
+        freedom=freedom,
+        as_documented=True,
     )
     return solution if solution.fits and solution.chance(y_norm) < BY_CHANCE else None
 

@@ -132,9 +132,10 @@ def _why(report: Report) -> str:
         return prose(report.findings[0].explanation)
     ratios = [weight.ratio for weight in report.weights if weight.ratio is not None]
     worst = max((abs(ratio - 1) for ratio in ratios), default=None)
+    num_weights = sum(len(weight.ranks) for weight in report.weights if weight.ratio is not None)
     coverage = report.coverage
     seen = (
-        f"{plural(len(ratios), 'observed weight')} in {coverage.parameters_observed} of "
+        f"{plural(num_weights, 'observed weight')} in {coverage.parameters_observed} of "
         f"{plural(coverage.parameters_total, 'parameter')}"
     )
     largest = f"the largest relative difference is {number(worst, 2)}." if worst is not None else ""

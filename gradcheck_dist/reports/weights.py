@@ -86,21 +86,23 @@ def _group(weights: Iterable[Weight], same: float) -> list[_Group]:
     for weight in weights:
         key = weight.contribution
         holders[weight.unit, weight.holder_rank][key.data_rank, key.accumulation_step, key.microbatch] = weight
-    groups: dict[frozenset[Contribution], list[_Group]] = defaultdict(list)
-    for member, cells in holders.items():
+    groups: list[_Group] = []
+    for member, cells in sorted(holders.items(), key=lambda item: -len(item[1])):
         ratios = {contribution: _measured(weight, weight.ratio) for contribution, weight in cells.items()}
-        alike = groups[frozenset(ratios)]
-        group = next((group for group in alike if _agree(group.ratios, ratios, same)), None)
+        group = next((group for group in groups if _agree(ratios, group.ratios, same)), None)
         if group is None:
             group = _Group(ratios)
-            alike.append(group)
+            groups.append(group)
         group.add(member, cells)
-    return [group for alike in groups.values() for group in alike]
+    return groups
 
 
-def _agree(left: dict[Contribution, float | None], right: dict[Contribution, float | None], same: float) -> bool:
-    for contribution, ratio in left.items():
-        other = right[contribution]
+def _agree(part: dict[Contribution, float | None], whole: dict[Contribution, float | None], same: float) -> bool:
+    """Whether one that knows some of another's contributions knows the same of them."""
+    if not part.keys() <= whole.keys():
+        return False
+    for contribution, ratio in part.items():
+        other = whole[contribution]
         if ratio is None or other is None:
             if ratio is not other:
                 return False
@@ -163,7 +165,7 @@ def _caption(group: _Group, step: int, sizes: dict[str, int], alone: bool) -> st
     units = list(dict.fromkeys(unit for unit, _ in group.members))
     num_parameters = sum(sizes.get(unit, 1) for unit in units)
     parameters = plural(num_parameters, "parameter")
-    ranks = spans(rank for _, rank in group.members)
+    ranks = spans(rank for members in group.weights.values() for one in members for rank in one.ranks)
     which = some(units) if num_parameters == 1 else f"{some(units)} ({parameters})"
     if alone:
         which = f"all {parameters}" if parameters != "1 parameter" else "its parameter"

@@ -112,7 +112,7 @@ class StepView:
 
     @cached_property
     def held_by(self) -> dict[tuple[ParamKey, int], Held]:
-        return {(held.param, held.rank): held for held in self.verdict.held}
+        return {(held.param, rank): held for held in self.verdict.held for rank in held.ranks}
 
     def param_id(self, param: ParamKey, rank: int) -> int | None:
         track = self.verdict.data.tracks.get(param, {}).get(rank)

@@ -55,7 +55,7 @@ class Case:
     @property
     def ranks(self) -> list[int]:
         """The ranks that are concerned."""
-        return sorted({held.rank for held in self.held} | set(self.term_ranks))
+        return sorted({rank for held in self.held for rank in held.ranks} | set(self.term_ranks))
 
     def concerns_all(self, judged: Sequence[Held]) -> bool:
         """Whether everything has the pattern's factor, but for what came out right only within its noise."""

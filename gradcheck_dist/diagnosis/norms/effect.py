@@ -80,23 +80,23 @@ def effect_of_case(
     products: dict[ParamKey, np.ndarray] = defaultdict(lambda: np.zeros(3))
     exact = {(one.param, one.rank): one for one in case.held}
     cells: dict[tuple[ParamKey, int], dict[int, float]] = defaultdict(dict)
-    alike: dict[tuple[int, ContributionKey], list[float]] = defaultdict(list)
+    alike: dict[tuple[int | None, ContributionKey], list[float]] = defaultdict(list)
     for one, cell in case.cells:
         cells[one.param, one.rank][cell.column] = cell.ratio
         alike[one.rank, cell.key].append(cell.ratio)
+        alike[None, cell.key].append(cell.ratio)
     for one in held:
         place = (one.param, one.rank)
-        if place in exact:
-            ratios: Ratios = cells[place]
-        elif case.everywhere:
+        ratios: Ratios = {}
+        if place in exact or case.everywhere:
+            # What a parameter's own elements do not show (contributions that are zero on a shard) others tell.
             keys = one.replay.basis.keys
-            known = ((column, alike.get((one.rank, key))) for column, key in enumerate(keys))
+            known = ((column, alike.get((one.rank, key)) or alike.get((None, key))) for column, key in enumerate(keys))
             ratios = {column: fmean(ratios_of_key) for column, ratios_of_key in known if ratios_of_key}
-        else:
-            ratios = {}
+            ratios |= cells.get(place, {})
         track = data.tracks[one.param].get(one.rank)
         size = prod(track.param.shape) if track is not None else 1
-        products[one.param] += size * _products(one, ratios, contributions, expected)
+        products[one.param] += len(one.ranks) * size * _products(one, ratios, contributions, expected)
     right, wrong, both = (float(sum(value[index] for value in products.values())) for index in range(3))
     scale = sqrt(wrong / right) if right > 0 else None
     cosines = [value[2] / sqrt(value[0] * value[1]) for value in products.values() if value[0] > 0 and value[1] > 0]

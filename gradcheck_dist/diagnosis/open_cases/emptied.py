@@ -36,12 +36,12 @@ def _taken_away(case: Case, data: StepData) -> bool:
     culprit = case.culprit
     if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep) or case.terms:
         return False
-    holders = {(held.param, held.rank) for held in case.held}
+    holders = {(held.param, rank) for held in case.held for rank in held.ranks}
     if any((held.param, rank) not in holders for held in case.held for rank in data.tracks[held.param]):
         return False  # copies that part are told
     if any(abs(cell.ratio) > GONE for held in case.held for cell in held.cells):
         return False
-    return all(_stepped_over(held.param, held.rank, data) for held in case.held)
+    return all(_stepped_over(held.param, rank, data) for held in case.held for rank in held.ranks)
 
 
 def _stepped_over(param: tuple[int, str], rank: int, data: StepData) -> bool:

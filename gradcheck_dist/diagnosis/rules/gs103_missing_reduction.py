@@ -203,7 +203,7 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
         return
     rank = min(held.rank for held in missing)
     params = frozenset(held.param for held in missing)
-    ranks = tuple(sorted({held.rank for held in missing}))
+    ranks = tuple(sorted({rank for held in missing for rank in held.ranks}))
     passes = [event for event in facts.data.events[rank] if isinstance(event, Backward)]
     mine = {facts.data.tracks[key][rank].param.id for key in params if rank in facts.data.tracks[key]}
     last = [event for event in passes if mine.intersection(facts.data.params_of(rank, event.params or 0))]
@@ -227,7 +227,7 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
     """Gradients reduced to one rank, which others step with as well: they read what is left in their own buffers."""
     found: dict[ParamKey, int] = {}
     culprits: list[tuple[int, Reduce]] = []
-    stepped = {(held.param, held.rank) for held in facts.held}
+    stepped = {(held.param, rank) for held in facts.held for rank in held.ranks}
     for key, of_rank in facts.data.tracks.items():
         for rank, track in of_rank.items():
             if (key, rank) not in stepped:

@@ -70,7 +70,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             ),
             pattern=f"the gradients of {num} evaluations of the same batch are added",
             params=frozenset(held.param for held in stale),
-            ranks=tuple(sorted({held.rank for held in stale})),
+            ranks=tuple(sorted({rank for held in stale for rank in held.ranks})),
             rank=rank,
             event=steps[-1] if steps else None,
             factor=Factor(observed=float(num), exact=str(num)),
@@ -85,7 +85,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ),
         pattern="the gradient of an earlier step is added",
         params=frozenset(held.param for held in stale),
-        ranks=tuple(sorted({held.rank for held in stale})),
+        ranks=tuple(sorted({rank for held in stale for rank in held.ranks})),
         rank=rank,
         event=steps[-1] if steps else None,
     )

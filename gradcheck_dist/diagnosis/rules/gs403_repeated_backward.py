@@ -65,7 +65,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         if same
         else f"tokens weigh x {_written(counts)} by accumulation step, as often as their losses go backward",
         params=found.params,
-        ranks=tuple(sorted({held.rank for held in facts.held if held.param in found.params})),
+        ranks=tuple(sorted({rank for held in facts.held if held.param in found.params for rank in held.ranks})),
         rank=rank,
         event=event,
         factor=Factor(observed=float(same), exact=str(same)) if same else Factor(observed=None),

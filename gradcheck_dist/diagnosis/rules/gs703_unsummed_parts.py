@@ -92,7 +92,7 @@ def judge(case: Case) -> Answer | None:
         coordinate = case.context.contributions.coordinate
         if not own or any(coordinate.get(held.replay.basis.origin[one.column]) != cell.key[0] for one in own):
             return None
-    ranks = sorted({held.rank for held, _ in wrong})
+    ranks = sorted({rank for held, _ in wrong for rank in held.ranks})
     num = len({held.param for held, _ in wrong})
     if all(held.replay.basis.origin[cell.column] < 0 for held, cell in wrong):
         share, pattern = _share(case, wrong, "copy", ())

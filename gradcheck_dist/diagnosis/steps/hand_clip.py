@@ -302,7 +302,7 @@ def _normalised(norm: float, before: float) -> str:
 
 
 def _parts(case: Case, norms: StepNorms) -> list[Part]:
-    ranks = {held.rank for held in case.held}
+    ranks = {rank for held in case.held for rank in held.ranks}
     return [part for (rank, _), part in norms.parts.items() if rank in ranks]
 
 

@@ -271,7 +271,7 @@ def _series(
     of_step = {verdict.context.step: change for verdict, change in members}
     for verdict in verdicts:
         step = verdict.context.step
-        holders = {(held.param, held.rank): held for held in verdict.held}
+        holders = {(held.param, rank): held for held in verdict.held for rank in held.ranks}
         for key, of_key in series.items():
             held = holders.get(key[:2])
             if held is None or step in of_key or key[2] not in verdict.contributions.by_key:

@@ -94,7 +94,10 @@ def weights(
     """One row for each unit, holder and contribution: the mean over the unit's parameters. Without expected weights the
     observed ones are relative to the contribution's own gradient."""
     rows: dict[tuple[str, int, ContributionKey], list[Cell]] = defaultdict(list)
+    alike: dict[tuple[str, int], set[int]] = defaultdict(set)
     for one in held:
+        if one.alike and one.cells:
+            alike[names[one.param], one.rank].update(one.alike)
         for key, summands in _by_contribution(one).items():
             rows[names[one.param], one.rank, key].append(_share(summands))
     result = []
@@ -114,6 +117,7 @@ def weights(
                 observed=together.observed,
                 ratio=together.ratio,
                 stderr=together.stderr * max(abs(together.ratio), 1.0) * float(together.expected),
+                alike_ranks=tuple(sorted(alike.get((unit, rank), ()))),
             )
         )
     return result

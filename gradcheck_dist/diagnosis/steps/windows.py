@@ -72,7 +72,7 @@ def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, cons
         pattern=f"every contribution x {factor:.6g}, in a step of {passes} pass(es) instead of {usual}",
         units=sorted(set(verdict.units.values())),
         num_parameters=len(verdict.units),
-        ranks=sorted({weight.holder_rank for weight in verdict.weights}),
+        ranks=sorted({rank for held in verdict.held if held.cells for rank in held.ranks}),
         first_event=msgspec.structs.replace(found.first_event, observed_factor=factor),
         explanation=f"{number} up in this step, and the loss divides by {usual}, which is right in the steps with "
         f"{usual} passes: {why}.",

@@ -77,7 +77,8 @@ class Held:
     else than a combination of contributions, in words. `hops` changed a column's gradient on its way between pipeline
     stages, before it came to the parameter; `observed` contains them. `elsewhere` are data coordinates whose
     tokens are in other ranks' summands of the same gradient. `clip_by_hand` is the coefficient of a clip that nobody
-    recorded, where `observed` is freed of one.
+    recorded, where `observed` is freed of one. `alike` are ranks of a large world that came out like this one, and are
+    not looked at themselves.
     """
 
     param: ParamKey
@@ -95,6 +96,12 @@ class Held:
     num_unknown: int = 0
     reason: str = ""
     changed_in: str = ""
+    alike: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which this tells."""
+        return (self.rank, *self.alike)
 
     @cached_property
     def digits(self) -> tuple[object, ...]:
@@ -172,7 +179,7 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
         if held.reason == TOO_FEW or held.observed is not None:
             groups.setdefault(_joined(held), []).append(held)
     for sources, members in groups.items():
-        small = [held for held in members if held.reason == TOO_FEW]
+        small = [held for held in members if held.reason == TOO_FEW or _is_as_documented(held)]
         if not small or not sources:
             continue
         whole = np.full(played.basis.values.shape[1], np.nan)
@@ -185,6 +192,12 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
             continue
         for held in small:
             held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
+
+
+def _is_as_documented(held: Held) -> bool:
+    """Whether its few elements could only confirm the records, and do not show the columns that are zero on them."""
+    final = held.replay.final(held.rank)
+    return final is not None and final.solution is not None and final.solution.as_documented
 
 
 def _of_leaves(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
@@ -288,6 +301,7 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
     result = replace(held, cells=[], num_unknown=0)
     if held.observed is None or held.stderr is None or held.nominal is None:
         return result
+    num_scalings = held.num_scalings
     for key, groups in _columns(held.replay.basis.keys, held.partial):
         weight, contribution = expected.get(key), contributions.by_key.get(key)
         if weight is None or contribution is None or contribution.weight is None or contribution.spread > MAX_SPREAD:
@@ -316,7 +330,7 @@ def _with_cells(held: Held, contributions: Contributions, expected: dict[Contrib
                     nominal=float(held.nominal[group].sum()) * root,
                     observed=seen,
                     ratio=seen / float(weight),
-                    tolerance=systematic(held.replay.epsilon, loss_epsilon, held.num_scalings) + SIGMAS * error,
+                    tolerance=systematic(held.replay.epsilon, loss_epsilon, num_scalings) + SIGMAS * error,
                     stderr=error,
                     material=material(contribution.num_tokens),
                 )
