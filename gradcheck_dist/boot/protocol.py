@@ -49,6 +49,7 @@ class Boot:
     axes: dict[str, int] | None = None
     same_data: tuple[tuple[int, ...], ...] | None = None
     meant: tuple[str, ...] = ()
+    sample_size: int | None = None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -67,6 +68,7 @@ def decode(text: str) -> Boot:
         same_data = tuple(tuple(group) for group in shared) if shared is not None else None
         steps = Steps(**fields["steps"])
         options |= {"axes": fields["axes"], "same_data": same_data, "meant": tuple(fields["meant"])}
+        options["sample_size"] = fields["sample_size"]
         return Boot(fields["run_dir"], steps, fields["objective"], **options)
     except (TypeError, KeyError) as error:
         raise ValueError(

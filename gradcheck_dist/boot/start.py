@@ -49,6 +49,7 @@ def attach(torch: ModuleType, options: Boot) -> None:
             verify=options.verify,
             meant=options.meant,
             every_step=options.every_step,
+            sample_size=options.sample_size,
         )
     except Exception as error:
         say(f"not recording: {type(error).__name__}: {error}")

@@ -33,6 +33,10 @@ def run(
         bool,
         typer.Option("--every-step", help="Record all other steps too, without samples: tokens, weights, factors."),
     ] = False,
+    sample_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Sampled elements a parameter. Default: 96, more beyond 24 ranks."),
+    ] = None,
     objective: Objective = None,
     axes: Annotated[
         str | None, typer.Option(metavar="NAME=N,...", help="Mesh degrees, as dp_shard=4,tp=2. Default: inferred.")
@@ -115,6 +119,7 @@ def run(
         degrees,
         shared,
         tuple(meant or ()),
+        sample_size,
     )
     environment = {**os.environ, VARIABLE: boot.encode()}
     if live:

@@ -185,7 +185,7 @@ class Weight(msgspec.Struct, kw_only=True):
     observed: float | None = None
     ratio: float | None = None
     stderr: float | None = None
-    alike_ranks: tuple[int, ...] = ()
+    alike_ranks: list[int] = []
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -266,9 +266,7 @@ class _Machine:
 
     def _note(self, seq: int, order: int, event: Event | None, name: str, sources: tuple[int, ...] = ()) -> Entry:
         buffer = self.buffers[name]
-        entry = Entry(
-            self.track.rank, seq, order, event, name, buffer.nominal.copy(), clip=buffer.clip, sources=sources
-        )
+        entry = Entry(self.track.rank, seq, order, event, name, buffer.nominal, clip=buffer.clip, sources=sources)
         entry.leftover = buffer.leftover
         self.entries.append(entry)
         return entry

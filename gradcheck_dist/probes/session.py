@@ -26,6 +26,7 @@ from gradcheck_dist.probes.options import check_count, check_names, chosen_steps
 from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.stats.sampling import sample_size_of
 from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
@@ -58,7 +59,6 @@ _IN_ORDER = (
 )
 _MODULES = {path.rpartition(".")[2]: f"gradcheck_dist.probes.{path}" for path in _IN_ORDER}
 PROBES = tuple(_MODULES)
-DEFAULT_SAMPLE_SIZE = 96
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 
 _session: Session | None = None
@@ -127,7 +127,7 @@ def attach(
     axes: Axes | Mapping[str, int] | None = None,
     same_data: Sequence[Sequence[int]] | None = None,
     steps: Container[int] | str | None = None,
-    sample_size: int = DEFAULT_SAMPLE_SIZE,
+    sample_size: int | None = None,
     only: Sequence[str] = PROBES,
     restart: int = 0,
     deferred: bool = False,
@@ -145,7 +145,7 @@ def attach(
         same_data: sets of ranks that evaluate the same tokens (tensor parallel ones); None infers them when judging.
         steps: which optimizer steps to record (0-based): a range, a collection, or text as `--steps` takes it; None
             records all. Behind the last one the probes take themselves away.
-        sample_size: sampled elements a parameter.
+        sample_size: sampled elements a parameter; None takes 96, and more in a world of more than 24 ranks.
         only: names of the probes to put in place.
         restart: how often this rank was restarted; each restart writes a file of its own.
         deferred: open the trace with the first loss or backward pass, when the rank is known for certain. What
@@ -178,6 +178,8 @@ def attach(
         )
     steps, degrees, sets = chosen_steps(steps), mesh_degrees(axes), rank_sets(same_data)
     only, meant = check_names("only", only, PROBES), check_names("meant", meant)
+    if sample_size is None:
+        sample_size = sample_size_of(_rank_and_world_size()[1])
     sample_size = check_count("sample_size", sample_size, least=1)
     if objective is not None:
         check_objective(objective)

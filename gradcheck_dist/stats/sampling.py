@@ -6,6 +6,16 @@ import zlib
 
 import numpy as np
 
+SAMPLE_SIZE = 96
+"""Elements of a parameter, for the few unknowns of most solves."""
+A_RANK, MOST = 4, 512
+"""Each rank of a large world holds a shard and has elements of its own to be seen by: so many, up to so many in all."""
+
+
+def sample_size_of(world_size: int) -> int:
+    """How many elements of a parameter are sampled where nobody says."""
+    return max(SAMPLE_SIZE, min(A_RANK * world_size, MOST))
+
 
 def sample_positions(key: str, num_elements: int, sample_size: int) -> np.ndarray:
     """Sorted flat positions in the global parameter, int64, shape (min(num_elements, sample_size),).

@@ -18,7 +18,7 @@ PTH = Path(gradcheck_dist.boot.__file__).parent / "purelib" / "gradcheck_dist_bo
 
 
 def test_what_is_encoded_is_decoded() -> None:
-    boot = Boot("/runs/a b", Steps(2, 5, 100), "sum", verify=True, meant=("Scaled",))
+    boot = Boot("/runs/a b", Steps(2, 5, 100), "sum", verify=True, meant=("Scaled",), sample_size=7)
     assert decode(boot.encode()) == boot
 
 

@@ -19,8 +19,8 @@ from gradcheck_dist.cli.main import COMMANDS
 
 # Flags that people script against: more may be added, none taken away.
 FLAGS = {
-    "run": "--out --steps --every --every-step --objective --axes --same-data --live --exact --verify --meant --strict "
-    "--report --tensorboard --format",
+    "run": "--out --steps --every --every-step --sample-size --objective --axes --same-data --live --exact --verify "
+    "--meant --strict --report --tensorboard --format",
     "study": "--out --steps --only --report --format",
     "matrix": "--quick --only --list --resume --report --format",
     "scenario": "--list --all --new --library --nproc --accum --microbatches --seed --dtype --steps --data --report "

@@ -78,6 +78,13 @@ def test_what_a_reduction_did_not_document_is_not_confirmed() -> None:
     assert report.verdict == "undetermined" and not report.findings
 
 
+def test_shards_of_one_element_that_do_not_agree_ask_for_a_larger_sample() -> None:
+    report = judged(replace(trainer("fsdp", 100), hands=(TWICE_ON_ONE_RANK["before_optimizer"],)))
+
+    assert report.verdict == "undetermined" and not report.findings
+    assert "--sample-size" in report.next_step
+
+
 @pytest.mark.parametrize(
     ("fault", "stand_in"),
     [

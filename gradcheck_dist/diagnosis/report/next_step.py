@@ -13,12 +13,17 @@ from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
-from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, PARTS, UNCOUNTED
+from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
+from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
+LARGER_SAMPLE = (
+    "Take a larger sample: `gradcheck run --sample-size N`, or attach(sample_size=N); N of four times the ranks that a "
+    "reduction goes over shows each of them."
+)
 NOT_EMPTIED = "nothing empties gradients where the GradScaler skips"
 BRING = (
     "Ranks of another machine recorded into a folder there: copy its rank-*.trace files into this one, or give every "
@@ -60,6 +65,7 @@ SAYS = {
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
+    FEW_SAMPLES: LARGER_SAMPLE,
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""
@@ -73,4 +79,6 @@ def next_step(report: Report) -> str:
     for words, step in SAYS.items():
         if any(words in reason for reason in report.reasons):
             return step
+    if any(one.reason == TOO_FEW for one in report.coverage.unidentifiable):
+        return LARGER_SAMPLE
     return "Record a whole optimizer step and judge again."

@@ -47,6 +47,7 @@ PARTS = (
     "weigh more: right where parts are to weigh alike, and wrong where all tokens are"
 )
 NOT_FINITE = "are infinite or not a number"
+FEW_SAMPLES = "cannot be told from the samples"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
 
@@ -226,7 +227,7 @@ def unseen(
     if not missing:
         return []
     shown = in_short([f"(data rank {d}, accumulation step {k}, microbatch {m})" for d, k, m in sorted(missing)])
-    return [f"the weight of contribution {shown} cannot be told from the samples: take a larger sample"]
+    return [f"the weight of contribution {shown} {FEW_SAMPLES}"]
 
 
 def uncounted(held: list[Held], data: StepData, coordinate: dict[int, int]) -> list[str]:

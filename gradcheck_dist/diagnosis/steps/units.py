@@ -117,7 +117,7 @@ def weights(
                 observed=together.observed,
                 ratio=together.ratio,
                 stderr=together.stderr * max(abs(together.ratio), 1.0) * float(together.expected),
-                alike_ranks=tuple(sorted(alike.get((unit, rank), ()))),
+                alike_ranks=sorted(alike.get((unit, rank), ())),
             )
         )
     return result
