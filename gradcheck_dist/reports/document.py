@@ -233,9 +233,8 @@ def _factor(finding: Finding) -> str:
     if expression and any(symbol in expression for symbol in _VARYING):
         # It differs between contributions: no one number stands for it, the pattern gives them.
         return f"observed / expected = {expression}{pattern}"
-    if not expression and " x " in finding.pattern and not finding.pattern.startswith(UNIFORM):
-        # They are several and have no name: one of them would pass for all.
-        return f"observed / expected: {prose(finding.pattern, 300)}"
+    if not expression and factor_name(finding) != number(factor.observed):  # one of several would pass for all
+        return f"observed / expected: {factor_name(finding)}"
     name = f" = {expression}" if expression else ""
     if expression and finding.code == UNEXPLAINED:  # elsewhere the rule has said which it is
         name += "".join(f" or {printable(other.expression)}" for other in _rivals(finding)[:1])
@@ -244,9 +243,15 @@ def _factor(finding: Finding) -> str:
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
 
 
-def _sentence(finding: Finding) -> str:
+def factor_name(finding: Finding) -> str:
+    """The factor in a word or two: its name, its number, or what it does to whom where it is several numbers."""
     factor = finding.factor
-    name = factor.expression or number(factor.observed)
+    several = " x " in finding.pattern and not finding.pattern.startswith(UNIFORM)
+    return factor.expression or (prose(finding.pattern, 300) if several else number(factor.observed))
+
+
+def _sentence(finding: Finding) -> str:
+    name = factor_name(finding)
     return f"{printable(finding.code)} {printable(finding.name)}, factor {printable(name)}"
 
 
