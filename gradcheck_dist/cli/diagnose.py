@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 Objective = Annotated[
     str | None,
-    typer.Option(help="What a step's gradient is meant to be. Default: as recorded or inferred."),
+    typer.Option(
+        metavar="NAME",
+        help="What a step's gradient is meant to be: global-token-mean, microbatch-mean, rank-token-mean, "
+        "sequence-mean or sum. Default: as recorded or inferred.",
+    ),
 ]
 Steps = Annotated[str | None, typer.Option(metavar="A:B", help="Judge the steps from A up to, not including, B.")]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from gradcheck_dist.cli.output import beside
-from gradcheck_dist.errors import unknown_value
+from gradcheck_dist.errors import GradcheckError, unknown_value
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ def explain(
         return
     names = {page.name: page for page in known.values()}
     page = known.get(rule.upper()) or names.get(rule.lower())
+    if page is None and re.fullmatch(r"E\d{3}", rule, re.IGNORECASE):
+        raise GradcheckError(
+            f"{rule} is the code of an error and no rule: its message says what is wrong and what to do. "
+            "`gradcheck explain` lists the rules.",
+            code="E713",
+        )
     if page is None:
         hint = "`gradcheck explain` lists them all."
         raise unknown_value("rule", rule, [*known, *names], code="E713", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -23,7 +24,7 @@ COMMANDS = {
     "report": "Write a run's report for scripts, pull requests, browsers or CI.",
     "compare": "Compare runs or logs: what factor lies between their norms?",
     "export": "Write a run's tables, timeline or scalars for other programs.",
-    "predict": "Say which hand of a configuration scales by what; nothing is run.",
+    "predict": "Say what each part of a configuration scales by; nothing is run.",
     "explain": "Show the page of a rule.",
     "doctor": "Tell what works on this machine.",
     "bench": "Measure what recording and judging cost on this machine.",
@@ -32,6 +33,7 @@ COMMANDS = {
 docstring: `gradcheck --help` must not load them all."""
 
 INTERRUPTED = 130
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _HELP = """Name the factor by which distributed training scales its gradients wrongly,
 and the line that does it.
@@ -112,3 +114,12 @@ def main() -> None:
         # Whoever read the results has had enough; the interpreter must not stumble over its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise
+        print(
+            f"error E711: cannot write the result: {error.strerror}. Make space, or write to another place.",
+            file=sys.stderr,
+        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(2) from None

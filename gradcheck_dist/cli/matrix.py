@@ -52,7 +52,7 @@ def matrix(
         return
     for file in (resume, report):
         if file is not None:
-            check_writable(file)
+            check_writable(file, kept=file is resume)
     earlier = {row.name: row for row in table.read_rows(resume)} if resume is not None else {}
     from gradcheck_dist.trainer.launch import warm_up
 

@@ -82,12 +82,26 @@ def beside(label: str, text: str) -> str:
     return textwrap.fill(text, width, initial_indent=label, subsequent_indent=" " * len(label))
 
 
-def check_writable(path: Path) -> None:
-    """Raise GradcheckError (E711) unless a file can be written at `path`: asked before the work, not after it."""
+def check_writable(path: Path, *, kept: bool = False) -> None:
+    """Raise GradcheckError (E711) unless a file can be written at `path`: asked before the work, not after it. `kept`:
+    it will be read again, which no device and no pipe can be."""
+    if _is_stream(path):
+        if kept:
+            raise GradcheckError(f"cannot keep results in {path}: it is no file. Name a file.", code="E711")
+        return
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         reason = "it is a folder" if path.is_dir() else f"there is no folder {folder} that you may write to"
         raise GradcheckError(f"cannot write {path}: {reason}. Name a file in a folder that exists.", code="E711")
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Raise GradcheckError (E711) unless `path`, which an option names, is a folder or could become one."""
+    found = next((place for place in (path, *path.absolute().parents) if place.exists()), None)
+    if found is not None and not found.is_dir():
+        raise GradcheckError(
+            f"{option} is {str(path)!r}, and {found} is a file. Name a folder, or one that is to be made.", code="E711"
+        )
 
 
 def make_folder(path: Path) -> None:
@@ -139,8 +153,13 @@ def _format_of(path: Path) -> FileFormat:
     return FileFormat(SUFFIXES[check_ending(path, SUFFIXES)])
 
 
+def _is_stream(path: Path) -> bool:
+    """Whether this is a device or a pipe (/dev/stdout, /dev/null): written to, never put another file in its place."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all. A link stays, and what it leads to is written.
 
     Raises:
         GradcheckError: E711 it cannot be written.
@@ -149,14 +168,18 @@ def write_file(path: Path, text: str) -> None:
 
     partial: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+        if _is_stream(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{path.name}.")
         partial = Path(name)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
         mask = os.umask(0)
         os.umask(mask)
         partial.chmod(0o666 & ~mask)
-        partial.replace(path)
+        partial.replace(target)
     except OSError as error:
         if partial is not None:
             partial.unlink(missing_ok=True)

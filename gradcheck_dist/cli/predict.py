@@ -28,7 +28,9 @@ def predict(
         str | None, typer.Option(help="global-token-mean, rank-token-mean, microbatch-mean or sum.")
     ] = None,
     loss_scale: Annotated[str | None, typer.Option(help="What the loss is multiplied by: R, M/K, 8 ...")] = None,
-    objective: Annotated[str | None, typer.Option(help="What the gradient is meant to be.")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="What the gradient is meant to be: a name as for --loss.")
+    ] = None,
     reduction: Annotated[str | None, typer.Option(help="What DDP does: average or sum.")] = None,
     sync: Annotated[str | None, typer.Option(help="When it reduces: last or every-backward.")] = None,
     scale_grads: Annotated[
@@ -48,7 +50,7 @@ def predict(
     ] = None,
     form: Annotated[DataFormat, typer.Option("--format", help="How to write it.")] = DataFormat.text,
 ) -> None:
-    """Say which hand of a configuration scales by what; nothing is run.
+    """Say what each part of a configuration scales by; nothing is run.
 
     Exit code 0 when every token weighs what the objective says, 1 when not.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
-from gradcheck_dist.cli.output import Format, check_report, show, write_report
+from gradcheck_dist.cli.output import Format, check_folder, check_report, show, write_report
 from gradcheck_dist.cli.places import local
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
@@ -100,6 +100,8 @@ def run(
 
         shared = parse_same_data(same_data)
     check_report(report)
+    if tensorboard is not None:
+        check_folder(tensorboard, "--tensorboard")
     if live:
         from gradcheck_dist.cli.live import check_terminal
 
@@ -217,7 +219,7 @@ def _show(judged: "Report", form: Format, folder: Path) -> None:
         from gradcheck_dist.reports import terminal
 
         terminal.write_report(judged, sys.stderr)
-    _say(f"again, or elsewhere: gradcheck diagnose {folder}")
+    _say(f"to see this again: gradcheck diagnose {folder}; as screens: gradcheck watch {folder}")
 
 
 def _say(message: str) -> None:

@@ -76,7 +76,9 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
-        notes.append(f"step(s) {ranges(cut)} did not reach the optimizer on every rank and are left out")
+        notes.append(
+            f"{'step' if len(cut) == 1 else 'steps'} {ranges(cut)} did not reach the optimizer on every rank: left out"
+        )
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))

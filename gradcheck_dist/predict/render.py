@@ -143,17 +143,18 @@ def text(prediction: Prediction, title: str = "") -> str:
     margin = " " * 11
     lines += textwrap.wrap(_legend(prediction), 100, initial_indent=margin, subsequent_indent=margin)
     if prediction.ratios is not None:
-        lines.append(f"  k = 0 .. {setup.accum - 1}  {shown(prediction.ratios)}")
+        steps = f"0 .. {setup.accum - 1}" if setup.accum > 1 else "0"
+        lines.append(f"  k = {steps}  {shown(prediction.ratios)}")
     else:
         lines.append("  differs between contributions: it depends on their tokens (n_c, N_r)")
     wide = max(18, *(len(str(hand.after)) for hand in prediction.hands))
-    lines += ["", f"  {'hand':<16} {'factor':<12} {'weight / expected':<{wide}} what it does"]
+    lines += ["", f"  {'part':<16} {'factor':<12} {'weight / expected':<{wide}} what it does"]
     for hand in prediction.hands:
         lines.append(f"  {hand.who:<16} {hand.factor!s:<12} {hand.after!s:<{wide}} {hand.does}")
     lines += [f"  {remark}" for remark in unused(setup)]
     mend = advice(prediction)
     if mend:
-        lines += ["", "  to mend it", *(f"    {line}" for line in mend)]
+        lines += ["", "  to fix it", *(f"    {line}" for line in mend)]
     return "\n".join(lines)
 
 

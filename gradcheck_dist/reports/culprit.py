@@ -56,7 +56,8 @@ def culprit(event: FirstEvent) -> Culprit:
     place += [f"stage {event.stage}"] if event.stage is not None else []
     facts = ["first on " + ", ".join(place)]
     by_itself = "written" if event.kind == "grad_write" else "documented"
-    factors = {by_itself: event.nominal_factor, "measured": event.observed_factor}
+    measured = event.observed_factor if event.kind != "loss" else None  # it begins the gradient: nothing is multiplied
+    factors = {by_itself: event.nominal_factor, "measured": measured}
     told = [f"{number(factor)} as {how}" for how, factor in factors.items() if factor is not None]
     if told:
         facts.append(f"multiplies by {', '.join(told)}")

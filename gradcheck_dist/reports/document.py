@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, Report, ScenarioReport, VariantReport
@@ -12,6 +13,9 @@ from gradcheck_dist.reports.text import number, plural, printable, prose, some, 
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
 
 MAX_CONSEQUENCES = 8
+MIN_HEADLINE, MAX_HEADLINE = 20, 140
+"""Characters of a reason that are read at a glance."""
+UNIFORM = "every contribution"
 UNEXPLAINED, WRONG_BACKWARD = "GS000", ("GS801", "GS802")
 VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD NOT JUDGE"}
 
@@ -124,7 +128,7 @@ def _headline(report: Report, findings: tuple[FindingText, ...]) -> str:
         remarks = f" (and {plural(len(findings), 'remark')})" if findings else ""
         counted = "sequence" if report.run.objective == "sequence-mean" else "token"
         return f"{word}: every {counted} weighs what the objective {printable(report.run.objective)} says{remarks}"
-    return f"{word}: {prose(report.reasons[0]) if report.reasons else 'see the coverage below'}"
+    return f"{word}: {_in_two(report.reasons[0])[0] if report.reasons else 'see the coverage below'}"
 
 
 def _why(report: Report) -> str:
@@ -141,13 +145,25 @@ def _why(report: Report) -> str:
     largest = f"the largest relative difference is {number(worst, 2)}." if worst is not None else ""
     if report.verdict == "clean":
         return f"{seen} agree with the expected ones" + (f"; {largest}" if largest else ".")
-    # The first reason is the headline.
-    sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in report.reasons[1:]]
     if not report.reasons:
         return "The trace does not hold what a judgement needs."
-    return prose(
-        " ".join([f"Compared were {seen}; {largest}" if ratios else "No weight could be compared.", *sentences])
-    )
+    # What the first reason begins with is the headline.
+    rest = [part for part in (_in_two(report.reasons[0])[1], *report.reasons[1:]) if part]
+    sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in rest]
+    compared = f"{seen} were compared; {largest}" if ratios else "No weight could be compared."
+    return prose(" ".join([*sentences, compared]))
+
+
+def _in_two(reason: str) -> tuple[str, str]:
+    """A reason that is too long for a headline, parted behind its first clause; one that is short enough whole."""
+    text = prose(reason)
+    if len(text) <= MAX_HEADLINE:
+        return text, ""
+    for match in re.finditer(r"(?:[:;]|(?<=[\w)])\.) ", text[: 2 * MAX_HEADLINE]):
+        head = text[: match.start()]
+        if len(head) >= MIN_HEADLINE and head.count("(") == head.count(")") and head.count("`") % 2 == 0:
+            return head, text[match.end() :]
+    return text, ""
 
 
 def _next(report: Report) -> str:
@@ -159,7 +175,7 @@ def _next(report: Report) -> str:
     if report.next_step:
         return prose(report.next_step)
     if report.verdict == "clean":
-        return "Nothing to mend. Record again after a change of mesh, accumulation or loss."
+        return "Nothing to fix. Record again after a change of mesh, accumulation or loss."
     return "Read the problems under coverage, then record the run again."
 
 
@@ -178,7 +194,8 @@ def _finding(finding: Finding, total: int) -> FindingText:
     if finding.units and not finding.num_parameters:  # by what was recorded of a step, not parameter by parameter
         concerned = some(finding.units)
     steps_word = "step" if len(steps) == 1 else "steps"
-    where = f"{concerned} on ranks {spans(finding.ranks)}, {steps_word} {spans(steps)}"
+    ranks_word = "rank" if len(finding.ranks) == 1 else "ranks"
+    where = f"{concerned} on {ranks_word} {spans(finding.ranks)}, {steps_word} {spans(steps)}"
     return FindingText(
         code=printable(finding.code, 80),
         name=printable(finding.name, 80),
@@ -217,6 +234,8 @@ def _factor(finding: Finding) -> str:
     if expression and any(symbol in expression for symbol in _VARYING):
         # It differs between contributions: no one number stands for it, the pattern gives them.
         return f"observed / expected = {expression}{pattern}"
+    if not expression and factor_name(finding) != number(factor.observed):  # one of several would pass for all
+        return f"observed / expected: {factor_name(finding)}"
     name = f" = {expression}" if expression else ""
     if expression and finding.code == UNEXPLAINED:  # elsewhere the rule has said which it is
         name += "".join(f" or {printable(other.expression)}" for other in _rivals(finding)[:1])
@@ -225,9 +244,15 @@ def _factor(finding: Finding) -> str:
     return f"observed / expected = {number(factor.observed)}{name}{pattern}"
 
 
-def _sentence(finding: Finding) -> str:
+def factor_name(finding: Finding) -> str:
+    """The factor in a word or two: its name, its number, or what it does to whom where it is several numbers."""
     factor = finding.factor
-    name = factor.expression or number(factor.observed)
+    several = " x " in finding.pattern and not finding.pattern.startswith(UNIFORM)
+    return factor.expression or (prose(finding.pattern, 300) if several else number(factor.observed))
+
+
+def _sentence(finding: Finding) -> str:
+    name = factor_name(finding)
     return f"{printable(finding.code)} {printable(finding.name)}, factor {printable(name)}"
 
 

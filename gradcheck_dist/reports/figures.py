@@ -26,6 +26,8 @@ _RIGHT = {
     "y1": 1,
     "line": {"dash": "dot", "color": "#6b7280"},
 }
+_OCTAVES = 12
+"""As far as colours go; what is farther off, as a weight of 0, counts as this far."""
 _DIVERGING = [[0.0, "#2a6fb0"], [0.5, "#f4f4f2"], [1.0, "#c4541c"]]
 
 
@@ -44,7 +46,8 @@ def weights_figure(report: Report, step: int | None = None) -> Figure | None:
     hover = [[_cell_text(weight) for weight in worst] for worst in worst_cells]
     names = [_bin_label(row_bin, lambda row: f"{row[0]} @ rank {row[1]}") for row_bin in row_bins]
     tops = [_bin_label(cols, lambda c: f"d{c[0]} k{c[1]}" + (f" m{c[2]}" if several else "")) for cols in column_bins]
-    limit = max([0.5, *(abs(value) for line in z for value in line if value is not None)])
+    # What weighs nothing has the last colour, however few octaves the others need.
+    limit = max([0.5, *(abs(value) for line in z for value in line if value is not None and value > -_OCTAVES)])
     heat = {
         "type": "heatmap",
         "z": z,
@@ -191,6 +194,9 @@ def _stacked(traces: list[dict[str, Any]]) -> dict[str, Any]:
         domain = [max(0.0, top - 0.86 / count), top]
         shape[f"yaxis{index + 1}" if index else "yaxis"] = {**style, "domain": domain, "title": {"text": trace["name"]}}
     shape["xaxis"]["anchor"] = f"y{count}" if count > 1 else "y"
+    steps = [step for trace in traces for step in trace["x"]]
+    if max(steps) - min(steps) <= 10:  # half a step would be marked else
+        shape["xaxis"]["dtick"] = 1
     return {"data": traces, "layout": shape}
 
 
@@ -230,7 +236,7 @@ def _ratios(rows: list[list[Weight | None]]) -> list[list[str]]:
 def _log2(ratio: float | None) -> float | None:
     if ratio is None or math.isnan(ratio):
         return None
-    return math.log2(min(max(abs(ratio), 2.0**-12), 2.0**12))
+    return math.log2(min(max(abs(ratio), 2.0**-_OCTAVES), 2.0**_OCTAVES))
 
 
 def _cell_text(weight: Weight | None) -> str:

@@ -62,7 +62,7 @@ def side_by_side(pairs: Sequence[Pair]) -> tuple[tuple[str, ...], ...]:
 def compare(before: Report, after: Report) -> Pair:
     """What the fix changed, and whether it mended what was found."""
     gone, left, new = _changes(before.findings, after.findings)
-    facts = [*_list("mended", gone), *_list("still there", left), *_list("new", new), *_differences(before, after)]
+    facts = [*_list("fixed", gone), *_list("still there", left), *_list("new", new), *_differences(before, after)]
     state, headline = _verdict(before, after, gone, left, new)
     axes = " ".join(f"{printable(axis)}={degree}" for axis, degree in after.run.axes.items() if degree > 1)
     return Pair(
@@ -84,13 +84,13 @@ def _verdict(
     if left or new:
         what = [f"{plural(len(left), 'finding')} left"] if left else []
         what += [f"{plural(len(new), 'new finding')}"] if new else []
-        return "findings", f"NOT MENDED: {' and '.join(what)}"
+        return "findings", f"NOT FIXED: {' and '.join(what)}"
     if gone:
         names = ", ".join(dict.fromkeys(f"{printable(one.code)} {printable(one.name)}" for one in gone))
-        return "clean", f"MENDED: {names}; every token now weighs what the objective says"
+        return "clean", f"FIXED: {names}; every token now weighs what the objective says"
     if before.verdict == "undetermined":
-        return "undetermined", "COULD NOT JUDGE the run before the fix, so nothing shows what it mends"
-    return "undetermined", "NOTHING TO MEND: the run before the fix is clean too"
+        return "undetermined", "COULD NOT JUDGE the run before the fix, so nothing shows what was fixed"
+    return "undetermined", "NOTHING TO FIX: the run before the fix is clean too"
 
 
 def _changes(before: Iterable[Finding], after: Iterable[Finding]) -> tuple[list[Finding], list[Finding], list[Finding]]:

@@ -24,6 +24,11 @@ def prose(text: str, limit: int = 2000) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
+def by_line(text: str) -> str:
+    """Like `prose` for texts of several lines, which stay apart."""
+    return "\n".join(prose(line) for line in text.splitlines() if line.strip())
+
+
 def clip(text: str, limit: int) -> str:
     """The first `limit` characters, the last of them an ellipsis when something was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -33,11 +33,16 @@ def check(scenario: Scenario, overrides: Overrides, keep: Path | None) -> dict[s
     """The training job of each variant, after everything that can be known to fail has been looked at.
 
     Raises:
-        GradcheckError: as `configurations`; the data cannot be used; or `keep` holds recorded data (E511).
+        GradcheckError: as `configurations`; the data cannot be used; or `keep` holds recorded data (E511)
+            or cannot be a folder (E512).
     """
     configs = configurations(scenario, overrides)
     if overrides.data is not None:
         read_documents(overrides.data)
+    if keep is not None and (file := next((one for one in (keep, *keep.parents) if one.is_file()), None)) is not None:
+        raise GradcheckError(
+            f"cannot make the folder {keep}: {file} is a file. Name a folder for the runs.", code="E512"
+        )
     taken = [name for name in configs if keep is not None and trace_files(keep / name)]
     if taken:
         raise GradcheckError(

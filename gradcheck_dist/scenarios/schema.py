@@ -178,11 +178,18 @@ def library(folder: Path | None = None) -> list[str]:
     """The names of all scenarios of a folder, by default of the ones that come with the package, sorted.
 
     Raises:
-        GradcheckError: E606 there is no such folder.
+        GradcheckError: E606 there is no such folder, or no scenario in it.
     """
-    return sorted(
+    names = sorted(
         entry.name.removesuffix(".yaml") for entry in _folder(folder).iterdir() if entry.name.endswith(".yaml")
     )
+    if not names:
+        raise GradcheckError(
+            f"the library {folder} holds no scenario (*.yaml). `gradcheck scenario --new NAME --library {folder}` "
+            "writes one.",
+            code="E606",
+        )
+    return names
 
 
 def load(name: str, folder: Path | None = None) -> Scenario:
@@ -190,7 +197,7 @@ def load(name: str, folder: Path | None = None) -> Scenario:
 
     Raises:
         GradcheckError: E601 no scenario of this name (the nearest names are given), E603 its file is faulty, E606
-            there is no such folder.
+            there is no such folder, or no scenario in it.
     """
     names = library(folder)
     if name not in names:

@@ -226,6 +226,12 @@ class TraceTail:
 
 def no_trace(path: Place, data: bytes) -> GradcheckError:
     """E501: a file that does not begin like a trace."""
+    if not data:
+        return GradcheckError(
+            f"{path} is empty: its rank ended before it wrote anything, there was no space, or a copy was cut off. "
+            "Copy it again, or record again.",
+            code="E501",
+        )
     return GradcheckError(
         f"{path} is not a gradcheck trace: it begins with {data[:8]!r}, not {MAGIC!r}. "
         "Name a run folder written by `gradcheck run` or `gradcheck scenario --keep`.",

@@ -105,11 +105,18 @@ def place_of(place: Where) -> Place:
     """A path, or the folder in a store that a URL names. `file://` is a path like others.
 
     Raises:
-        GradcheckError: E513 fsspec or a package that it needs is missing, or nobody knows the protocol.
+        GradcheckError: E504 the name is empty; E513 fsspec or a package that it needs is missing, or nobody knows the
+            protocol.
     """
     if isinstance(place, RemotePath):
         return place
     if not isinstance(place, str) or not is_url(place):
+        if place == "":  # Path would take it for the working directory
+            raise GradcheckError(
+                "the name of the run folder is empty. Name a folder written by `gradcheck run --out` or `gradcheck "
+                "scenario --keep`.",
+                code="E504",
+            )
         return Path(place)
     shown = _SECRET.sub(r"\1:***@", place)
     try:
@@ -129,8 +136,8 @@ def place_of(place: Where) -> Place:
         ) from error
     except ValueError as error:
         raise GradcheckError(
-            f"cannot open {shown}: {error}. Name a local folder, or a URL with one of the protocols "
-            f"{', '.join(sorted(fsspec.available_protocols()))}.",
+            f"cannot open {shown}: {error}. Name a local folder, or a URL that fsspec opens, such as s3://, gs://, "
+            "abfs://, hf://, https:// or sftp://.",
             code="E513",
         ) from error
     except Exception as error:

@@ -189,10 +189,18 @@ class WatchApp(App[None]):
             self.notify("Still reading: the first divergence opens as soon as it is known.", markup=False)
             return
         if report is None or not report.findings:
-            self.notify("Nothing was found yet." if self.shown.live else "Nothing was found.", markup=False)
+            self.notify(self._why_nothing(), markup=False)
             return
         self.select_finding(index)
         self.switch_mode("event")
+
+    def _why_nothing(self) -> str:
+        report = self.shown.report
+        if report is None:
+            return "There is no verdict yet: the Overview (1) says what it waits for."
+        if report.verdict == "undetermined":
+            return "The run could not be judged, so no line is accused: the Overview (1) says why."
+        return "Nothing was found yet." if self.shown.live else "Nothing was found: the run is clean."
 
     def open_event(self, rank: int, seq: int) -> None:
         """Go to an event; the selected path stays when the event lies on it, else one that it lies on."""

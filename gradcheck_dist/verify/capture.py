@@ -25,7 +25,7 @@ from gradcheck_dist.verify.preserve import RandomState, inner_module, random_sta
 from gradcheck_dist.verify.tape import Tape, compiles, tensors_in
 
 MAX_CALLS = 64
-NEVER = "no torch optimizer stepped behind its backward, outside of backward"
+NEVER = "no torch optimizer stepped after its backward, outside of backward"
 
 
 def several_ranks() -> bool:

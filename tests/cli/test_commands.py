@@ -91,6 +91,14 @@ def test_a_reader_that_stops_early_gets_no_traceback() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no device that is always full")
+def test_a_disk_that_is_full_is_told_without_a_traceback() -> None:
+    script = f"{sys.executable} -m gradcheck_dist scenario --list > /dev/full"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error E711: cannot write the result: No space left on device.")
+
+
 @pytest.mark.slow
 def test_doctor_names_what_works_and_what_is_needed(gradcheck: Gradcheck) -> None:
     outcome = gradcheck("doctor", "--format", "json")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,46 @@ def test_a_report_file_is_replaced_whole(gradcheck: Gradcheck, engine: Engine, r
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_report_goes_through_a_link_and_into_a_device_and_replaces_neither(
+    gradcheck: Gradcheck, engine: Engine, run_dir: Path, tmp_path: Path
+) -> None:
+    """As root, /dev/null became a file."""
+    link, pipe = tmp_path / "link.md", tmp_path / "pipe.md"
+    link.symlink_to(tmp_path / "report.md")
+    assert gradcheck("report", run_dir, "--output", link).code == 0
+    assert link.is_symlink() and (tmp_path / "report.md").read_text().startswith("<!-- gradcheck -->")
+    os.mkfifo(pipe)
+    read = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert gradcheck("report", run_dir, "--output", pipe).code == 0
+        assert os.read(read, 100).startswith(b"<!-- gradcheck -->")
+    finally:
+        os.close(read)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report", "export", "watch"])
+def test_an_empty_name_is_not_the_working_directory(gradcheck: Gradcheck, command: str) -> None:
+    outcome = gradcheck(command, "")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "name" in outcome.err and "is empty" in outcome.err
+
+
+def test_a_run_is_not_recorded_into_the_working_directory_for_an_empty_name(gradcheck: Gradcheck) -> None:
+    outcome = gradcheck("run", "--out", "", "--", sys.executable, "-c", "pass")
+    assert outcome.code == 2 and "its name is empty" in outcome.err
+
+
+def test_a_tensorboard_folder_that_is_a_file_is_refused_before_the_work(gradcheck: Gradcheck, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    ran = tmp_path / "ran"
+    for folder in (file, file / "logs"):
+        outcome = gradcheck("run", "--tensorboard", folder, "--", sys.executable, "-c", f"open({str(ran)!r}, 'w')")
+        assert outcome.code == 2 and f"{file} is a file" in outcome.err
+    assert not ran.exists()
+
+
 def test_explain_shows_the_page_of_a_rule_by_code_and_by_name(gradcheck: Gradcheck) -> None:
     by_code = gradcheck("explain", "gs101")
     assert by_code.code == 0
@@ -122,6 +164,12 @@ def test_explain_all_shows_every_rule_with_all_its_headings(gradcheck: Gradcheck
     for page in pages:
         headings = re.findall(r"^## (.+)$", page, re.M)
         assert headings == ["What it does", "Why it matters", "Example", "Fix", "References"], page[:40]
+
+
+def test_the_code_of_an_error_is_no_rule_and_is_told_so(gradcheck: Gradcheck) -> None:
+    outcome = gradcheck("explain", "E711")
+    assert outcome.code == 2
+    assert "E711 is the code of an error" in outcome.err and "Did you mean" not in outcome.err
 
 
 def test_explain_knows_the_nearest_rule(gradcheck: Gradcheck) -> None:

@@ -92,9 +92,9 @@ def test_a_file_whose_ending_is_no_format_is_refused_before_the_work(
 def test_a_pair_shows_fault_and_fix(gradcheck: Gradcheck, faulty: Path, fixed: Path, form: str) -> None:
     outcome = gradcheck("report", "--before", faulty, "--after", fixed, "--format", form)
     assert outcome.code == 0
-    assert "MENDED: GS101 double-averaging" in outcome.out
+    assert "FIXED: GS101 double-averaging" in outcome.out
     two = gradcheck("report", "--before", faulty, "--after", fixed, "--before", fixed, "--after", fixed)
-    assert "NOTHING TO MEND" in two.out
+    assert "NOTHING TO FIX" in two.out
 
 
 def test_pairs_need_two_sides_and_a_format_for_eyes(gradcheck: Gradcheck, faulty: Path, fixed: Path) -> None:

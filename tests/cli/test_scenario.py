@@ -104,7 +104,11 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
         (["ddp-accum", "--report", "r.pdf"], ["'.pdf'", ".sarif"]),
         (["--all", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
         (["--all", "--library", "/nowhere"], ["the library /nowhere is no folder", "--new NAME"]),
+        (["--list", "--library", "EMPTY"], ["EMPTY holds no scenario", "--new NAME --library"]),
+        (["--all", "--library", "EMPTY"], ["EMPTY holds no scenario"]),
         (["--new", "../x"], ["the name '../x' is unusable"]),
+        (["ddp-accum", "--keep", ""], ["its name is empty"]),
+        (["ddp-accum", "--keep", "FILE/runs"], ["FILE is a file", "Name a folder"]),
         (["ddp-accum", "--nproc", "0"], ["--nproc is 0", "Legal values: 2"]),
         (["pp-accum", "--nproc", "5"], ["pp=5", "Legal values of pp here: 1 to 4"]),
         (["ddp-accum", "--microbatches", "2"], ["microbatches=2 without a pipeline"]),
@@ -115,8 +119,16 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
 )
 def test_bad_input_is_refused_before_anything_runs(
-    gradcheck: Gradcheck, asked: dict[str, Any], arguments: list[str], words: list[str]
+    gradcheck: Gradcheck,
+    asked: dict[str, Any],
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "FILE").write_text("")
     outcome = gradcheck("scenario", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     for word in words:

@@ -148,7 +148,8 @@ def test_an_exact_sum_over_tokens_is_told_and_how_to_declare_it(trainer: Trainer
     for trace in undeclared.ranks.values():
         trace.header = msgspec.structs.replace(trace.header, objective=None)
     (finding,) = diagnose(undeclared).findings
-    assert finding.factor.expression == "num_tokens" and "Whether that is meant nobody declared" in finding.explanation
+    assert finding.factor.expression == "num_tokens"
+    assert "Nobody declared whether that is intended" in finding.explanation
     assert "--objective sum" in finding.fix
     assert diagnose(World(summing, 5).run(), objective="sum").verdict == "clean"
     (declared,) = judged(summing).findings

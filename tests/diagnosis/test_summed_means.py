@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from random_trainers import global_mean, microbatch_mean, rank_mean
 from simulator import Key, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Reduce
 
 RANKS = 3
 SUM = Trainer(root=rank_mean(RANKS), data_ranks=RANKS, op="sum", accumulation=2, reduction="mean", tokens=(8, 8))
@@ -83,3 +85,18 @@ def test_where_one_division_is_missing_or_the_losses_count_one_is_told(change: d
     bare = replace(SUM, root=lambda key, counts: 1 / counts[key], **change)  # type: ignore[arg-type]
     (finding,) = judged(bare).findings
     assert "wo divisions" not in finding.fix
+
+
+def test_a_reduction_after_the_last_pass_is_at_no_accumulation_step() -> None:
+    """One by hand counts as the next pass, which there is not."""
+    run = World(SUM, 1).run()
+    for trace in run.ranks.values():
+        trace.events = [
+            msgspec.structs.replace(event, accumulation_step=2) if isinstance(event, Reduce) else event
+            for event in trace.events
+        ]
+    (finding,) = diagnose(run).findings
+    assert finding.first_event is not None
+    assert (finding.first_event.kind, finding.first_event.accumulation_step) == ("reduce", None)
+    (one,) = judged(replace(SUM, root=rank_mean(2.0 * RANKS))).findings
+    assert one.first_event is not None and one.first_event.accumulation_step == 0

@@ -94,7 +94,7 @@ def test_adamw_leaves_of_a_factor_what_epsilon_leaves(tmp_path: Path) -> None:
     changes = sorted(abs((size / 3) / (size / 3 + 1e-3) * (size + 1e-3) / size - 1) for size in sizes)
     assert "divides away a factor that is the same in every step" in text
     assert f"an update differ by {100 * changes[-1]:.2g} % at most, median {100 * changes[2]:.2g} %" in text
-    assert "Weight decay is decoupled: unchanged." in text
+    assert "Weight decay is decoupled and stays the same." in text
 
 
 def test_weights_that_differ_turn_the_gradient(tmp_path: Path) -> None:
@@ -105,13 +105,13 @@ def test_weights_that_differ_turn_the_gradient(tmp_path: Path) -> None:
     assert f"direction {angle:.2g} degrees away" in text
     ratios = sorted(TOTAL / (NUM * tokens(k)) for k in range(NUM))
     assert f"from x {ratios[0]:.4g} to x {ratios[-1]:.4g} of what they should, median x {ratios[1]:.4g}" in text
-    assert "hides what a whole parameter shares, not this" in text
+    assert "hides a factor that a whole parameter shares, but not this one" in text
 
 
 @pytest.mark.parametrize(
     ("max_norm", "said"),
     [
-        (1e-3, "Clipping: to 0.001, with the fault and without (norm {now}, about {then} without the fault): behind it "
+        (1e-3, "Clipping: to 0.001, with the fault and without (norm {now}, about {then} without the fault): after it "
          "the factor is gone."),
         (0.3, "Clipping: none, where it should be to 0.3"),
         (100.0, "Clipping: none, with the fault or without: below max_norm 100"),
@@ -125,7 +125,7 @@ def test_the_clip_is_told_with_and_without_the_fault(max_norm: float, said: str,
 def test_steps_that_are_clipped_are_counted(tmp_path: Path) -> None:
     finding = found(tmp_path, third, adamw, max_norm=0.3, steps=3)
     assert finding.steps == [0, 1, 2]
-    assert "Of 3 recorded steps with it 0 are clipped, 3 would be without it." in finding.consequence
+    assert "Of 3 recorded steps 0 are clipped; without the fault 3 would be." in finding.consequence
 
 
 def test_a_factor_that_is_gone_behind_the_clip_leaves_sgd_as_it_was(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_clip_without_effect_lengthens_the_step(tmp_path: Path) -> None:
         optimizer.step()
     (finding,) = diagnose(read_run(tmp_path)).findings
     factor = (float(gradient(right).norm()) + 1e-6) / 0.1
-    assert f"right up to the clip and x {factor:.4g} of what they should be behind it" in finding.consequence
+    assert f"right up to the clip and x {factor:.4g} of what they should be after it" in finding.consequence
     assert f"as if the learning rate were {0.3 * factor:.4g}, not 0.3" in finding.consequence
 
 

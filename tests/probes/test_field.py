@@ -39,7 +39,7 @@ def test_modules_that_ranks_call_in_another_order_are_the_same(tmp_path: Path) -
 
 def test_what_every_pass_overwrites_is_one_finding(tmp_path: Path) -> None:
     (finding,) = judged("overwritten", tmp_path).findings
-    assert (finding.code, finding.pattern) == ("GS401", "accumulation step(s) 0 x 0, the rest x 1")
+    assert (finding.code, finding.pattern) == ("GS401", "accumulation step 0 x 0, the rest x 1")
     assert finding.num_parameters == 7  # the embedding too, whose gradient is mostly zeros
 
 

@@ -129,7 +129,7 @@ def test_tokens_that_were_counted_before_the_shift_are_told_pass_by_pass(tmp_pat
     (finding,) = diagnose(read_run(tmp_path)).findings
     assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS303", "loss")
     assert all(f"{count + 1} for {count}" in finding.explanation for count in counts[:3])
-    assert "behind the shift" in finding.fix
+    assert "after the shift" in finding.fix
 
 
 def test_a_sum_that_nothing_divides_is_told_so(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_trainer_is_judged_as_an_expert_would_and_left_alone(variant: str, tmp
     if variant == "gathered, the first taken":
         (finding,) = report.findings
         assert (finding.ranks, finding.first_event and finding.first_event.unrecorded) == ([0, 1], True)
-        assert finding.pattern.startswith("contributions of data rank(s) 1 x 0, the rest x ")
+        assert finding.pattern.startswith("contributions of data rank 1 x 0, the rest x ")
     if variant == "flat, divided before, averaged twice":
         event = report.findings[0].first_event
         lines = Path(__file__).with_name("red_team_workers.py").read_text().splitlines()

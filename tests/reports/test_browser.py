@@ -83,5 +83,5 @@ def test_a_pair_fits_the_screen(
     browser: Browser, tmp_path: Path, faulty: tuple[Report, Run], fixed: tuple[Report, Run], size: tuple[int, int]
 ) -> None:
     show(browser, tmp_path, as_html([compare(faulty[0], fixed[0])]), size)
-    assert "MENDED" in browser.evaluate("document.querySelector('h1').textContent")
+    assert "FIXED" in browser.evaluate("document.querySelector('h1').textContent")
     assert browser.evaluate("document.documentElement.scrollWidth") <= size[0]

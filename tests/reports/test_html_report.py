@@ -182,3 +182,12 @@ def test_a_timeline_of_a_page_reads_the_events_of_the_ranks_that_it_shows(tmp_pa
 def test_the_assets_are_shipped_beside_the_code() -> None:
     folder = Path(html_report.__file__).parent / "assets"
     assert {file.name for file in folder.iterdir()} == {"report.css", "report.js"}
+
+
+def test_a_weight_of_nothing_leaves_colours_for_the_others_and_steps_are_whole_numbers() -> None:
+    weights = [weight(0, 0, 0.0), weight(0, 1, 2.0), weight(0, 2, 1.0)]
+    made = report([], weights, metrics={"loss": [2.0, 1.0, 0.5]})
+    heat, norms = figures.weights_figure(made), figures.norms_figure(made)
+    assert heat is not None and norms is not None
+    assert (heat.spec["data"][0]["zmin"], heat.spec["data"][0]["zmax"]) == (-1.0, 1.0)
+    assert norms.spec["layout"]["xaxis"]["dtick"] == 1

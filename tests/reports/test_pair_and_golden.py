@@ -22,7 +22,7 @@ Judged = tuple[Report, Run]
 def test_a_fix_is_told_as_mended_with_the_norms_as_the_factor_says(faulty: Judged, fixed: Judged) -> None:
     pair = compare(faulty[0], fixed[0])
     assert pair.state == "clean"
-    assert pair.headline.startswith("MENDED: GS101 double-averaging")
+    assert pair.headline.startswith("FIXED: GS101 double-averaging")
     assert "the first step's norm changed by x 2, as the factor 0.5 says (x 2)" in pair.facts
     rows = {row.what: (row.before, row.after, row.relation) for row in pair.rows}
     assert rows["weights, observed / expected"] == ("0.5", "1", "x 2")
@@ -49,12 +49,12 @@ def test_nothing_is_mended_where_nothing_could_be_judged_before(fixed: Judged) -
 
 def test_a_fix_that_changes_nothing_is_not_mended(faulty: Judged) -> None:
     pair = compare(faulty[0], faulty[0])
-    assert (pair.state, pair.headline) == ("findings", "NOT MENDED: 1 finding left")
+    assert (pair.state, pair.headline) == ("findings", "NOT FIXED: 1 finding left")
 
 
 def test_a_fix_that_breaks_something_else_is_told() -> None:
     pair = compare(report(), report([finding(code="GS201", name="rescaled-accumulation")]))
-    assert pair.headline == "NOT MENDED: 1 new finding"
+    assert pair.headline == "NOT FIXED: 1 new finding"
     assert any(fact.startswith("new: GS201") for fact in pair.facts)
 
 
@@ -86,7 +86,7 @@ def test_several_pairs_make_one_comment_that_fits(faulty: Judged, fixed: Judged)
     huge = compare(hostile_report(MEGABYTE), hostile_report(MEGABYTE))
     text = as_markdown([compare(faulty[0], fixed[0])] * 3 + [huge] * 3)
     assert len(text.encode()) < 60_000
-    assert text.count("MENDED: GS101") >= 3
+    assert text.count("FIXED: GS101") >= 3
     assert "<img" not in as_html([huge])
 
 
@@ -99,11 +99,11 @@ def test_norms_and_weights_of_several_meshes_stand_side_by_side(faulty: Judged, 
     head, *rows = side_by_side(pairs)
     assert [row[0] for row in rows] == ["dp_replicate=2", "dp_shard=2", "dp_shard=2 tp=2"]
     norms = [faulty[0].series("grad_norm")[0][1], fixed[0].series("grad_norm")[0][1]]
-    assert {row[1:] for row in rows} == {("MENDED", "0.5", "1", *(f"{norm:.5g}" for norm in norms), "2")}
+    assert {row[1:] for row in rows} == {("FIXED", "0.5", "1", *(f"{norm:.5g}" for norm in norms), "2")}
     assert len(head) == len(rows[0])
     text = as_markdown(pairs)
     assert text.index("| run | result |") < text.index("### ")
-    assert '<th scope="row">dp_shard=2 tp=2</th><td>MENDED</td>' in as_html(pairs)
+    assert '<th scope="row">dp_shard=2 tp=2</th><td>FIXED</td>' in as_html(pairs)
     assert side_by_side(pairs[:1]) == ()
 
 

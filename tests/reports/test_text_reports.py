@@ -192,6 +192,29 @@ def test_every_verdict_has_its_word() -> None:
     assert "Call mark_loss()." in text
 
 
+def test_a_headline_gives_no_single_number_for_weights_that_are_several() -> None:
+    several = finding(factor=Factor(observed=2.0), pattern="x 0 to x 2 (median 1)")
+    assert "observed / expected: x 0 to x 2 (median 1)" in build(report([several])).headline
+    one = finding(factor=Factor(observed=2.37), pattern="every contribution x 2.37")
+    assert "observed / expected = 2.37 (every contribution x 2.37)" in build(report([one])).headline
+
+
+def test_of_a_long_reason_the_first_clause_is_the_headline_and_the_rest_is_why() -> None:
+    reason = "the loss counts nothing (a mean: of what?), so it is not judged: weights are compared. " + "More. " * 30
+    document = build(report([], [], verdict="undetermined", reasons=[reason]))
+    assert document.headline == "COULD NOT JUDGE: the loss counts nothing (a mean: of what?), so it is not judged"
+    assert document.why.startswith("Weights are compared. More. More.")
+    assert document.why.endswith("More. No weight could be compared.")
+
+
+def test_one_rank_is_not_called_ranks_and_a_loss_multiplies_nothing() -> None:
+    text = plain.render(build(report([finding(ranks=[3], first_event=first_event(kind="loss", nominal_factor=None))])))
+    assert "on rank 3, step 0" in text and "multiplies by" not in text
+    assert "multiplies by 0.5 as measured" in plain.render(
+        build(report([finding(first_event=first_event(nominal_factor=None))]))
+    )
+
+
 @pytest.mark.parametrize("document", [report(), hostile_report(), huge_report()], ids=["plain", "hostile", "huge"])
 def test_a_pipe_gets_at_most_a_hundred_columns(document: Report) -> None:
     assert max(len(line) for line in plain.render(build(document)).splitlines()) <= plain.WIDTH

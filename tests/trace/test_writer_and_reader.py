@@ -265,3 +265,12 @@ def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
     with pytest.raises(GradcheckError, match="already holds a run") as caught:
         create_run_dir(run_dir, {"world_size": 1})
     assert caught.value.code == "E511"
+
+
+def test_an_empty_file_is_called_empty_and_not_a_stranger_s(tmp_path: Path) -> None:
+    file = tmp_path / "rank-00000.trace"
+    for data, words in ((b"", "is empty: its rank ended before"), (b"text", "begins with b'text'")):
+        file.write_bytes(data)
+        with pytest.raises(GradcheckError, match=words) as caught:
+            read_trace(file)
+        assert caught.value.code == "E501"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from still_source import StillSource, first_snapshot, screen_text
 from textual.pilot import Pilot
@@ -247,6 +249,60 @@ def test_weights_move_slice_search_and_open(snapshot: Snapshot) -> None:
         assert app.current_mode == "event"
 
     drive(snapshot, steps, mode="weights")
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_map_begins_at_its_left_where_the_worst_cell_is_in_sight(tmp_path: Path, width: int) -> None:
+    """It was drawn from the cursor's column on, as before it had a size."""
+    late = first_snapshot(write_run(tmp_path / "late", fault="unreduced"))
+
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        heatmap, lines = app.screen.query_one(Heatmap), screen_text(app).splitlines()
+        assert heatmap.column == 3
+        assert lines[2].startswith("contributions →") and lines[2].count("d0") == 1
+        if width == 80:
+            assert lines[3].split("↓")[1].split() == ["k0", "k1", "k2"] * 2
+        else:
+            assert lines[2].endswith("2 more »") and lines[3].split("↓")[1].split() == ["k0", "k1", "k2", "k0"]
+            return
+        # What is said of a merged cell fits, and the scale below it stays.
+        await pilot.press("r", "c")
+        await pilot.pause()
+        assert "worst of 4" in screen_text(app) and " 1/8 " in screen_text(app)
+
+    drive(late, steps, mode="weights", size=(width, 24))
+
+
+def test_what_does_not_fit_the_verdict_s_box_is_told_to_be_cut(snapshot: Snapshot) -> None:
+    assert snapshot.document is not None
+    long = replace(snapshot, document=replace(snapshot.document, why="A reason of many words. " * 60))
+
+    async def cut(app: WatchApp, _pilot: Pilot[None]) -> None:
+        assert "cut here: 7 shows all" in screen_text(app)
+
+    async def whole(app: WatchApp, _pilot: Pilot[None]) -> None:
+        assert "cut here" not in screen_text(app)
+
+    drive(long, cut)
+    drive(snapshot, whole)
+
+
+def test_where_nothing_was_found_the_key_to_it_says_which_of_three_that_is(snapshot: Snapshot, tmp_path: Path) -> None:
+    assert snapshot.report is not None
+    clean = msgspec.structs.replace(snapshot.report, verdict="clean", findings=[])
+    unclear = msgspec.structs.replace(clean, verdict="undetermined", reasons=["no loss was seen"])
+    for shown, words in (
+        (replace(snapshot, report=clean, live=False), "Nothing was found: the run is clean."),
+        (replace(snapshot, report=unclear, live=False), "could not be judged"),
+        (Snapshot(path=str(tmp_path), phase="waiting"), "There is no verdict yet"),
+    ):
+
+        async def steps(app: WatchApp, pilot: Pilot[None], words: str = words) -> None:
+            await pilot.press("d")
+            await pilot.pause()
+            assert words in next(note.message for note in app._notifications)
+
+        drive(shown, steps)
 
 
 def test_a_click_on_a_cell_selects_it(snapshot: Snapshot) -> None:

@@ -247,6 +247,11 @@ def factor_in_words(case: Case) -> str:
     return case.names[0].expression if case.names else f"{case.pattern.factor:.6g}"
 
 
+def _pass_of(case: Case, step: int | None) -> int | None:
+    """An event behind the last pass counts as the next one, which there is not: it belongs to the whole step."""
+    return step if step is None or step < case.context.num_accumulation else None
+
+
 def first_event(case: Case) -> FirstEvent | None:
     """The culprit as the report shows it."""
     culprit, event = case.culprit, case.culprit.event
@@ -265,7 +270,7 @@ def first_event(case: Case) -> FirstEvent | None:
         file=site.file if site else None,
         line=site.line if site else None,
         function=site.function if site else None,
-        accumulation_step=getattr(culprit.gradient or event, "accumulation_step", None),
+        accumulation_step=_pass_of(case, getattr(culprit.gradient or event, "accumulation_step", None)),
         microbatch=getattr(culprit.gradient or event, "microbatch", None),
         stage=getattr(culprit.gradient or event, "stage", None),
         nominal_factor=_documented(culprit),

@@ -98,6 +98,6 @@ class Formulas:
 def _name(hand: Hand) -> str:
     kind, op, size, site, _ = hand
     if kind == GAP:
-        return f"the unrecorded change behind the {op} event"
+        return f"the unrecorded change after the {op} event"
     what = f"the {op} over {size} ranks" if kind == "Reduce" else f"the {kind} event"
     return f"{what} at {site[0].rpartition('/')[2]}:{site[1]}" if isinstance(site, tuple) else what

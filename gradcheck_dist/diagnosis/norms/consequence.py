@@ -42,7 +42,7 @@ def _clip_alone(effects: Sequence[Effect]) -> Iterator[str]:
         return
     how = f"x {low:.4g}" if high <= low * (1 + SMALL) else f"x {low:.4g} to x {high:.4g}"
     where = " in the recorded steps" if len(effects) > 1 else ""
-    yield f"gradients are right up to the clip and {how} of what they should be behind it{where}."
+    yield f"gradients are right up to the clip and {how} of what they should be after it{where}."
     if len(effects) > 1:
         off = sum(any(abs(factor - 1) > SMALL for factor in effect.clip_factors or ()) for effect in effects)
         yield f"Of {len(effects)} recorded steps {off} were scaled wrongly."
@@ -79,8 +79,8 @@ def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
     now, then = first.coefficient < 1, first.right_coefficient < 1
     norms = f"norm {first.total_norm:.4g}, about {first.right_norm:.4g} without the fault"
     if now and then:
-        left = "the factor is gone" if first.keeps_directions and _straight(first) else "the direction alone is wrong"
-        text = f"to {first.max_norm:g}, with the fault and without ({norms}): behind it {left}"
+        left = "the factor is gone" if first.keeps_directions and _straight(first) else "only the direction is wrong"
+        text = f"to {first.max_norm:g}, with the fault and without ({norms}): after it {left}"
     elif now:
         text = f"to {first.max_norm:g}, where nothing should be clipped ({norms})"
     elif then:
@@ -91,7 +91,7 @@ def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
     if len(effects) > 1:
         clipped = sum(effect.coefficient < 1 for effect in effects)
         would = sum(effect.right_coefficient < 1 for effect in effects)
-        yield f"Of {len(effects)} recorded steps with it {clipped} are clipped, {would} would be without it."
+        yield f"Of {len(effects)} recorded steps {clipped} are clipped; without the fault {would} would be."
 
 
 def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:
@@ -119,11 +119,14 @@ def _normalizing(effects: Sequence[Effect], step: OptimizerStep) -> Iterator[str
             return
         yield f"{step.optimizer} ({settings}) hides what never changes; a clip's coefficient changes with every norm."
     elif not first.keeps_directions:
-        yield f"{step.optimizer} ({settings}) hides what a whole parameter shares, not this: updates follow it."
+        yield (
+            f"{step.optimizer} ({settings}) hides a factor that a whole parameter shares, but not this one: updates "
+            "follow it."
+        )
     elif changing:
         low, high = min(map(min, changing)), max(map(max, changing))
         yield (
-            f"{step.optimizer} ({settings}) hides a factor that never changes; this one varies behind the clip, from x "
+            f"{step.optimizer} ({settings}) hides a factor that never changes; this one varies after the clip, from x "
             f"{low:.4g} to x {high:.4g}, and weighs steps against each other by it."
         )
     else:
@@ -152,7 +155,7 @@ def _decay(effect: Effect, step: OptimizerStep) -> Iterator[str]:
         return
     decoupled = step.optimizer.lower().startswith("adamw") or step.hyperparameters.get("decoupled_weight_decay") == 1.0
     if decoupled:
-        yield "Weight decay is decoupled: unchanged."
+        yield "Weight decay is decoupled and stays the same."
     elif abs(effect.factor - 1) > SMALL:
         yield f"Weight decay is added to the gradient: against it, it counts x {1 / effect.factor:.4g}."
 

@@ -30,7 +30,7 @@ BRING = (
     "machine the same --out on a shared file system. Otherwise record again."
 )
 SAYS = {
-    NOT_EMPTIED: "Call optimizer.zero_grad() behind every scaler.step(), also where it skips the step.",
+    NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
     "the trace of rank": BRING,
     "whose trace is missing": BRING,
@@ -44,7 +44,7 @@ SAYS = {
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "
     "stepping together, all is judged.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
-    AGAIN: "Step each optimizer once behind the passes whose gradients it reads, and record again.",
+    AGAIN: "Step each optimizer once after the passes whose gradients it reads, and record again.",
     NOT_FINITE: "Look what makes these gradients infinite (a division by a count that is zero, an overflow), and "
     "record steps in which they are finite.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
@@ -75,7 +75,7 @@ def next_step(report: Report) -> str:
     if report.findings and report.verdict == "findings":
         return report.findings[0].fix
     if report.verdict == "clean":
-        return "Nothing to mend."
+        return "Nothing to fix."
     for words, step in SAYS.items():
         if any(words in reason for reason in report.reasons):
             return step

@@ -134,7 +134,7 @@ def judge(case: Case) -> Answer:
             fix = "Reduce over ranks that have batches of their own, or divide by the number of ranks that share one."
         if case.rescaled:
             where += " A loss scale that changes between passes does this: unscaling takes one number away from all."
-            fix += " If scaler.update() runs between passes, call it once a step, behind scaler.step()."
+            fix += " If scaler.update() runs between passes, call it once a step, after scaler.step()."
         if culprit.kind == "backward":
             fix = (
                 "Look for what multiplies this gradient during the backward pass: a hook (register_hook, "

@@ -81,7 +81,7 @@ def judge(case: Case) -> Answer | None:
         if event.impl in SHARDING - {"fsdp1", GATHERED}
         else "a communication hook that sums"
         if event.impl in DATA_PARALLEL
-        else "op=ReduceOp.SUM and no division behind it"
+        else "op=ReduceOp.SUM and no division after it"
         if event.impl == GATHERED
         else "op=ReduceOp.SUM"
     )

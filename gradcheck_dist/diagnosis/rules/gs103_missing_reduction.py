@@ -40,6 +40,7 @@ from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.words import numbered
 from gradcheck_dist.events import AFTER, BEFORE, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.replay import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
@@ -69,9 +70,7 @@ def judge(case: Case) -> Answer | None:
     if all(_arrived_in_part(held, cell) for held, cell in case.cells if not cell.right):
         return None  # the other ranks were heard; what is missing is a summand of theirs (GS703)
     steps = sorted({cell.key[1] for cell in foreign})
-    which = (
-        f"of accumulation step(s) {', '.join(map(str, steps))} " if len(steps) < case.context.num_accumulation else ""
-    )
+    which = f"of {numbered('accumulation step', steps)} " if len(steps) < case.context.num_accumulation else ""
     sync = getattr(case.event, "sync", None)
     why = (
         " (the wrapper did not reduce in this pass: told not to, the model was called past it, or it waits for a "
@@ -86,14 +85,15 @@ def judge(case: Case) -> Answer | None:
         " No gradient was reduced at all: where ranks are meant to train apart and average their parameters every few "
         "steps (local SGD, DiLoCo), that is right."
         if case.everywhere and not reduced and all(abs(cell.ratio) <= max(1e-3, cell.margin) for cell in others)
-        else " They began alike on these ranks, as copies do; heads or experts of a rank's own are told by other ones."
+        else " They began with the same values on these ranks, as copies do; heads or experts of one rank alone begin "
+        "with values of their own."
         if not case.everywhere and not reduced
         else ""
     )
     if (aside := _left_aside(case)) is not None:
         text = case.pattern.text
         return Answer(
-            explanation="Gradients were reduced, and the result is not in them: what is read behind the reduction is, "
+            explanation="Gradients were reduced, and the result is not in them: what is read after the reduction is, "
             f"bit by bit, what was there before it. Other ranks' contributions {which}never reach it ({text}).",
             fix="Write the reduced values back into .grad before the optimizer steps (param.grad.copy_(...); a flat "
             "copy piece by piece), and wait() for reductions that are asynchronous.",

@@ -122,7 +122,7 @@ def undivided_means(case: Case) -> tuple[str, str]:
         f"Each loss is a whole mean over its own tokens, and {total} of them are added up: nothing divides by the "
         f"{passes} passes of a rank, and nothing by the {ranks} ranks.",
         f"Two divisions are missing: divide each loss by {passes}, and let the reduction average over {ranks} ranks "
-        "(op=ReduceOp.AVG, or a division behind it).",
+        "(op=ReduceOp.AVG, or a division after it).",
     )
 
 
@@ -136,4 +136,4 @@ def _average(event: Reduce, size: int) -> str:
         return 'to_local(grad_placements=[Partial("avg")])'
     if event.impl in SHARDING - {"fsdp1", GATHERED}:
         return f"set_gradient_divide_factor({size}) on every FSDP module, or none at all"
-    return "DDP's own, without the hook" if event.impl in DATA_PARALLEL else f"op=ReduceOp.AVG, or / {size} behind it"
+    return "DDP's own, without the hook" if event.impl in DATA_PARALLEL else f"op=ReduceOp.AVG, or / {size} after it"

@@ -53,5 +53,5 @@ def judge(case: Case) -> Answer | None:
         explanation=f"Between the stage that sent the gradient (rank {culprit.rank}){where} of the stage before it, "
         f"the gradient was scaled: {case.pattern.text} in all parameters of the earlier stages.",
         fix="Send and differentiate the gradient as autograd made it; look at what is done to it before the send, "
-        "behind the receive, and in hooks on the stage's output.",
+        "after the receive, and in hooks on the stage's output.",
     )

@@ -44,7 +44,7 @@ from gradcheck_dist.ledger.expected import TOTALS
 CODE = "GS301"
 NAME = "mean-of-means"
 OBJECTIVE = "microbatch-mean"
-IS_SUM = " Each token weighs exactly 1: the gradient is the sum over tokens. Whether that is meant nobody declared."
+IS_SUM = " Each token weighs exactly 1: the gradient is the sum over tokens. Nobody declared whether that is intended."
 SUM_MEANT = " If the sum is meant, declare --objective sum."
 
 
@@ -96,7 +96,7 @@ def follows(case: Case, objective: str) -> str:
         more = f" times {times}, and no later event makes up for that factor" if times and not summed else ""
         more = f" times {times}" if times and summed else more
         return f"The weights are those of {objective}{more}.{summed}"
-    return f"The gradient follows {objective} exactly. Whether that is meant nobody declared."
+    return f"The gradient follows {objective} exactly. Nobody declared whether that is intended."
 
 
 def spread(case: Case) -> str:

@@ -57,8 +57,8 @@ TWICE = (
     "itself (accelerate, Lightning, DeepSpeed), not in both."
 )
 NEVER = (
-    "Divide by the accumulation steps: neither the loss's lines do nor the framework's backward, or something "
-    "multiplies by them again."
+    "Divide the loss by the accumulation steps: neither the lines that compute it nor the framework's backward does, "
+    "or something multiplies by them again."
 )
 SCALED = (
     "Step with scaler.step(optimizer), for every optimizer, or call scaler.unscale_(optimizer) before what reads its "
@@ -70,7 +70,7 @@ EVERY = (
 )
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
-    "{unnamed} Where {number} is the number of accumulation steps, the optimizer is to step behind the last of them: "
+    "{unnamed} Where {number} is the number of accumulation steps, the optimizer is to step after the last of them: "
     "this step holds {passes} backward pass(es)."
 )
 COUNTED = (
@@ -236,7 +236,7 @@ def _counted_too(case: Case) -> Answer | None:
     return Answer(
         explanation=f"The weights are those of means that are multiplied by counts of more tokens than enter them: "
         f"{told}, together {counted} for {total}. Passes with few tokens weigh more than their share.",
-        fix="Count the tokens that enter the loss, of each pass and of all: behind the shift of the labels, without "
+        fix="Count the tokens that enter the loss, of each pass and of all: after the shift of the labels, without "
         "the first label of each sequence, and without padding.",
     )
 

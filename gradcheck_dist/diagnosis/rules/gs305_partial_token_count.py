@@ -52,7 +52,7 @@ def judge(case: Case) -> Answer | None:
     times = "" if abs(pattern.factor - 1) <= max(2 * pattern.tolerance, 1e-6) else f", times {factor_in_words(case)}"
     part, num_tokens = pattern.text.partition(" instead")[0], case.context.contributions.num_tokens
     if not at_loss(case):
-        line = f"behind the {case.culprit.kind} event"
+        line = f"after the {case.culprit.kind} event"
         return Answer(
             explanation=f"What your code does {line} divides by N_r, {part}, where all N = {num_tokens} tokens of the "
             f"step should count: the weights are N / N_r{times}, and what different ranks hold is scaled apart. "

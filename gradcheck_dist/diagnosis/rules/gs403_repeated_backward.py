@@ -58,7 +58,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explanation="This pass starts from a loss that an earlier pass of the same step has differentiated, and "
             f".grad of {in_short(sorted({name for _, name in found.params}))} keeps both gradients: tokens enter "
             f"up to {max(counts)} times. The table's weights are those of one pass.",
-            fix="Call backward() on each microbatch's own loss, or once on their sum behind the loop: the pass that "
+            fix="Call backward() on each microbatch's own loss, or once on their sum after the loop: the pass that "
             "needed retain_graph=True before it is one too many.",
         ),
         pattern=f"every loss goes backward {same} times"

@@ -116,7 +116,7 @@ def _by_hand(clip: HandNorm) -> Answer:
     return Answer(
         explanation=f"Every rank's gradients were scaled to norm {clip.norm:.4g} of what lies on it ({shown}), by a "
         f"hand-written clip whose norm was not combined over the ranks that train one model. All gradients have norm "
-        f"{clip.truth:.6g} behind it. Where coefficients differ, copies that ranks hold drift apart.",
+        f"{clip.truth:.6g} after it. Where coefficients differ, copies that ranks hold drift apart.",
         fix=FIX,
     )
 

@@ -51,7 +51,7 @@ from gradcheck_dist.events import Reduce
 CODE = "GS605"
 NAME = "early-clip"
 SAME = 1e-3
-BEHIND = "Clip once a step, behind the last line that divides the gradients."
+BEHIND = "Clip once a step, after the last line that divides the gradients."
 FIX = "Clip once a step, after the last backward and the last reduction."
 
 
@@ -175,7 +175,7 @@ def _divided_in_part(facts: StepFacts, acting: list[ClipCall]) -> Iterator[Remar
             explanation=f"Gradients were clipped to norm {call.event.max_norm:g} (norm {call.event.total_norm:.6g}), "
             f"and {len(last)} of {len(factors)} were multiplied by {min(last):.6g}"
             + (f" to {max(last):.6g}" if max(last) > (1 + SAME) * min(last) else "")
-            + " behind that, as is right for their weights: the norm was taken of gradients of unlike scale.",
+            + " after that, as is right for their weights: the norm was taken of gradients of unlike scale.",
             fix=BEHIND,
         ),
         pattern=f"clipped by a norm of gradients of which {len(last)} of {len(factors)} were still to be scaled",

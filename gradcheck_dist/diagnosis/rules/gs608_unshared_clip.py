@@ -13,7 +13,7 @@ shards, one part of a tensor moves by the clipped gradient and the other by the 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 ## Fix
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      # on every rank, behind the last reduction
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)      # on every rank, after the last reduction
 
 ## References
 - torch.nn.utils.clip_grad_norm_: clips what lies on this rank, and tells no other rank.
@@ -60,7 +60,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         answer=Answer(
             explanation=f"Rank {first} clips the gradient of {names} (x {clip.coefficient:.4g}); rank(s) {without} "
             "hold and step it as well, and call no clip for it. What ranks hold of it gets unequal updates.",
-            fix="Call the clip on every rank, behind the last reduction.",
+            fix="Call the clip on every rank, after the last reduction.",
         ),
         pattern=f"clipped on rank(s) {clipped}, not on rank(s) {without}",
         params=frozenset(found),

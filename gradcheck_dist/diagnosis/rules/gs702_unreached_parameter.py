@@ -75,7 +75,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             severity="info",
             explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
             "gradient. Either its output is not used by the loss, which may be meant, or something cuts it off.",
-            fix="Look for a detach, item, numpy or no_grad behind this module; freeze the parameter where it is meant.",
+            fix="Look for a detach, item, numpy or no_grad after this module; freeze the parameter where it is meant.",
         ),
         pattern=f"{len(names)} parameters without a gradient",
         params=frozenset(found),

@@ -67,7 +67,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
                 + ", and each adds it to its own summand of what is then summed over them: in all it counts "
                 f"{len(ranks)} times, and its gradient is the sum of {len(ranks)} equal parts, of which each rank has "
                 "one. Divided beforehand the output is right, and the gradient divided as well.",
-                fix="Add it once, behind the sum: a row-parallel layer's bias after the all-reduce or reduce-scatter. "
+                fix="Add it once, after the sum: a row-parallel layer's bias after the all-reduce or reduce-scatter. "
                 "Else all-reduce (sum) its gradient over these ranks.",
             ),
             pattern=f"{len(ranks)} equal parts of one gradient that nobody sums",

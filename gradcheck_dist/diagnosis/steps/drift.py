@@ -45,7 +45,7 @@ def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
             late = [one for one in verdict.findings if one.code in FOLLOWS and cause(one) not in known]
             verdict.findings = [one for one in verdict.findings if one not in late]
             verdict.remarks += [
-                f"step {verdict.context.step}: {one.code} shows there for the first time, behind {since[1]} in step "
+                f"step {verdict.context.step}: {one.code} shows there for the first time, after {since[1]} in step "
                 f"{since[0]}, which lets copies of parameters drift apart: taken for its consequence"
                 for one in late
             ]

@@ -261,6 +261,6 @@ def _of_the_rest(found: Finding, step: int, right: Conduct, mine: Conduct) -> Fi
         first_event=msgspec.structs.replace(found.first_event, unrecorded=True),
         explanation=f"The losses enter backward as in step {step}, whose weights are right; what follows them "
         f"multiplies by x {factor:.6g} of what it does there.{there}",
-        fix="Look for what your code does to gradients behind the loss in one of these steps and not in the other.",
+        fix="Look for what your code does to gradients after the loss in one of these steps and not in the other.",
         suggested_experiment=None,
     )

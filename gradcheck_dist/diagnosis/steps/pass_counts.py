@@ -24,12 +24,10 @@ PER_PASS = "1/tokens of the pass"
 UNDONE = (gs101_double_averaging.CODE, gs104_wrong_divisor.CODE, gs303_wrong_normalizer.CODE)
 """What the rest of the weights looks like where such a line is half of the normalisation."""
 _AGAIN = (
-    " The factor is the inverse of the tokens of the pass just behind it, in every step: each pass divides all that "
+    " The factor is the inverse of the tokens of the pass just before it, in every step: each pass divides all that "
     "has been accumulated, so the gradients of earlier passes are divided again."
 )
-_FIX = (
-    "Divide once, behind the step's last pass, by the tokens of all its passes and ranks, or divide the losses by it."
-)
+_FIX = "Divide once, after the step's last pass, by the tokens of all its passes and ranks, or divide the losses by it."
 
 
 CHANGES = 0.02

@@ -13,7 +13,7 @@ import numpy as np
 from gradcheck_dist.events import AFTER, BEFORE, Reduce
 from gradcheck_dist.ledger.tracks import StepData, Track
 
-COMES_EARLY = "comes while backward still adds to it: what is added behind that stays on its own rank"
+COMES_EARLY = "comes while backward still adds to it: what is added after that stays on its own rank"
 NEAR = 1e-4
 """Relative difference within which two float32 gradients are one."""
 A_PART = 1e-2

@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import SPAN, SURE, name_number
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.diagnosis.weights.written import VAGUE, is_written
+from gradcheck_dist.diagnosis.words import numbered
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 
@@ -227,13 +228,13 @@ def _zeroed(samples: list[Sample], context: StepContext) -> Pattern | None:
     if factor is None:
         return None
     steps = sorted({s.key[1] for s in gone} - {s.key[1] for s in rest})
-    which = f"accumulation step(s) {', '.join(map(str, steps))}" if steps else f"{len(gone)} of {len(samples)} weights"
+    which = numbered("accumulation step", steps) if steps else f"{len(gone)} of {len(samples)} weights"
     ranks = sorted({s.key[0] for s in gone} - {s.key[0] for s in rest})
     if not steps and ranks and {s.key[0] for s in gone} == set(ranks):
-        which = f"contributions of data rank(s) {', '.join(map(str, ranks))}"
+        which = f"contributions of {numbered('data rank', ranks)}"
     if all(s.key[0] != s.holder_data_rank for s in gone):
-        of = ", ".join(map(str, sorted({s.key[1] for s in gone})))
-        which = f"other ranks' contributions of accumulation step(s) {of}"
+        of = numbered("accumulation step", sorted({s.key[1] for s in gone}))
+        which = f"other ranks' contributions of {of}"
     return Pattern("zeroed", f"{which} x 0, the rest x {factor:.6g}", factor, tolerance=tolerance_of(samples))
 
 

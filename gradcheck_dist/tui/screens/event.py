@@ -141,8 +141,8 @@ def _finding(snapshot: Snapshot, selection: Selection) -> Finding | None:
 def _path_title(selection: Selection) -> str:
     """Which contribution into which parameter."""
     if selection.param is None or selection.key is None:
-        return "no way of a contribution: this event is on none that was observed"
+        return "this event lies on the path of no observed contribution"
     data_rank, step, microbatch = selection.key
     stage, name = selection.param
     where = f"stage {stage}: " if stage >= 0 else ""
-    return printable(f"way of d{data_rank} k{step} m{microbatch} into {where}{name} on rank {selection.holder}")
+    return printable(f"path of d{data_rank} k{step} m{microbatch} into {where}{name} on rank {selection.holder}")

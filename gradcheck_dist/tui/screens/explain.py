@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Static
 
-from gradcheck_dist.reports.text import prose
+from gradcheck_dist.reports.text import by_line
 from gradcheck_dist.tui.screens.base import RunScreen
 from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.widgets.rule_page import RulePage
@@ -42,6 +42,8 @@ class Explain(RunScreen):
 
     def nothing(self, snapshot: Snapshot) -> str | None:
         if snapshot.report is None or not snapshot.report.findings:
+            if snapshot.report is not None and snapshot.report.verdict == "undetermined":
+                return "This run could not be judged: the Overview (1) says why. e writes the report all the same."
             return "Nothing was found in this run, so there is nothing to explain. e writes the report all the same."
         return None
 
@@ -59,7 +61,7 @@ class Explain(RunScreen):
         text.append(f"{words.where}\n\n", "dim")
         text.append("why\n", "bold underline").append(f"{words.explanation}\n\n")
         if finding.consequence:
-            text.append("what it means for this run\n", "bold underline").append(f"{prose(finding.consequence)}\n\n")
+            text.append("what it means for this run\n", "bold underline").append(f"{by_line(finding.consequence)}\n\n")
         text.append("fix\n", "bold underline").append(f"{words.fix}\n\n")
         if words.culprit is not None:
             text.append("where\n", "bold underline").append(f"{words.culprit.line}\n")

@@ -39,7 +39,7 @@ class AxisGauges(Static):
             context = snapshot.step.verdict.context
             counts = {"accumulation_steps": context.num_accumulation, "microbatches": context.num_microbatches}
             degrees |= {name: count for name, count in counts.items() if count > 1}
-        text, blamed = Text(no_wrap=True), set[str]()
+        text, blamed = Text(no_wrap=True, overflow="ellipsis"), set[str]()
         for name, degree in degrees.items():
             ratio = _ratio(snapshot, name)
             if ratio is not None:
@@ -49,9 +49,10 @@ class AxisGauges(Static):
                 f" {scale.short(ratio)}\n" if ratio is not None else " 1\n", "bold" if ratio is not None else ""
             )
         if not degrees:
-            text.append("one rank, one contribution a step: no axis that could scale\n", "dim")
+            alone = report.run.world_size == 1
+            text.append("one rank, one contribution a step\n" if alone else "no mesh axis is known (--axes)\n", "dim")
         if report.findings and not blamed:
-            text.append("the factor found is not an axis' degree", "dim")
+            text.append("the factor is no axis' degree", "dim")
         self.update(text, layout=False)
 
 

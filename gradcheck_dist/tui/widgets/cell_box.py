@@ -27,14 +27,16 @@ class CellBox(Static):
         how = ", as documented: no sample was measured" if part.grid.documented else ""
         self.border_title = f"weight of one token's loss, step {part.grid.step}{how}"
         tokens = part.grid.tokens.get(key)
-        text = Text()
+        text = Text(no_wrap=True, overflow="ellipsis")
         if part.grid.documented:
-            text.append(f"k{key[1]} m{key[2]}", "bold").append(f" of rank {rank}, in every gradient\n")
+            text.append(f"k{key[1]} m{key[2]}", "bold").append(f" of rank {rank}, in every gradient")
         else:
             text.append(f"d{key[0]} k{key[1]} m{key[2]}", "bold").append(
                 f" ({tokens if tokens is not None else '?'} tokens) in "
             )
-            text.append(printable(unit, 60), "bold").append(f" on rank {rank}\n")
+            text.append(printable(unit, 60), "bold").append(f" on rank {rank}")
+        merged = part.num_merged(row, column)
+        text.append(f", worst of {merged}\n" if merged > 1 else "\n", "italic")
         exact = part.grid.exact.get(key)
         wide = self.size.width > 95 and exact
         text.append("expected ").append(exact if exact else _number(expected), "bold")
@@ -43,11 +45,7 @@ class CellBox(Static):
         text.append("  observed ").append(_number(observed), "bold")
         text.append("  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
         text.append(" right\n" if right else " not known\n" if math.isnan(ratio) else " WRONG\n", "bold")
-        text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch", "dim")
-        merged = part.num_merged(row, column)
-        if merged > 1:
-            text.append(f"; worst of {merged}", "italic")
-        text.append("\n")
+        text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch\n", "dim")
         for piece, style in scale.legend():
             text.append(piece, style)
         text.append(" ratio: = right ▼ too small ▲ too large", "dim")

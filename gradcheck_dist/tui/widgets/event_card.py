@@ -22,7 +22,7 @@ from gradcheck_dist.events import (
 from gradcheck_dist.reports.culprit import culprit as in_words
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import Excerpt, excerpt, modified_s, short_path
-from gradcheck_dist.reports.text import clip, number, plural, printable, prose, spans
+from gradcheck_dist.reports.text import by_line, clip, number, plural, printable, prose, spans
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.lanes import Mark
 from gradcheck_dist.tui.step_view import Stop
@@ -74,7 +74,7 @@ class EventCard(Static):
             if stop is None:
                 text.append("\nwhat was found\n", "bold").append(f"{prose(finding.explanation)}\n")
             if finding.consequence:
-                text.append("\nwhat it means for this run\n", "bold").append(f"{prose(finding.consequence)}\n")
+                text.append("\nwhat it means for this run\n", "bold").append(f"{by_line(finding.consequence)}\n")
         self.update(text)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.reports.document import factor_name
 from gradcheck_dist.reports.source import short_path
-from gradcheck_dist.reports.text import number, spans
+from gradcheck_dist.reports.text import spans
 from gradcheck_dist.tui.snapshot import Snapshot
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
 
@@ -34,7 +35,7 @@ class FindingsList(Rows):
     def pieces(self, index: int) -> Iterable[Piece]:
         assert self._report is not None
         finding = self._report.findings[index]
-        factor = finding.factor.expression or number(finding.factor.observed)
+        factor = factor_name(finding)
         event = finding.first_event
         where = f"{short_path(event.file)}:{event.line}" if event is not None and event.file else "-"
         room = self.size.width - 66

@@ -79,8 +79,10 @@ class Heatmap(Rows):
         self._first = max(min(self._first, self.column), self.column - self.num_visible + 1)
 
     def on_resize(self) -> None:
+        # What was drawn while the map had no size yet, of a screen that waited, began at the cursor.
         self._first = 0
         self.show_column()
+        self.refresh()
 
     def action_move_column(self, by: int) -> None:
         self.column += by
@@ -100,6 +102,9 @@ class Heatmap(Rows):
         last = row == self.header_rows - 1
         yield fit(f"{self.axes[0]} ↓" if last and row else more if row == 0 else "", self.label_width), "dim"
         previous = None
+        behind = (self.part.shape[1] if self.part else 0) - self._columns().stop
+        note = f" {behind} more »" if behind > 0 and row == 0 else ""
+        room = self._size.width - self.label_width - len(note)
         for column in self._columns():
             lines = self.part.column_labels[column].split(" ")  # type: ignore[union-attr]
             line = lines[row] if row < len(lines) else ""
@@ -107,10 +112,12 @@ class Heatmap(Rows):
             shown = "" if row == 0 and len(lines) > 1 and line == previous else line
             previous = line
             here = column == self.column
-            yield fit(f" {shown if not here else line}", self.cell_width), "accent" if here else "head"
-        rest = (self.part.shape[1] if self.part else 0) - (self._columns().stop)
-        if rest > 0 and row == 0:
-            yield f"{rest} more »", "dim"
+            width = min(self.cell_width, room)
+            room -= width
+            if width > 0:
+                yield fit(f" {shown if not here else line}", width), "accent" if here else "head"
+        if note:
+            yield note, "dim"
 
     def pieces(self, index: int) -> Iterable[Piece]:
         part = self.part

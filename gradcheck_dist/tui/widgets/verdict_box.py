@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from rich.table import Table
 from rich.text import Text
 from textual.content import Content
@@ -22,6 +24,7 @@ class VerdictBox(Static):
     VerdictBox.undetermined { border: round $warning; }
     """
 
+    _rows: tuple[tuple[str, Text], ...] = ()
     _told: object = None
     """What stands in the box: drawing it again costs a layout of the whole screen."""
 
@@ -36,7 +39,7 @@ class VerdictBox(Static):
         self.border_title = "no verdict yet"
         self.set_classes(["undetermined"])
         words = prose(snapshot.message) or f"Reading {prose(snapshot.path)} …"
-        self.update(_grid([("verdict", Text("none yet", "bold")), ("why", Text(words))]))
+        self._say([("verdict", Text("none yet", "bold")), ("why", Text(words))])
 
     def show_document(self, document: Document, *, brief: bool = False) -> None:
         """`brief`: without the next step, for two boxes side by side."""
@@ -50,7 +53,20 @@ class VerdictBox(Static):
         for label, text in sorted(document.answer, key=lambda row: row[0] == "why"):
             if not (brief and label == "next"):
                 rows.append((label, Text(text, "bold" if label == "where" else "")))
+        self._say(rows)
+
+    def _say(self, rows: list[tuple[str, Text]]) -> None:
+        self._rows = tuple(rows)
         self.update(_grid(rows))
+        self.on_resize()
+
+    def on_resize(self) -> None:
+        """Say so at the foot where the box is lower than its words."""
+        width, height = self.content_size
+        room = max(1, width - 1 - max((len(label) for label, _ in self._rows), default=0))
+        lines = sum(max(1, len(wrap(text.plain, room, break_on_hyphens=False))) for _, text in self._rows)
+        rest = "cut here: 7 shows all" if self.has_class("findings") else "cut here"
+        self.border_subtitle = rest if height and lines > height else ""
 
 
 def _grid(rows: list[tuple[str, Text]]) -> Table:
