@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
+from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
@@ -32,6 +33,9 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
+    NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
+    "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
+    "exponentials with SUM.",
     ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
     "over all of them, with zeros where a rank has no gradient.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "
