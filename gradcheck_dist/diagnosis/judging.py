@@ -25,6 +25,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
+from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart, spreads_of_losses
 from gradcheck_dist.diagnosis.norms.assumed import divisions
@@ -140,6 +141,7 @@ def _judge_step(
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
+    verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict

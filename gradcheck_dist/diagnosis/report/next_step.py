@@ -9,6 +9,7 @@ from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
+from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
@@ -36,6 +37,9 @@ SAYS = {
     NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
     "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
     "exponentials with SUM.",
+    NO_COUNT_TELLS: "Nothing to do where these passes are meant to weigh the term apart (a source or a task each); "
+    "else multiply it by one coefficient on all ranks and in all passes. gradcheck_dist.mark_loss(..., term=, "
+    "coefficient=) on the term tells what is meant.",
     ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
     "over all of them, with zeros where a rank has no gradient.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
+from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.norms.consequence import consequence
 from gradcheck_dist.diagnosis.norms.effect import Effect
@@ -109,6 +110,7 @@ class StepVerdict:
     unmade: list[str] = field(default_factory=list)
     conduct: Conduct | None = None
     own_divisors: OwnDivisors | None = None
+    term_weights: list[TermWeights] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
     apart: bool = False
