@@ -153,7 +153,8 @@ class StageGradient(Event, tag="stage_gradient"):
 
     `side` is "input" (as autograd delivered it at what the stage was given, before it is sent on) or "output" (as it
     entered the stage's graph, after hooks on the output). `values` are float32 bytes of shape (n,): elements at fixed
-    positions of the flattened tensor, equal for equal `shape`.
+    positions of the flattened tensor, equal for equal `shape`. `forward` are those of the activation itself, as it was
+    when backward began; none where it holds no memory any more.
     """
 
     accumulation_step: Index
@@ -163,6 +164,7 @@ class StageGradient(Event, tag="stage_gradient"):
     dtype: str
     values: bytes
     stage: Index | None = None
+    forward: bytes = b""
 
 
 SENT = "send"

@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import NOT_FINITE, PARTS, UNCOUNT
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
+from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
 NOT_EMPTIED = "nothing empties gradients where the GradScaler skips"
@@ -37,6 +38,10 @@ SAYS = {
     NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
     "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
     "exponentials with SUM.",
+    OF_OTHERS: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which output "
+    "each gradient is given.",
+    SOME_ALONE: "Give all of these gradients to backward, each with its output; hand on what is to be a constant "
+    "without requires_grad.",
     NO_COUNT_TELLS: "Nothing to do where these passes are meant to weigh the term apart (a source or a task each); "
     "else multiply it by one coefficient on all ranks and in all passes. gradcheck_dist.mark_loss(..., term=, "
     "coefficient=) on the term tells what is meant.",
