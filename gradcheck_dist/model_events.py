@@ -153,7 +153,8 @@ class StageGradient(Event, tag="stage_gradient"):
 
     `side` is "input" (as autograd delivered it at what the stage was given, before it is sent on) or "output" (as it
     entered the stage's graph, after hooks on the output). `values` are float32 bytes of shape (n,): elements at fixed
-    positions of the flattened tensor, equal for equal `shape`.
+    positions of the flattened tensor, equal for equal `shape`. `forward` are those of the activation itself, as it was
+    when backward began; none where it holds no memory any more.
     """
 
     accumulation_step: Index
@@ -163,6 +164,7 @@ class StageGradient(Event, tag="stage_gradient"):
     dtype: str
     values: bytes
     stage: Index | None = None
+    forward: bytes = b""
 
 
 SENT = "send"
@@ -246,7 +248,10 @@ class LossBackward(Event, tag="loss_backward"):
     derivative that backward gave; the share of what it gave that is no multiple of it; how far the loss is from a
     cross-entropy, relative to 1 + loss (-1: the label lies in another rank's shard of the vocabulary, and the
     derivative is known but for its size; NaN: it is left out); and by how much the label's logit differs from the mean
-    of all, relative to 1 + loss: where logits are alike, the loss is the same at any temperature.
+    of all, relative to 1 + loss: where logits are alike, the loss is the same at any temperature. Of a rank that holds
+    a shard of the vocabulary, which the ranks of `group` hold in this order, they have shape (labels, 8): behind these
+    the logsumexp of the shard's logits, that of all logits as the loss tells it (NaN where the label lies elsewhere),
+    and the label.
     """
 
     function: str
@@ -255,6 +260,7 @@ class LossBackward(Event, tag="loss_backward"):
     values: bytes
     dtype: str = "float32"
     defined_at: Site | None = None
+    group: tuple[Rank, ...] = ()
 
 
 class HandedOn(Event, tag="handed_on"):

@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.losses.inferred_terms import tell_terms
+from gradcheck_dist.diagnosis.losses.terms_apart import leave_terms_open
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
@@ -93,6 +94,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     tell_by_other_steps(verdicts)
     leave_weighted_open(verdicts)
     leave_coefficients_open(verdicts)
+    leave_terms_open(verdicts)
     leave_schedules_open(verdicts)
     leave_statistics_open(verdicts)
     leave_empty_open(verdicts)

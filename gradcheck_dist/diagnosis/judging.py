@@ -15,6 +15,7 @@ from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
 from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
@@ -24,6 +25,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
+from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart, spreads_of_losses
 from gradcheck_dist.diagnosis.norms.assumed import divisions
@@ -77,6 +79,7 @@ from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.ledger.unwritten import without_unwritten
+from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
 from gradcheck_dist.trace.run import Run
 
 UNEXPLAINED = "GS000"
@@ -139,6 +142,7 @@ def _judge_step(
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
+    verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
@@ -164,7 +168,8 @@ def _judge_step(
     on_the_way = weighed.on_the_way
     facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up))
     facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm)
-    if backwards := list(own_backwards(data.events)):
+    backwards = list(own_backwards(data.events))
+    if backwards := [*backwards, *unlike_shards(data.events, backwards)]:
         with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
         if with_them.comes_out_right and all(one.is_multiple for one in backwards):
             with_them.remarks.append(words_of(backwards))
@@ -182,8 +187,8 @@ def _judge_step(
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
     verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
-    unequal, values = unequal_losses(data, recorded)
-    verdict.reasons, verdict.remarks = verdict.reasons + unequal, verdict.remarks + values
+    for reasons, values in (unequal_losses(data, recorded), no_distribution(data)):
+        verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
     if not drop_lost and LOST in found:
         verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)

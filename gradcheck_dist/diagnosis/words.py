@@ -10,6 +10,9 @@ SHOWN = 3
 OF_THE_DATA = "function of the data, which may be meant"
 """What is said of losses that are scaled by no count."""
 
+BY_HAND = "norm that was used / norm of the gradients"
+"""The pattern of a clip by hand that takes a wrong norm, before the number."""
+
 
 def in_short(names: Sequence[str]) -> str:
     """The first of many names: "a, b, c and 4 more"."""

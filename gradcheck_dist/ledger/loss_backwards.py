@@ -84,23 +84,28 @@ def own_backwards(events: Mapping[int, list[Event]]) -> Iterator[OwnBackward]:
 def could_judge(events: Mapping[int, list[Event]]) -> bool:
     """Whether any loss function's backward could be held against the derivative."""
     found = (event for of_rank in events.values() for event in of_rank if isinstance(event, LossBackward))
-    return any(_fits(_values(event), _tolerance_of_loss(event)) for event in found)
+    return any(_fits(_values(event), tolerance_of_loss(event)) for event in found)
 
 
-def _tolerance(event: LossBackward) -> float:
+def values_of(event: LossBackward) -> np.ndarray:
+    """What was seen of each label, by columns."""
+    return np.frombuffer(event.values, np.float32).reshape(-1, 8 if event.group else 5).astype(np.float64)
+
+
+def tolerance_of(event: LossBackward) -> float:
     """Of a gradient, relative."""
     return max(FITS, ROUNDED * EPSILON[event.dtype])
 
 
-def _tolerance_of_loss(event: LossBackward) -> float:
+def tolerance_of_loss(event: LossBackward) -> float:
     """Relative to 1 + loss."""
     return max(FITS, 2 * EPSILON[event.dtype])
 
 
 def _values(event: LossBackward) -> np.ndarray:
     """(arrived, given, rest, gap, power) of the labels that count."""
-    values = np.frombuffer(event.values, np.float32).reshape(-1, 5).astype(np.float64)
-    return values[~np.isnan(values[:, 3])]
+    values = values_of(event)
+    return values[~np.isnan(values[:, 3]), :5]
 
 
 def _fits(values: np.ndarray, tolerance: float) -> bool:
@@ -110,7 +115,7 @@ def _fits(values: np.ndarray, tolerance: float) -> bool:
 
 
 def _judge(rank: int, events: list[LossBackward], of_rank: list[Event]) -> OwnBackward | None:
-    tolerance, of_loss = max(map(_tolerance, events)), max(map(_tolerance_of_loss, events))
+    tolerance, of_loss = max(map(tolerance_of, events)), max(map(tolerance_of_loss, events))
     read = [_values(event) for event in events]
     if not all(_fits(values, of_loss) for values in read if (values[:, 3:] >= 0).any()):
         return None

@@ -34,7 +34,7 @@ def strangers(data: StepData) -> dict[int, frozenset[int]]:
         unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
         if (
             2 * len(unlike) > len(shared)
-            and all(_copies(data.tracks[key], one, other) for key in shared)
+            and all(copies(data.tracks[key], one, other) for key in shared)
             and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other))
         ):
             apart[one] |= {one, other}
@@ -55,7 +55,7 @@ def _unlike(of_rank: dict[int, Track], one: int, other: int) -> bool:
     return False
 
 
-def _copies(of_rank: dict[int, Track], one: int, other: int) -> bool:
+def copies(of_rank: dict[int, Track], one: int, other: int) -> bool:
     """Whether both ranks hold the whole of a parameter, with the same values."""
     if one not in of_rank or other not in of_rank:
         return False

@@ -7,6 +7,7 @@ same tokens and is, element by element, a multiple of what entered.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +16,7 @@ import numpy as np
 
 from gradcheck_dist.events import Backward, Event, LossGradient, StageGradient
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.misplaced import misplaced, slots, unused
 from gradcheck_dist.ledger.solve import EPSILON, ROUNDING
 from gradcheck_dist.ledger.tracks import Slot, StepData
 
@@ -32,6 +34,9 @@ MAX_TOLD = 3
 """Passes that are named in a sentence."""
 LEAST_PART = 0.05
 """A smaller part of an earlier gradient may be noise; what is added up is all of it."""
+
+OF_OTHERS = "outputs the gradients of others"
+SOME_ALONE = "the stage before differentiates some alone"
 
 Place = tuple[int, int, Slot]
 """(rank, stage, -1 without one; accumulation step and microbatch)"""
@@ -64,26 +69,52 @@ class Stale:
 class Transits:
     """By place, the hops between it and the loss that changed its gradient. `unmatched` are ranks of whose gradients
     it was not seen from where they came, `matched` those of which it was. `strange` are passes that began with a
-    gradient of the shape of those that another stage sent, and with none of these, or one that another began with."""
+    gradient of the shape of those that another stage sent, and with none of these, or one that another began with;
+    `misplaced` are those that gave an output the gradient of other activations, `unused` those that sent one which no
+    pass begins with."""
 
     hops: dict[Place, tuple[Hop, ...]] = field(default_factory=dict)
     stale: list[Stale] = field(default_factory=list)
     matched: set[int] = field(default_factory=set)
     unmatched: set[int] = field(default_factory=set)
     strange: list[Place] = field(default_factory=list)
+    misplaced: list[Place] = field(default_factory=list)
+    unused: list[Place] = field(default_factory=list)
 
     @property
     def reasons(self) -> list[str]:
         """Why nobody knows whether gradients are right that came from another stage, in words."""
+        return [*self._strange, *self._misplaced]
+
+    @property
+    def _misplaced(self) -> list[str]:
+        found = []
+        for places, words in (
+            (
+                self.misplaced,
+                f"give {OF_OTHERS}: what the next stage was given of such an output has another gradient",
+            ),
+            (
+                self.unused,
+                f"send gradients for several activations that they were given, of which {SOME_ALONE}: what comes back "
+                "for the others is lost",
+            ),
+        ):
+            if places:
+                ranks = ", ".join(map(str, sorted({rank for rank, _, _ in places})))
+                found.append(f"rank(s) {ranks} {words}: pass {', '.join(slots(places, MAX_TOLD))}")
+        return found
+
+    @property
+    def _strange(self) -> list[str]:
         if not self.strange:
             return []
         ranks = ", ".join(map(str, sorted({rank for rank, _, _ in self.strange})))
-        slots = ", ".join(f"(accumulation step {k}, microbatch {m})" for _, _, (k, m) in self.strange[:MAX_TOLD])
-        more = f" and {len(self.strange) - MAX_TOLD} more" if len(self.strange) > MAX_TOLD else ""
         return [
             f"rank(s) {ranks} differentiate gradients of other stages that are none of those which left these, times "
-            f"one number for all, or one of them again: pass {slots}{more}. Where they are compressed on the way, that "
-            "is meant; else look at which microbatch's is received, and at what is done to it"
+            f"one number for all, or one of them again: pass {', '.join(slots(self.strange, MAX_TOLD))}. Where they "
+            "are compressed on the way, that is meant; else look at which microbatch's is received, and at what is "
+            "done to it"
         ]
 
     @property
@@ -139,6 +170,10 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
         for one in _strange(contributions, entered, left, sources)
         if one not in explained and (one[1] >= 0 or one[0] in lossless)  # else it may be from this rank's own loss
     ]
+    sent = [pair for of_slot in left.values() for pair in of_slot]
+    told = {*explained, *result.strange}
+    result.misplaced = misplaced(entered, sent, told, functools.partial(_may_hand_over, contributions), multiple)
+    result.unused = unused(entered, sent, {place: at for place, (at, _) in sources.items()})
     for place in sources:
         chain, at = [], place
         seen = {at}

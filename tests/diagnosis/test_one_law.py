@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from random_trainers import global_mean, rank_mean
 from simulator import Trainer, World, param_table
 
 from gradcheck_dist.diagnosis.engine import conclude
-from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.finding import Factor, Finding, FirstEvent
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause, merged
+from gradcheck_dist.diagnosis.words import BY_HAND
 from gradcheck_dist.ledger.contributions import ContributionKey as Key
 
 
@@ -135,3 +138,19 @@ def test_a_number_that_coincides_with_a_degree_in_one_step_is_told_by_the_others
             one.findings[0].factor.expression = "num_tokens/evaluated_tokens"
     (finding,) = told(steps)
     assert (finding.factor.expression, finding.steps) == ("num_tokens/evaluated_tokens", [0, 1, 2])
+
+
+@pytest.mark.parametrize(("pattern", "num"), [(f"{BY_HAND}: 0.63", 1), ("x 0.5 everywhere", 2)])
+def test_a_clip_by_hand_is_one_finding_whatever_came_last_before_it(pattern: str, num: int) -> None:
+    """Which gradient is measured best differs from step to step, and with it the last event before the clip."""
+
+    def verdict(step: int, kind: str, line: int) -> SimpleNamespace:
+        event = FirstEvent(rank=0, seq=7, kind=kind, file="train.py", line=line)
+        finding = Finding(code="GS601", name="local-clip-norm", severity="error", step=step, steps=[step],
+                          factor=Factor(observed=0.63), pattern=pattern, units=[], num_parameters=2, ranks=[0, 1],
+                          first_event=event, explanation="", fix="")  # fmt: skip
+        return SimpleNamespace(findings=[finding], effects={})
+
+    found = merged([verdict(0, "grad_write", 88), verdict(1, "reduce", 81)])  # type: ignore[list-item]
+    assert len(found) == num
+    assert found[0].steps == ([0, 1] if num == 1 else [0])

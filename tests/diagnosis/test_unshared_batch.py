@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 from simulator import Key, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.rules.gs705_unshared_batch import _read_one_batch
 from gradcheck_dist.events import Loss, Reduce
+from gradcheck_dist.ledger.contributions import Contribution, Contributions
 
 SHARDS = "layers.0.weight"
 
@@ -53,6 +57,18 @@ def test_shards_that_work_on_a_batch_each_are_one_finding() -> None:
     assert (finding.code, finding.name, finding.ranks) == ("GS705", "unshared-batch", [0, 1, 2, 3])
     assert finding.first_event is not None and finding.first_event.kind == "loss"
     assert "Ranks 0,1 | 2,3" in finding.explanation and SHARDS in finding.explanation
+
+
+@pytest.mark.parametrize(("labels", "swapped"), [((5, 5, 6, 6), True), ((5, 6, 5, 6), False), ((5, 6, 7, 8), False)])
+def test_ranks_with_the_same_shards_that_read_one_batch_have_no_second_fault(
+    labels: tuple[int, ...], swapped: bool
+) -> None:
+    """Data that follows the rank among the shards: that ranks of one group repeat a batch (GS701) is the same fault."""
+    by_key = {(rank, k, 0): Contribution((rank, k, 0), (rank,), 6, 1.0, label_hash=10 * label + k)
+              for rank, label in enumerate(labels) for k in range(2)}  # fmt: skip
+    contributions = Contributions(by_key, {rank: rank for rank in range(4)})
+    facts = SimpleNamespace(contributions=contributions)
+    assert _read_one_batch(facts, [frozenset({0, 1}), frozenset({2, 3})]) is swapped  # type: ignore[arg-type]
 
 
 def test_replicas_whose_reduction_was_forgotten_hold_no_shards() -> None:

@@ -43,6 +43,7 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
             "sequence parallel, functional", "sequence parallel, functional also before the head")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, own put back, detached", "context parallel, averaged in backward",
+           "context parallel, own joined", "context parallel, gathered for a look",
            "context parallel, sliced in backward, functional")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
            "experts, others summed")  # fmt: skip
@@ -293,6 +294,14 @@ class Model(nn.Module):
                     dist.all_gather(parts, k.contiguous())
                 parts[dist.get_rank()] = k
                 k = torch.cat(parts, 1)
+            elif "own joined" in self.variant or "a look" in self.variant:
+                parts = [torch.empty_like(k) for _ in range(2)]
+                dist.all_gather(parts, k.contiguous())
+                if "joined" in self.variant:
+                    k = torch.cat([k if rank == dist.get_rank() else part for rank, part in enumerate(parts)], 1)
+                else:  # and a sink, that is no part of another rank
+                    k = Gather.apply(k)
+                    k = torch.cat([k, torch.zeros_like(k[:, :1])], 1)[:, :-1]
             else:
                 wrong = GatherSliced if "sliced" in self.variant else GatherMean
                 wrong = FunctionalSliced if "functional" in self.variant else wrong

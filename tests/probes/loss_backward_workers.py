@@ -9,13 +9,18 @@ from probe_workers import with_and_without
 from torch import Tensor, nn
 from torch.autograd import Function
 
-WIDTH, CLASSES, STEPS, PASSES = 8, 12, 3, 2
+WIDTH, CLASSES, STEPS, PASSES, Z = 8, 12, 3, 2, 1e-2
 VARIANTS = (
     "vocabulary parallel",
     "vocabulary parallel, summed in backward",
     "vocabulary parallel, passed by",
     "vocabulary parallel, no mask",
     "vocabulary parallel, scaled in backward for a divided loss",
+    "vocabulary parallel, own maximum",
+    "vocabulary parallel, averaged denominator",
+    "vocabulary parallel, backward by its own denominator",
+    "vocabulary parallel, smoothed labels",
+    "vocabulary parallel, z-loss",
     "vocabulary parallel, one sum",
     "vocabulary parallel, one sum, summed in backward",
     "vocabulary parallel, one sum, with a learned weight",
@@ -49,13 +54,21 @@ class VocabParallel(Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, variant: str) -> Tensor:
         labels = labels - dist.get_rank() * logits.shape[-1]
         held = (labels >= 0) & (labels < logits.shape[-1])
+        highest = logits.amax(-1)
+        if "own maximum" not in variant:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        logits = logits - highest[..., None]
         picked = logits.gather(-1, labels.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1) * held
-        total = logits.exp().sum(-1)
-        dist.all_reduce(total)
-        dist.all_reduce(picked)
-        ctx.save_for_backward(logits, total.log(), labels, held)
-        ctx.variant, ctx.shape = variant, labels.shape
+        total, mean = logits.exp().sum(-1), logits.mean(-1)
+        own = total.log()
+        for one in (total, picked, mean):
+            dist.all_reduce(one)
+        total = total / dist.get_world_size() if "averaged" in variant else total
+        ctx.save_for_backward(logits, own if "its own" in variant else total.log(), labels, held)
+        ctx.variant, ctx.shape, ctx.whole = variant, labels.shape, total.log() + highest
         losses = total.log() - picked
+        losses = losses + 0.1 * (picked - mean / dist.get_world_size()) if "smoothed labels" in variant else losses
+        losses = losses + Z * ctx.whole.square() if "z-loss" in variant else losses
         return losses.sum() if "one sum" in variant else losses
 
     @staticmethod
@@ -71,8 +84,11 @@ class VocabParallel(Function):
             grad = torch.ones_like(grad)
         held = torch.ones_like(held) if "no mask" in ctx.variant else held
         gradient = derivative(logits, normaliser, labels, held)
+        softmax = derivative(logits, normaliser, labels, held & False)
         if "smoothed" in ctx.variant:
-            gradient = gradient - 0.1 * (1 / CLASSES + gradient - derivative(logits, normaliser, labels, held & False))
+            gradient = gradient - 0.1 * (1 / CLASSES + gradient - softmax)
+        if "z-loss" in ctx.variant:
+            gradient = gradient + 2 * Z * ctx.whole[..., None] * softmax
         return gradient * grad[..., None], None, None
 
 

@@ -28,6 +28,11 @@ VARIANTS = (
     "by hand, a skip beside",
     "by hand, a skip beside, halved before it is sent",
     "by hand, a skip beside, halved on one edge",
+    "by hand, a skip beside, exchanged",
+    "by hand, a skip beside, emptied",
+    "by hand, a skip beside, lost",
+    "by hand, backward behind all forwards",
+    "by hand, backward behind all forwards, in another order",
     "schedule",
     "schedule, hook",
 )
@@ -75,15 +80,39 @@ def with_a_skip(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None
             output = stage.last(torch.tanh(skip))
             dist.send(torch.stack([output, skip]).detach(), 1)
             dist.recv(edges, 1)
-            torch.autograd.backward([output, skip], list(edges.unbind()))
+            used = 1 if "lost" in variant else 2
+            torch.autograd.backward([output, skip][:used], list(edges.unbind())[:used])
         else:
             dist.recv(edges, 0)
             given, skip = (edge.clone().requires_grad_() for edge in edges)
             loss_of(stage.last(torch.tanh(stage.first(given)) + skip), meant).backward()
             assert given.grad is not None and skip.grad is not None
-            both = torch.stack([given.grad, skip.grad])
+            both = torch.stack([skip.grad, given.grad] if "exchanged" in variant else [given.grad, skip.grad])
+            both[1:].mul_(0 if "emptied" in variant else 1)
             (both if "before" in variant else both[:1]).div_(2 if "halved" in variant else 1)
             dist.send(both, 0)
+
+
+def behind_all_forwards(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
+    """GPipe's order: every microbatch's forward, then every one's backward."""
+    outputs = []
+    for tokens in ids.chunk(MICROBATCHES):
+        given = tokens if dist.get_rank() == 0 else torch.empty(ROWS, LENGTH, WIDTH)
+        if dist.get_rank():
+            dist.recv(given, 0)
+            given.requires_grad_()
+        outputs.append((stage(given), given))
+        if dist.get_rank() == 0:
+            dist.send(outputs[-1][0].detach(), 1)
+    for (output, given), meant in zip(outputs, labels.chunk(MICROBATCHES), strict=True):
+        if dist.get_rank():
+            loss_of(output, meant).backward()
+            assert given.grad is not None
+            dist.send(given.grad, 0)
+    for output, _ in outputs[:: -1 if "another order" in variant else 1] if dist.get_rank() == 0 else ():
+        edge = torch.empty(ROWS, LENGTH, WIDTH)
+        dist.recv(edge, 1)
+        output.backward(edge)
 
 
 def by_hand(stage: Stage, ids: Tensor, labels: Tensor, variant: str) -> None:
@@ -133,6 +162,8 @@ def train(variant: str) -> int:
         ids, labels = torch.randint(WORDS, (2, MICROBATCHES * ROWS, LENGTH), generator=data)
         if "schedule" in variant:
             schedule.step(ids) if rank == 0 else schedule.step(target=labels)
+        elif "behind all" in variant:
+            behind_all_forwards(stage, ids, labels, variant)
         elif "skip" in variant:
             with_a_skip(stage, ids, labels, variant)
         else:

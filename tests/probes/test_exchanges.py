@@ -37,6 +37,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "sequence parallel",
         "sequence parallel, functional",
         "context parallel",
+        "context parallel, gathered for a look",
         "experts",
     ],
 )
@@ -222,8 +223,10 @@ def test_statistics_that_are_summed_in_place_leave_the_verdict_open(reports: dic
     assert any("learns from its own loss alone" in reason for reason in report.reasons)
 
 
-def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict[str, Report]) -> None:
-    (finding,) = reports["context parallel, own put back"].findings
+@pytest.mark.parametrize("own", ["put back", "joined"])
+def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict[str, Report], own: str) -> None:
+    """Whether it puts its own part into the list of all, or beside copies of the others where they are joined."""
+    (finding,) = reports[f"context parallel, own {own}"].findings
     assert (finding.code, finding.severity) == ("GS802", "warning")
     assert "from that loss alone" in finding.explanation
 

@@ -66,10 +66,15 @@ def test_a_fault_is_found_with_its_factor_and_line(reports: dict[str, Report], v
 
 
 def test_replicas_of_shards_of_one_rank_each_are_not_reduced_by_torch(tmp_path: Path) -> None:
+    """In each pass torch divides what was summed up before, too: that is no fault of its own."""
     warm_up()
-    launch("fsdp1_workers:run", (["HYBRID_SHARD no-sync"], str(tmp_path)), 2, timeout_s=90)
-    (finding,) = diagnose(read_run(tmp_path / "HYBRID_SHARD no-sync")).findings
-    assert finding.code == "GS103"
+    variants = ["HYBRID_SHARD no-sync", "HYBRID_SHARD"]
+    launch("fsdp1_workers:run", (variants, str(tmp_path)), 2, timeout_s=90)
+    for variant in variants:
+        (finding,) = diagnose(read_run(tmp_path / variant)).findings
+        assert finding.code == "GS103"
+        assert "joins this rank alone, and divides by 2 in each pass" in finding.explanation
+        assert finding.first_event is not None and finding.first_event.kind == "reduce"
 
 
 def test_two_replicas_of_two_shards_are_judged_over_both(tmp_path: Path) -> None:

@@ -309,6 +309,30 @@ def test_a_wrong_backward_of_shards_is_found(reports: dict[str, Report], variant
     assert says in finding.explanation
 
 
+@pytest.mark.parametrize("variant", ["own maximum", "averaged denominator"])
+def test_a_softmax_over_shards_that_does_not_sum_to_one_leaves_the_verdict_open(
+    reports: dict[str, Report], variant: str
+) -> None:
+    """One wrong value on all ranks, and the derivative of it: what the shards' logits come to is what tells."""
+    report = reports[f"vocabulary parallel, {variant}"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert "softmax does not sum to 1" in reason
+    assert any("sums to 2 over" in text for text in report.coverage.problems) == (variant == "averaged denominator")
+    assert "F.cross_entropy" in report.next_step
+
+
+def test_a_backward_by_a_shards_own_denominator_is_found(reports: dict[str, Report]) -> None:
+    (finding,) = reports["vocabulary parallel, backward by its own denominator"].findings
+    assert (finding.code, finding.severity, finding.ranks) == ("GS803", "warning", [0, 1])
+
+
+@pytest.mark.parametrize("variant", ["smoothed labels", "z-loss"])
+def test_another_loss_over_shards_is_not_judged_by_its_softmax(reports: dict[str, Report], variant: str) -> None:
+    report = reports[f"vocabulary parallel, {variant}"]
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
 def test_a_sum_over_shards_is_known_by_its_gradient(reports: dict[str, Report]) -> None:
     report = reports["vocabulary parallel, one sum"]
     assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], []), report.reasons

@@ -28,6 +28,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "by hand, rounded on the way",
         "by hand, one buffer",
         "by hand, a skip beside",
+        "by hand, backward behind all forwards",
         "schedule",
     ],
 )
@@ -83,6 +84,33 @@ def test_gradients_that_are_none_of_those_that_were_sent_leave_the_verdict_open(
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = (one for one in report.reasons if "none of those which left these" in one)
     assert reason.count("(accumulation step") == num and "rank(s) 0 differentiate" in reason
+
+
+@pytest.mark.parametrize(
+    ("variant", "num"),
+    [
+        ("a skip beside, exchanged", 3),
+        ("a skip beside, emptied", 3),
+        ("backward behind all forwards, in another order", 2),  # the one in the middle is right
+    ],
+)
+def test_gradients_of_other_activations_leave_the_verdict_open(
+    reports: dict[str, Report], variant: str, num: int
+) -> None:
+    """Each gradient that was sent is differentiated once: what was sent forward tells that it is another's."""
+    report = reports[f"by hand, {variant}"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = (one for one in report.reasons if "the gradients of others" in one)
+    assert reason.count("(accumulation step") == num and "rank(s) 0 give outputs" in reason
+    assert "order" in report.next_step
+
+
+def test_a_gradient_that_nobody_differentiates_leaves_the_verdict_open(reports: dict[str, Report]) -> None:
+    report = reports["by hand, a skip beside, lost"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert "rank(s) 1 send gradients for several activations" in reason
+    assert "requires_grad" in report.next_step
 
 
 def edge(values: np.ndarray) -> StageGradient:

@@ -21,7 +21,7 @@ FROZEN = {
         f"longest_sample beside_weights num_kept part_of {REDUCED}"
     ),
     "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
-    "stage_gradient": "accumulation_step microbatch side shape dtype values stage seq t_ns step site",
+    "stage_gradient": "accumulation_step microbatch side shape dtype values stage forward seq t_ns step site",
     "exchange": (
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "
         "defined_at params put_back stopped operation seq t_ns step site"
@@ -31,7 +31,7 @@ FROZEN = {
     ),
     "root_value": "accumulation_step microbatch value seq t_ns step site",
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
-    "loss_backward": "function accumulation_step microbatch values dtype defined_at seq t_ns step site",
+    "loss_backward": "function accumulation_step microbatch values dtype defined_at group seq t_ns step site",
     "loss_term": f"accumulation_step microbatch ordinal op weight stage attached {REDUCED}",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "

@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms.clips import JudgedClip
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
+from gradcheck_dist.diagnosis.words import BY_HAND
 
 
 def remark(facts: StepFacts, clips: list[JudgedClip], answer: Answer) -> Remark:
@@ -31,7 +32,7 @@ def remark_by_hand(facts: StepFacts, clip: HandNorm, answer: Answer) -> Remark:
     """A finding for a clip that nobody recorded, at the last event before it."""
     return Remark(
         answer=answer,
-        pattern=f"norm that was used / norm of the gradients: {clip.ratio:.4g}",
+        pattern=f"{BY_HAND}: {clip.ratio:.4g}",
         params=frozenset(held.param for held in facts.held if held.cells),
         ranks=tuple(sorted(clip.factors)),
         rank=clip.rank,

@@ -68,7 +68,7 @@ class _Told(NamedTuple):
 
 def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]], held: Sequence[Held]) -> _Told:
     """The weights of the terms in a step's gradient, where all its passes give a term the same one."""
-    behind = _behind_roots(held)
+    behind = behind_roots(held)
     terms: dict[int, dict[ContributionKey, LossTerm]] = defaultdict(dict)
     for key, contribution in contributions.by_key.items():
         for event in events.get(contribution.loss_rank, ()) if contribution.loss_rank is not None else ():
@@ -89,7 +89,7 @@ def _weights(contributions: Contributions, events: Mapping[int, Sequence[Event]]
     return told
 
 
-def _behind_roots(held: Sequence[Held]) -> dict[ContributionKey, float]:
+def behind_roots(held: Sequence[Held]) -> dict[ContributionKey, float]:
     """What a contribution's gradient was multiplied by between its backward root and the optimizer."""
     found: dict[ContributionKey, list[float]] = defaultdict(list)
     for one in held:

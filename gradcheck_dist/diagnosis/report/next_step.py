@@ -5,9 +5,11 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
+from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
 from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
+from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.handmade import LINES
@@ -18,6 +20,7 @@ from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
+from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
 LARGER_SAMPLE = (
@@ -37,6 +40,16 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
+    NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
+    "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
+    "exponentials with SUM.",
+    OF_OTHERS: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which output "
+    "each gradient is given.",
+    SOME_ALONE: "Give all of these gradients to backward, each with its output; hand on what is to be a constant "
+    "without requires_grad.",
+    NO_COUNT_TELLS: "Nothing to do where these passes are meant to weigh the term apart (a source or a task each); "
+    "else multiply it by one coefficient on all ranks and in all passes. gradcheck_dist.mark_loss(..., term=, "
+    "coefficient=) on the term tells what is meant.",
     ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
     "over all of them, with zeros where a rank has no gradient.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "

@@ -35,6 +35,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.diagnosis.causes.alone import divides_alone, reduced_alone
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
@@ -98,6 +99,17 @@ def judge(case: Case) -> Answer | None:
             fix="Write the reduced values back into .grad before the optimizer steps (param.grad.copy_(...); a flat "
             "copy piece by piece), and wait() for reductions that are asynchronous.",
             culprit=replace(case.culprit, kind="reduce", event=aside),
+        )
+    if alone := reduced_alone(case.held):
+        divides = max(map(divides_alone, alone))
+        and_divides = f", and divides by {divides:g} in each pass as if more had joined" if divides > 1 else ""
+        return Answer(
+            explanation=f"Other ranks' contributions {which}never reach this gradient ({case.pattern.text}): what "
+            f"reduces it joins this rank alone{and_divides}.",
+            fix="Reduce over all ranks that hold this parameter and evaluate other tokens: give the wrapper a group or "
+            "mesh of these. FSDP1's HYBRID_SHARD does not reduce over replicas whose shards are of one rank: take "
+            "NO_SHARD, DDP, or FULL_SHARD over all of them.",
+            culprit=replace(case.culprit, kind="reduce", event=alone[-1]),
         )
     lacking = _other_group(case, {cell.key[0] for cell in foreign}) if reduced else None
     kept_back = reduced and all(_waits_for_replicas(held) for held in case.held)

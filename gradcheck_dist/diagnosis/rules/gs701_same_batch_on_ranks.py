@@ -3,8 +3,10 @@
 ## What it does
 Compares, by a hash of the labels and by the loss and gradients that came out, what data-parallel ranks got in one
 step. Ranks that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not
-compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. The
-same batch in several steps is not looked at: a toy that overfits one batch is a fine test.
+compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. Ranks
+that nothing but their labels makes one data rank are found by what they do: each computes the whole gradient with a
+copy of the whole model, nothing is exchanged among them, and their gradients are reduced together. The same batch in
+several steps is not looked at: a toy that overfits one batch is a fine test.
 
 ## Why it matters
 The weights are right and nothing is off in any norm: the run just sees 1/R of the data it pays for, with the gradient
@@ -37,9 +39,14 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, passed
+from gradcheck_dist.ledger.repeated_batches import repeating
 
 CODE = "GS701"
 NAME = "same-batch-on-ranks"
+_FIX = (
+    "Give each data-parallel rank its own part of the data: a DistributedSampler with the data-parallel rank and size. "
+    "If these ranks share a batch by design, declare the axes (axes={'cp': ...})."
+)
 SAME_GRADIENT = 0.1
 """Relative difference of one batch's gradients on two copies; kernels and low precision leave less."""
 SAME_LOSS = 1e-4
@@ -51,6 +58,7 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
+    yield from _repeated(facts)
     alike: dict[tuple[object, ...], list[Contribution]] = defaultdict(list)
     for one in facts.contributions.by_key.values():
         if _tells(one):
@@ -84,8 +92,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             explanation=f"Data ranks {', '.join(map(str, data_ranks))} were given the same tokens in this step: at "
             f"{shown}{more} labels and losses are equal. {repeated} of {total} contributions repeat another one: the "
             f"step sees {total - repeated} different batches.",
-            fix="Give each data-parallel rank its own part of the data: a DistributedSampler with the data-parallel "
-            "rank and size. If these ranks share a batch by design, declare the axes (axes={'cp': ...}).",
+            fix=_FIX,
         ),
         pattern=f"{repeated} of {total} contributions are copies of another rank's",
         params=frozenset(held.param for held in facts.held),
@@ -93,6 +100,30 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=first.loss_rank or 0,
         event=first.loss,
     )
+
+
+def _repeated(facts: StepFacts) -> Iterator[Remark]:
+    """Ranks that labels make one data rank, and that divide no work among them."""
+    if _data_place(facts):
+        return
+    for ranks in repeating(facts.data, facts.contributions):
+        place = facts.contributions.coordinate[ranks[0]]
+        first = min((key, one) for key, one in facts.contributions.by_key.items() if key[0] == place)[1]
+        shown = ", ".join(map(str, ranks))
+        yield Remark(
+            answer=Answer(
+                severity="warning",
+                explanation=f"Ranks {shown} were given the same tokens in this step. Each computes the whole gradient "
+                "with a copy of the whole model, nothing is exchanged among them, and what they compute is the same in "
+                "every pass; then their gradients are reduced together.",
+                fix=_FIX,
+            ),
+            pattern=f"ranks {shown} repeat one another",
+            params=frozenset(held.param for held in facts.held),
+            ranks=ranks,
+            rank=ranks[0],
+            event=first.loss,
+        )
 
 
 def _tells(one: Contribution) -> bool:

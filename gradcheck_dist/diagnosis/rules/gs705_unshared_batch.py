@@ -48,6 +48,8 @@ CONSEQUENCES = frozenset({"GS103", "GS301", "GS302", "GS303", "GS305"})
 reductions leave out the others."""
 EXCHANGES = "GS802"
 """What looks wrong behind a sum of activations with which every rank goes on to a loss of its own."""
+COPIES = "GS701"
+"""What the ranks of one group show that read one batch."""
 SAME = 1e-3
 """Relative; weights that are right for a group's tokens alone are off by a whole factor else."""
 
@@ -74,11 +76,17 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     apart_by = "different values" if not laid_out else "different parts"
     shown = in_short(names)
     apart = " | ".join(",".join(map(str, sorted(group))) for group in groups)
+    swapped = _read_one_batch(facts, groups)
+    labels = (
+        f"ranks {apart} each read one: data follows the rank among the shards and not the data-parallel one."
+        if swapped
+        else "every rank evaluates other labels."
+    )
     yield Remark(
         answer=Answer(
             explanation=f"Ranks {apart} each count tokens and reduce gradients among themselves. Under one name they "
             f"hold {apart_by} of {shown}, as tensor-parallel shards do, while other parameters began alike on "
-            "all of them. Shards of one model work on one batch, but every rank evaluates other labels.",
+            f"all of them. Shards of one model work on one batch, but {labels}",
             fix="Feed ranks that hold shards of one model the same batch: give the sampler, and what seeds it, the "
             "data-parallel rank and not the global one. Where they hold no shards but heads or experts of their own, "
             "count tokens and reduce what is shared over all ranks.",
@@ -88,12 +96,21 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ranks=tuple(sorted(own)),
         rank=first.loss_rank or 0,
         event=first.loss,
-        explains=_is_consequence,
+        explains=lambda finding: _is_consequence(finding) or (swapped and finding.code == COPIES),
     )
 
 
 def _is_consequence(finding: Finding) -> bool:
     return finding.code in CONSEQUENCES or finding.code == EXCHANGES
+
+
+def _read_one_batch(facts: StepFacts, groups: list[frozenset[int]]) -> bool:
+    """Whether all ranks of each group, which hold the same shards, have the same labels in every pass."""
+    place = facts.contributions.coordinate
+    labels: dict[int, dict[tuple[int, int], int | None]] = defaultdict(dict)
+    for (data_rank, *slot), one in facts.contributions.by_key.items():
+        labels[data_rank][slot[0], slot[1]] = one.label_hash
+    return all(labels[place[rank]] == labels[place[min(group)]] for group in groups for rank in group)
 
 
 def _groups(facts: StepFacts) -> list[frozenset[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
+from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
@@ -95,7 +96,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     found = blame(verdict.data, verdict.contributions, judged, quantities)
     cases = [_case(verdict, blamed, judged) for blamed in found]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
-    return cases
+    return without_divisions_alone(cases)
 
 
 def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
+from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.norms.consequence import consequence
 from gradcheck_dist.diagnosis.norms.effect import Effect
@@ -17,6 +18,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import Powers
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
+from gradcheck_dist.diagnosis.words import BY_HAND
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.several_terms import Terms
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
@@ -28,8 +30,11 @@ HIDDEN = "where a clip by hand hides no division"
 
 def cause(finding: Finding) -> Cause:
     """Equal for what repeats step after step: same rule and same culprit line. Verification is done once, and may find
-    several functions wrong that are applied on one line."""
+    several functions wrong that are applied on one line. A clip by hand is told at what came last before it, which is
+    another event where another gradient is measured best."""
     event = finding.first_event
+    if finding.pattern.startswith(BY_HAND):
+        return (finding.code, BY_HAND)
     verified = finding.pattern if event is not None and event.kind == "gradient_check" else ""
     return (finding.code, event and (event.kind, event.op, event.file, event.line, event.unrecorded), verified)
 
@@ -109,6 +114,7 @@ class StepVerdict:
     unmade: list[str] = field(default_factory=list)
     conduct: Conduct | None = None
     own_divisors: OwnDivisors | None = None
+    term_weights: list[TermWeights] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
     apart: bool = False

@@ -50,6 +50,18 @@ def watch_tensor(recorder: Recorder, tensor: Tensor, told: Watched, before: Tens
     handle = tensor.register_hook(unserializable_hook(kept_away(recorder, "exchanges", arrived)))
 
 
+def watch_own_part(recorder: Recorder, node: Any, output: int, told: Watched, before: Tensor) -> None:
+    """The same of a tensor that is known by the node that made it, and that nothing changed."""
+
+    def arrives(grads: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        grad = grads[output] if output < len(grads) else None
+        if grad is not None and is_plain(grad):
+            tell(recorder, told, before, before[:0], before[:0], take([grad], [WHOLE])[0], lost=False)
+
+    handle = node.register_prehook(unserializable_hook(kept_away(recorder, "exchanges", arrives)))
+
+
 def watch_arriving(recorder: Recorder, result: Tensor, told: Watched, before: Tensor, parts: Sequence[Box]) -> None:
     """Tell what arrives at a function's result, of whose output and of what backward gives nothing is read."""
 

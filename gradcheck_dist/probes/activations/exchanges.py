@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from gradcheck_dist.probes.activations.exchange_events import (
     coarsest,
     watch_arriving,
     watch_node,
+    watch_own_part,
     watch_tensor,
 )
 from gradcheck_dist.probes.activations.exchange_layout import (
@@ -54,8 +55,10 @@ from gradcheck_dist.probes.activations.exchange_layout import (
     take,
     unread,
 )
+from gradcheck_dist.probes.activations.own_parts import Gathers
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
+from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -80,6 +83,7 @@ class Exchanges:
         self.attentions = Attentions(recorder)
         self._backward: dict[type, tuple[int, ...] | None] = {}
         self.gathered: tuple[Call, Watched, Tensor] | None = None
+        self.unplaced = Gathers()
         self._step = -1
         self._alike: Counter[tuple[Any, ...]] = Counter()
         self._indices: Counter[tuple[Any, ...]] = Counter()
@@ -199,8 +203,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
         patches.replace(dist.ProcessGroup, name, functools.partial(_watch_sending, recorder, exchanges))
     patches.on_restore(lambda: setattr(recorder, "exchanges", None))
 
-    def begin(recorder: Recorder, *_: Any) -> None:
+    def begin(recorder: Recorder, _: Any, roots: Sequence[Root], *__: Any) -> None:
         look_back(recorder, exchanges)
+        look_for_own_parts(recorder, exchanges, roots)
 
     autograd.OPEN_LISTENERS.append(begin)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
@@ -269,10 +274,20 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
     (call, told, before), exchanges.gathered = exchanges.gathered, None
     own = (call.parts or [])[call.ranks.index(dist.get_rank())]
     if not isinstance(own, Tensor) or not own.requires_grad or own.shape != getattr(call.tensor, "shape", None):
+        exchanges.unplaced.add_call(call, told, before)
         return
     index = exchanges.number(call.ranks, call.name)
     if index is not None:
         watch_tensor(recorder, own, told._replace(put_back=True, number=index), before, before[:0])
+
+
+@guarded("exchanges")
+def look_for_own_parts(recorder: Recorder, exchanges: Exchanges, roots: Sequence[Root]) -> None:
+    """A backward pass begins: whether an all-gather's own part was joined with copies of the others'."""
+    for node, output, (_, _, told, before) in exchanges.unplaced.put_back(roots):
+        index = exchanges.number(told.group, *told.collectives)
+        if index is not None:
+            watch_own_part(recorder, node, output, told._replace(put_back=True, number=index), before)
 
 
 @guarded("exchanges")

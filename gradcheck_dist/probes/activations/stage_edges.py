@@ -54,6 +54,12 @@ class _Edges:
         self.looks_left = PASSES_LOOKED_AT if own & seen else self.looks_left - 1
         return own & seen
 
+    def held(self, activation: Root) -> Tensor | None:
+        """Elements of an activation, where it is a tensor that still has its memory."""
+        if not isinstance(activation, Tensor) or activation.numel() < 2 or activation.layout is not torch.strided:
+            return None
+        return self.take(activation)
+
     def take(self, grad: Tensor) -> Tensor:
         """Elements at positions that depend on the number of elements alone, as float32."""
         local = getattr(grad, "_local_tensor", grad).detach()
@@ -81,7 +87,7 @@ def _opened(
             if root.grad_fn in inner:
                 # What runs through it has the gradients of the other outputs in it as well.
                 if grad is not None and grad.numel() > 1:
-                    _tell(recorder, edges, "output", grad)
+                    _tell(recorder, edges, "output", grad, edges.held(root))
             elif root.grad_fn is not None:
                 _watch_output(recorder, edges, root)
     given = current.given
@@ -95,6 +101,7 @@ def _opened(
 def _watch_output(recorder: Recorder, edges: _Edges, root: Root) -> None:
     node: Any = root.grad_fn
     output = root.output_nr
+    forward = edges.held(root)
 
     def entered(grads: tuple[Tensor | None, ...]) -> None:
         handle.remove()
@@ -102,26 +109,35 @@ def _watch_output(recorder: Recorder, edges: _Edges, root: Root) -> None:
         # A loss is given its gradient too, by some schedules. An output that was sent on may hold no memory any more
         # (Megatron-LM's deallocate_output_tensor leaves one element): only its gradient has its size.
         if grad is not None and grad.numel() > 1:
-            _tell(recorder, edges, "output", grad)
+            _tell(recorder, edges, "output", grad, forward)
 
     handle = node.register_prehook(entered)
 
 
 def _watch_input(recorder: Recorder, edges: _Edges, tensor: Tensor) -> None:
+    forward = edges.held(tensor)
+
     def left(grad: Tensor | None) -> None:
         handle.remove()
-        _tell(recorder, edges, "input", grad)
+        _tell(recorder, edges, "input", grad, forward)
 
     handle = tensor.register_hook(left)
     autograd.put_first(tensor, handle.id)
 
 
 @guarded("stage_edges")
-def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None) -> None:
+def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None, forward: Tensor | None = None) -> None:
     current = recorder.current
     if current is None or grad is None or grad.layout is not torch.strided:
         return
-    told: Callable[..., StageGradient] = functools.partial(
+    values = edges.take(grad)
+    held = forward is not None and forward.shape == values.shape and forward.device == values.device
+
+    def told(*, t_ns: int, values: bytes) -> StageGradient:
+        half = len(values) // 2 if held else len(values)
+        return event(t_ns=t_ns, values=values[:half], forward=values[half:])
+
+    event: Callable[..., StageGradient] = functools.partial(
         StageGradient,
         seq=recorder.next_seq(),
         step=recorder.step,
@@ -132,7 +148,7 @@ def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None) -> 
         shape=tuple(grad.shape),
         dtype=str(grad.dtype).removeprefix("torch."),
     )
-    recorder.emit_values(told, edges.take(grad))
+    recorder.emit_values(told, torch.cat([values, forward]) if held and forward is not None else values)
 
 
 def _given(recorder: Recorder, roots: Sequence[Root]) -> list[Tensor]:

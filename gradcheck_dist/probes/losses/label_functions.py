@@ -13,7 +13,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Parameter
@@ -148,8 +147,7 @@ def applied(
         )
         groups = {call.ranks for call in calls}
         if looked is not None and looked.given.labels is labels and len(groups) <= 1 and functions.admit(cls):
-            shard = groups.pop().index(dist.get_rank()) if groups else None
-            watch_backward(recorder, cls, looked, output, share=share, shard=shard)
+            watch_backward(recorder, cls, looked, output, share=share, group=groups.pop() if groups else ())
         return
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
@@ -54,11 +55,13 @@ def watch(
     output: Tensor,
     *,
     share: float | None = None,
-    shard: int | None = None,
+    group: Sequence[int] = (),
 ) -> None:
     """A function gave `output`, one number for each label, or their sum times `share`: hold its backward against the
-    derivative when it comes. `shard` is the number of this rank's shard of the vocabulary, None where it has all."""
+    derivative when it comes. `group`: the ranks that hold the vocabulary in shards, in their order, none where this
+    rank has all of it."""
     classes = looked.logits.shape[1]
+    shard = group.index(dist.get_rank()) if group else None
     with torch.no_grad():
         labels = looked.labels - (shard or 0) * classes
         label = labels.clamp(0, classes - 1)[:, None]
@@ -76,8 +79,15 @@ def watch(
         derivative = looked.given.gradient(derivative) * (1.0 if share is None else share)
         gap = torch.where(held, gap / (1 + loss.abs()), torch.where(elsewhere, -1.0, torch.nan))
         power = (wanted - looked.logits.mean(1)).abs() / (1 + loss.abs())
+        told = [gap, power]
+        if group:
+            told += [own, torch.where(held, normaliser, torch.nan), looked.labels]
     event = functools.partial(
-        LossBackward, function=cls.__name__, defined_at=defined_at(getattr(cls, "backward", None)), site=caller_site()
+        LossBackward,
+        function=cls.__name__,
+        defined_at=defined_at(getattr(cls, "backward", None)),
+        site=caller_site(),
+        group=tuple(group),
     )
     node: Any = output.grad_fn
     dtype = output.dtype
@@ -99,7 +109,7 @@ def watch(
         given = grads[place] if place < len(grads) else None
         if given is not None and reached and given.shape == shape and is_plain(given):
             weights, alone = reached[0]
-            came(recorder, event, dtype, weights, row(given, index), derivative, alone, power)
+            came(recorder, event, dtype, weights, row(given, index), derivative, [alone, *told[1:]])
 
     arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "loss_backward", arrives)))
     leaving = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))
@@ -113,10 +123,9 @@ def came(
     arrived: Tensor,
     got: Tensor,
     derivative: Tensor,
-    gap: Tensor,
-    power: Tensor,
+    told: Sequence[Tensor],
 ) -> None:
-    """Backward ran through the function."""
+    """Backward ran through the function; `told` is what forward showed of each label."""
     current = recorder.current
     if current is None or not recorder.sampling:
         return
@@ -133,4 +142,4 @@ def came(
         microbatch=current.microbatch,
         dtype=str(coarsest).removeprefix("torch."),
     )
-    recorder.emit_values(event, torch.stack([arrived, weight, rest, gap, power], 1).float())
+    recorder.emit_values(event, torch.stack([arrived, weight, rest, *told], 1).float())

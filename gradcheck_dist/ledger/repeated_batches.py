@@ -1,0 +1,78 @@
+"""Ranks that each compute the whole of one model's gradient on the same tokens, and add these gradients up.
+
+Labels alike make ranks one data coordinate: tensor, sequence and expert parallelism share tokens by design. Ranks that
+do so divide the work. Where all that two ranks hold are copies, their losses and gradients are the same in every pass,
+nothing is exchanged among them in forward or backward, and all of it is reduced over both, they repeat one another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from gradcheck_dist.events import Exchange, Reduce
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.strangers import copies, loss_values
+from gradcheck_dist.ledger.tracks import StepData, Track
+
+SAME = 1e-3
+"""Relative difference of gradients of one batch on two ranks: with the same numbers they are equal bits."""
+
+
+def repeating(data: StepData, contributions: Contributions) -> list[tuple[int, ...]]:
+    """The sets of ranks that repeat one another's batches though labels make them one data coordinate."""
+    if contributions.coordinate_from == "declared":
+        return []
+    together: dict[int, list[int]] = defaultdict(list)
+    for rank, coordinate in contributions.coordinate.items():
+        if any(loss_values(data, rank).values()):
+            together[coordinate].append(rank)
+    found = []
+    for ranks in together.values():
+        first, *others = sorted(ranks)
+        alike = [rank for rank in others if _repeats(data, first, rank)]
+        if alike:
+            found.append((first, *alike))
+    return found
+
+
+def _repeats(data: StepData, one: int, other: int) -> bool:
+    held = [of_rank for of_rank in data.tracks.values() if one in of_rank or other in of_rank]
+    trained = [of_rank for of_rank in held if any(of_rank[rank].leaves for rank in (one, other) if rank in of_rank)]
+    if not trained or loss_values(data, one) != loss_values(data, other) or _exchange(data, one, other):
+        return False
+    reduced = _reduced(data, one, other)
+    return all(
+        copies(of_rank, one, other) and _same(of_rank[one], of_rank[other]) and of_rank[one].param.id in reduced
+        for of_rank in trained
+    )
+
+
+def _same(mine: Track, theirs: Track) -> bool:
+    """Whether gradients are the same in every pass, and some are not zero."""
+    if mine.leaves.keys() != theirs.leaves.keys():
+        return False
+    sizes = 0.0
+    for slot, (_, leaf) in mine.leaves.items():
+        size = float(np.linalg.norm(leaf.data))
+        if not float(np.linalg.norm(leaf.data - theirs.leaves[slot][1].data)) <= SAME * size:
+            return False
+        sizes += size
+    return sizes > 0
+
+
+def _exchange(data: StepData, one: int, other: int) -> bool:
+    """Whether activations go from one of the ranks to the other."""
+    events = (event for rank in (one, other) for event in data.events[rank])
+    return any(isinstance(event, Exchange) and {one, other} <= set(event.group) for event in events)
+
+
+def _reduced(data: StepData, one: int, other: int) -> set[int]:
+    """The parameters whose gradients are reduced over both."""
+    return {
+        param
+        for event in data.events[one]
+        if isinstance(event, Reduce) and {one, other} <= {*event.group, *event.replicate_group}
+        for param in data.params_of(one, event.params)
+    }
