@@ -48,6 +48,7 @@ ELSEWHERE = {
     "GS602": "probes/test_clips.py",
     "GS605": "probes/test_clips.py",
     "GS608": "probes/test_fsdp1.py",
+    "GS609": "probes/test_threads.py",
     "GS702": "probes/test_clips.py",
     "GS705": "diagnosis/test_unshared_batch.py",
     "GS801": "verify",

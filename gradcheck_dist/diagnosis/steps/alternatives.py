@@ -9,7 +9,7 @@ from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
 
 LOST = "GS401"
-SKIPPED_APART = "GS607"
+SKIPPED_APART = frozenset({"GS607", "GS609"})
 UNREDUCED = "GS103"
 SAME = 1e-3
 """Relative."""
@@ -17,7 +17,7 @@ SAME = 1e-3
 
 def skipped_apart(verdict: StepVerdict) -> bool:
     """Whether some ranks skipped a step that others took: it stands, although not all optimizers came to it."""
-    return any(finding.code == SKIPPED_APART for finding in verdict.findings)
+    return any(finding.code in SKIPPED_APART for finding in verdict.findings)
 
 
 def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:

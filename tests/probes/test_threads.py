@@ -1,0 +1,65 @@
+"""Bugs of public threads that had no place elsewhere, and the same trainers without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch, warm_up
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    warm_up()
+
+
+def judged(worker: str, variant: str, folder: Path) -> Report:
+    launch("thread_workers:recorded", (worker, variant, str(folder / "run")), 2, timeout_s=60)
+    return diagnose(read_run(folder / "run"))
+
+
+def line_of(report: Report) -> str:
+    event = report.findings[0].first_event
+    assert event is not None and event.line is not None
+    return Path(__file__).with_name("thread_workers.py").read_text().splitlines()[event.line - 1].strip()
+
+
+@pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("alone", "optimizer.zero_grad()"),
+        ("alone, None", "mean_of(model, step).backward()"),
+        ("all", ""),
+    ],
+)
+def test_a_step_that_one_rank_skips_is_one_finding(variant: str, line: str, tmp_path: Path) -> None:
+    report = judged("skips", variant, tmp_path)
+    assert [finding.code for finding in report.findings] == (["GS609"] if line else [])
+    assert report.verdict == ("findings" if line else "clean")
+    if line:
+        (finding,) = report.findings
+        assert (finding.steps, finding.pattern) == ([1], "skipped on rank(s) 1, taken on rank(s) 0")
+        assert line_of(report) == line
+
+
+@pytest.mark.parametrize(
+    ("worker", "variant", "verdict"),
+    [
+        ("images", "givers", "undetermined"),
+        ("images", "ranks", "clean"),
+        ("images", "summed", "findings"),
+        ("heals", "part", "undetermined"),
+    ],
+)
+def test_a_mean_over_the_ranks_that_gave_something_accuses_nobody(
+    worker: str, variant: str, verdict: str, tmp_path: Path
+) -> None:
+    report = judged(worker, variant, tmp_path)
+    assert report.verdict == verdict
+    assert bool(report.findings) == (verdict == "findings")
+    if verdict == "undetermined":
+        assert any("the mean over theirs alone" in reason for reason in report.reasons)

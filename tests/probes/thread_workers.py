@@ -1,0 +1,100 @@
+"""Two ranks of trainers with a bug of a public thread, and without it, for test_threads.py."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from probe_workers import Net, batch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 4
+
+
+def recorded(worker: str, variant: str, run_dir: str) -> None:
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir):
+        globals()[worker](variant)
+    dist.destroy_process_group()
+
+
+def mean_of(model: nn.Module, step: int) -> Tensor:
+    tokens, labels = batch(dist.get_rank(), step)
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.clamp_min(0).flatten())
+
+
+def skips(variant: str) -> None:
+    """A step that one rank skips by its own loss ("alone"), or all of them. `None`: emptied without zero_grad."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        mean_of(model, step).backward()
+        spike = torch.tensor(float(step == 1 and dist.get_rank() == 1))
+        if "alone" not in variant:
+            dist.all_reduce(spike, op=dist.ReduceOp.MAX)
+        if not spike:
+            optimizer.step()
+        if "None" in variant:
+            for param in model.parameters():
+                param.grad = None
+        else:
+            optimizer.zero_grad()
+
+
+class Seeing(nn.Module):
+    """A language model with a vision tower that a batch without images does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.vision = nn.Linear(4, 16)
+
+    def forward(self, tokens: Tensor, image: Tensor | None) -> Tensor:
+        features = self.net.embedding(tokens)
+        if image is not None:
+            features = features + self.vision(image)[:, None]
+        return self.net.head(torch.tanh(self.net.inner(features)))
+
+
+def images(variant: str) -> None:
+    """ "givers": the tower is averaged over the ranks that had an image; "ranks": over all, as all else; "summed": over
+    none, though all had one."""
+    rank, model = dist.get_rank(), Seeing()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        tokens, labels = batch(rank, step)
+        has = variant == "summed" or rank == step % 2
+        image = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank)) if has else None
+        F.cross_entropy(model(tokens, image).flatten(0, 1), labels.clamp_min(0).flatten()).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad.div_(dist.get_world_size())
+            dist.all_reduce(param.grad)
+        count = torch.tensor(float(has))
+        dist.all_reduce(count)
+        factor = {"givers": dist.get_world_size() / count, "ranks": 1.0, "summed": 2.0}[variant]
+        for param in model.vision.parameters():
+            if param.grad is not None and variant != "ranks":
+                param.grad.mul_(factor)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def heals(variant: str) -> None:
+    """Ranks sum gradients and divide by those that take part ("part"), or by all ("all")."""
+    rank, model = dist.get_rank(), Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        away = step == 1 and rank == 1
+        mean_of(model, step).backward()
+        count = torch.tensor(float(not away))
+        dist.all_reduce(count)
+        for param in model.parameters():
+            assert param.grad is not None
+            if away:
+                param.grad.zero_()
+            dist.all_reduce(param.grad)
+            param.grad /= count if variant == "part" else dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
