@@ -34,7 +34,7 @@ def reduced_alone(held: Sequence[Held]) -> list[Reduce]:
 
 def without_divisions_alone(cases: list[Case]) -> list[Case]:
     """The same without what such a division did to gradients that lack a reduction anyway."""
-    lacking = {(held.param, held.rank) for case in cases if case.culprit.absent for held in case.held}
+    lacking = {(held.param, rank) for case in cases if case.culprit.absent for held in case.held for rank in held.ranks}
     return [
         case
         for case in cases

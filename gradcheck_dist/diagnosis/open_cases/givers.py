@@ -57,7 +57,7 @@ def _givers(param: ParamKey, case: Case, data: StepData) -> frozenset[int] | Non
         if any(key[0] in ranks and key not in weigh for key in reached):
             return None
         found.add(ranks)
-    holders = {held.rank for held in case.held if held.param == param}
+    holders = {rank for held in case.held if held.param == param for rank in held.ranks}
     return next(iter(found)) if len(found) == 1 and holders == data.tracks[param].keys() else None
 
 

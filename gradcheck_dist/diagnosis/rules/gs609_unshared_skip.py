@@ -119,7 +119,7 @@ def _emptied(facts: StepFacts, rank: int, events: Sequence[Reduce], least: int) 
         for event in facts.data.events[rank]
         if isinstance(event, Backward) and event.seq < last.seq
     }
-    gone = [cell for held in facts.held if held.rank == rank for cell in held.cells if cell.key in passes]
+    gone = [cell for held in facts.held if rank in held.ranks for cell in held.cells if cell.key in passes]
     return last if all(abs(cell.ratio) <= cell.margin for cell in gone) else None
 
 
