@@ -23,6 +23,7 @@ from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim
+from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
 from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
@@ -190,13 +191,22 @@ def _judge_step(
     for reasons, values in (unequal_losses(data, recorded), no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
-    if not drop_lost and LOST in found:
-        verdict.without_lost = judge_step(run, step, objective, objective_from, drop_lost=True)
-        if verdict.without_lost.comes_out_right and verdict.without_lost.all_right:
+    if not drop_lost and (LOST in found or (found and _some_are_gone(weighed.measured, recorded))):
+        without = judge_step(run, step, objective, objective_from, drop_lost=True)
+        right = without.comes_out_right and without.all_right
+        if LOST in found or right:
+            verdict.without_lost = without
+        if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:
         verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
     return verdict
+
+
+def _some_are_gone(measured: list[Held], contributions: Contributions) -> bool:
+    """Whether nothing of some passes is in any gradient: emptied, maybe by a line that nobody records."""
+    weighs, gone = weighing_or_gone(measured)
+    return bool(weighs & set(contributions.by_key) and gone & set(contributions.by_key))
 
 
 def _lay_to_lost(verdict: StepVerdict) -> None:

@@ -40,7 +40,7 @@ def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[st
 def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
     """Passes that were thrown away in some steps and not in others, and without which these are right, are no fault: a
     warm-up in the first step, or steps that a trainer skipped (a spike, an overflow that it looks for itself)."""
-    lost = [any(finding.code == LOST for finding in verdict.findings) for verdict in verdicts]
+    lost = [_throws_away(verdict) for verdict in verdicts]
     if len(verdicts) < 2 or not any(lost) or all(lost):
         return verdicts, []
     only_first = lost[0] and not any(lost[1:])
@@ -61,6 +61,12 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
             "taken for steps that were skipped on purpose"
         )
     return chosen, [note]
+
+
+def _throws_away(verdict: StepVerdict) -> bool:
+    """Whether passes were thrown away, by a recorded line or by one that nobody records; of these it is known where the
+    step is right without them."""
+    return verdict.without_lost is not None or any(finding.code == LOST for finding in verdict.findings)
 
 
 def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict]) -> bool:
