@@ -13,7 +13,7 @@ help:
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, sentence-transformers, ignite, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
-	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, detection; what is kept already is left out"
+	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, many ranks, detection; what is kept already is left out"
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
 	@echo "make test-dask  judging on a Dask cluster of two processes, byte for byte as without; fetches distributed"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
@@ -129,7 +129,7 @@ screenshots: install
 
 # Only shows that the benchmarks run: no figure of a shared machine is worth an assertion.
 bench-quick: install
-	@for name in overhead trace kernels tui scale start scenario reports detection library; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
+	@for name in overhead trace kernels tui scale start scenario reports ranks detection library; do echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --quick || exit 1; done
 	$(BIN)/python benchmarks/bench_gpu.py --rehearse
 
 # Beside the environment and not in it: with triton installed torch imports slower and compiles differently.

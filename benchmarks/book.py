@@ -44,6 +44,7 @@ PARTS = (
     Part("scenario", "scenario", (), ("scenario",)),
     Part("tui", "tui", (), ("tui",)),
     Part("reports", "reports", (), ("reports",)),
+    Part("ranks", "ranks", (), ("ranks",)),
     Part("detection", "detection", (), ("detection",)),
     Part("scenarios", "library", ("--only", "scenarios"), ("scenarios",)),
     Part("matrix", "library", ("--only", "matrix"), ("matrix",)),

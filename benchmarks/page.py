@@ -188,6 +188,19 @@ def detection(results: dict[str, Any]) -> Iterator[str]:
     yield from table(["family", "trainers", "accused", "missed", "undetermined", "culprit", "name"], rows)
 
 
+def ranks(results: dict[str, Any]) -> Iterator[str]:
+    """Worlds of many ranks."""
+    yield "\n## Judging a sampled step of many ranks\n"
+    yield f"FSDP over all ranks, {results['accumulation']} accumulation steps, {results['num_params']} parameters of 96"
+    yield "samples each, simulated. Weights are those of every contribution on every rank; CPU time of the judgement alone.\n"
+    rows = [
+        [str(row["ranks"]), f"{row['weights']:,}", row["loss"], f"{row['verdict']} {' '.join(row['codes'])}".strip(),
+         f"{row['observed']} of {results['num_params']}", f"{row['cpu_s']:.1f}", str(row["peak_mib"])]
+        for row in results["rows"]
+    ]  # fmt: skip
+    yield from table(["ranks", "weights", "loss", "verdict", "observed", "CPU s", "peak MiB"], rows)
+
+
 def tui(results: dict[str, Any]) -> Iterator[str]:
     """The screens."""
     first, frames, live, opening = (results[name] for name in ("first_frame", "frames", "live", "opening"))
@@ -228,6 +241,7 @@ SECTIONS = {
     "reports": reports,
     "scenarios": scenarios,
     "matrix": matrix,
+    "ranks": ranks,
     "detection": detection,
 }
 
