@@ -192,7 +192,7 @@ def ranks(results: dict[str, Any]) -> Iterator[str]:
     """Worlds of many ranks."""
     yield "\n## Judging a sampled step of many ranks\n"
     yield f"FSDP over all ranks, {results['accumulation']} accumulation steps, {results['num_params']} parameters of 96"
-    yield "samples each, simulated. Weights are those of every contribution on every rank; CPU time of the judgement alone.\n"
+    yield "samples each, simulated. Weights are those of every contribution on every rank; CPU time of judging alone.\n"
     rows = [
         [str(row["ranks"]), f"{row['weights']:,}", row["loss"], f"{row['verdict']} {' '.join(row['codes'])}".strip(),
          f"{row['observed']} of {results['num_params']}", f"{row['cpu_s']:.1f}", str(row["peak_mib"])]
