@@ -152,10 +152,10 @@ def _judge_step(
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
-    cases, meant = leave_open(cases, data)
     cases, parted = leave_shards_open(cases, data)
+    cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
-    verdict.reasons += [*meant, *parted, *made_up]
+    verdict.reasons += [*parted, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)

@@ -101,7 +101,8 @@ class StepData:
 
     `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all. `beside`:
     the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart. `sizes`: what
-    values tell of the sizes of layers, whatever of them is trained.
+    values tell of the sizes of layers, whatever of them is trained. `frozen_parts`: of each parameter that nobody
+    trains and of which ranks hold unlike tensors, the sets of ranks that hold one.
     """
 
     step: int
@@ -113,6 +114,7 @@ class StepData:
     tied: dict[ParamKey, list[ParamKey]] = field(default_factory=dict)
     beside: dict[ParamKey, ParamKey] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=Sizes)
+    frozen_parts: list[list[frozenset[int]]] = field(default_factory=list)
 
     @cached_property
     def event_of(self) -> dict[int, dict[int, Event]]:
@@ -162,7 +164,17 @@ def step_data(run: Run, step: int) -> StepData:
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     copies = {key: other for key, other in beside(run, names).items() if _got_gradients(tracks, (key, other))}
-    return StepData(step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes)
+    return StepData(
+        step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names)
+    )
+
+
+def _frozen_parts(run: Run, names: dict[tuple[int, int], ParamKey]) -> list[list[frozenset[int]]]:
+    ranks: dict[ParamKey, dict[ParamKey, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for (rank, id), (stage, name) in names.items():
+        if not run.ranks[rank].params[id].requires_grad:
+            ranks[stage, plain_name(name)][stage, name].add(rank)
+    return [list(map(frozenset, of_name.values())) for of_name in ranks.values() if len(of_name) > 1]
 
 
 def _leave_to_torch(events: dict[int, list[Event]]) -> None:

@@ -14,8 +14,9 @@ WIDTH, INNER, HEADS, WORDS, RANK = 16, 48, 8, 20, 3
 FACTORS = ("adapters", "adapters, inputs' factor not summed", "adapters, outputs' factor not summed")
 SCALES = ("scale of features", "scale of features, marked", "scale of heads", "scale of heads, marked")
 NORMS = ("norm that heads share", "norm that heads share, not summed")
-VARIANTS = (*FACTORS, *SCALES, *NORMS, "bottleneck of one seed")
-NOT_SUMMED = {"up.into.weight": FACTORS[1], "down.out.weight": FACTORS[2], "norm.weight": NORMS[1]}
+BESIDE = "adapter beside frozen parts"
+VARIANTS = (*FACTORS, *SCALES, *NORMS, "bottleneck of one seed", BESIDE)
+NOT_SUMMED = {"into.weight": "", "up.into.weight": FACTORS[1], "down.out.weight": FACTORS[2], "norm.weight": NORMS[1]}
 """Copies that get a summand on each rank: what goes into a column-parallel layer's adapter is whole, and so is what
 comes out of a row-parallel one's. By the variant that does not add them up."""
 
@@ -80,12 +81,19 @@ class Model(nn.Module):
             if "marked" in variant:
                 self.scale.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.norm = nn.RMSNorm(inner // heads)
-        torch.manual_seed(7)
-        self.narrow, self.widen = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH, bias=False)
+        if variant == BESIDE:
+            self.requires_grad_(False)
+            self.into, self.out = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, inner, bias=False)
+            nn.init.zeros_(self.out.weight)
+        if variant.startswith("bottleneck"):
+            torch.manual_seed(7)
+            self.narrow, self.widen = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         inner = self.up(Enter.apply(x))
+        if self.variant == BESIDE:
+            inner = inner + self.out(self.into(Enter.apply(x)))
         heads = inner.unflatten(-1, (HEADS // dist.get_world_size(), -1))
         if self.variant.startswith("scale of heads"):
             heads = heads * self.scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from beside import judged_beside
-from shard_workers import FACTORS, NORMS, SCALES, VARIANTS
+from shard_workers import BESIDE, FACTORS, NORMS, SCALES, VARIANTS
 
 from gradcheck_dist.diagnosis.finding import Report
 
@@ -30,3 +30,9 @@ def test_vectors_that_may_be_either_are_left_open(reports: dict[str, Report], va
     report = reports[variant]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("of scale differ" in reason and "tensor_model_parallel" in reason for reason in report.reasons)
+
+
+def test_copies_of_an_adapter_on_frozen_parts_make_no_ranks_strangers(reports: dict[str, Report]) -> None:
+    report = reports[BESIDE]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert all("of out.weight differ" in reason for reason in report.reasons)
