@@ -34,6 +34,7 @@ from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.arrived_twice import arrived_twice
+from gradcheck_dist.diagnosis.open_cases.own_shards import leave_shards_open
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.open_cases.stepped_again import stepped_again
@@ -157,9 +158,10 @@ def _judge_step(
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
+    cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
-    verdict.reasons += [*meant, *made_up]
+    verdict.reasons += [*parted, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)

@@ -96,6 +96,28 @@ def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
                 yield one
 
 
+def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
+    """Whether what leads from the output of an exchange enters a sum of inputs that are alike on all ranks: what ranks
+    compute there with shards that were drawn from one seed. Backward comes to that sum just before."""
+    place = (one.first.group, one.first.accumulation_step, one.first.microbatch)
+    before: dict[int, Exchange] = {}
+    for rank, own in one.events.items():
+        same = [e for e in events[rank] if isinstance(e, Exchange) and e.seq < own.seq
+                and (e.group, e.accumulation_step, e.microbatch) == place]  # fmt: skip
+        if not same or not same[-1].collectives or same[-1].operation:
+            return False
+        before[rank] = same[-1]
+    read = {rank: _read(event) for rank, event in before.items()}
+    if len({(event.function, event.index) for event in before.values()}) > 1 or None in read.values():
+        return False
+    given, made = ({rank: parts[i] for rank, parts in read.items() if parts} for i in range(2))
+    near = max(ALIKE, 4 * EPSILON.get(next(iter(before.values())).dtype, EPSILON["bfloat16"]))
+    wanted = {
+        rank: [len(before) * given[rank][at if len(parts) > 1 else 0]] for at, (rank, parts) in enumerate(given.items())
+    }
+    return _alike(given, near) and _near(made, wanted, near) and bool(_flat(made).any())
+
+
 def _judge(events: dict[int, Exchange]) -> Passed | None:
     if all(event.put_back for event in events.values()):
         return Passed(events, GATHER, "kept")

@@ -11,6 +11,7 @@ from gradcheck_dist.ledger.moved import ParamKey as ParamKey
 from gradcheck_dist.ledger.moved import as_on_rank, moved
 from gradcheck_dist.ledger.moved import param_key as param_key
 from gradcheck_dist.ledger.moved import plain_name as plain_name
+from gradcheck_dist.ledger.parted import Parted, Sizes
 from gradcheck_dist.trace.run import Run
 
 
@@ -18,8 +19,14 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
     """The key of each (rank, parameter id). Plain tensors of one name that began with unequal values are different
     parameters, unless a reduction combines them: ranks whose tensors began alike or are reduced together share one key,
     named after their first rank. A bias that began as zeros everywhere is as different as its module's weight, unless
-    the module says which of its parameters are partitioned. A rank that never has a loss is another stage of a pipeline
-    by hand: its names are its own."""
+    the module says which of its parameters are partitioned; so is what lies in that module and has the size of its part
+    (adapters), and whatever says that it is partitioned. A rank that never has a loss is another stage of a pipeline by
+    hand: its names are its own."""
+    return names_and_sizes(run)[0]
+
+
+def names_and_sizes(run: Run) -> tuple[dict[tuple[int, int], ParamKey], Sizes]:
+    """The same, and what values tell of the sizes of layers."""
     found: dict[ParamKey, dict[int, Param]] = defaultdict(dict)
     called = moved(run)
     for rank, trace in sorted(run.ranks.items()):
@@ -31,6 +38,7 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
         for key, params in found.items()
     }
     names: dict[tuple[int, int], ParamKey] = {}
+    parted = Parted(found, parts)
     for (stage, name), params in found.items():
         apart = parts[stage, name]
         of_module = (stage, f"{name.removesuffix('bias')}weight")
@@ -40,10 +48,12 @@ def distinct_names(run: Run) -> dict[tuple[int, int], ParamKey]:
                 apart = _both(apart, weight)
             elif not _all_partitioned(found[of_module]):
                 apart = _both(apart, merge(weight, reduced[stage, name]))
+        elif len(apart) == 1 and (beside := parted.parts_of((stage, name))):
+            apart = _both(apart, merge(beside, reduced[stage, name]))
         for part in apart:
             own = name if len(apart) == 1 else as_on_rank(name, min(part))
             names |= {(rank, params[rank].id): (stage, own) for rank in part}
-    return names
+    return names, parted.sizes
 
 
 def _reduced_together(run: Run, called: dict[tuple[int, int], ParamKey]) -> dict[ParamKey, set[tuple[int, ...]]]:

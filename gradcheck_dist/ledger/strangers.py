@@ -4,7 +4,8 @@ Labels tell which ranks evaluate the same tokens only as far as they tell batche
 the same numbers in every batch (all zeros, or 0 to n-1), and so are those of small batches with few classes. Ranks that
 share their tokens by design (tensor, sequence, expert parallelism) hold shards of something. Where all that two ranks
 hold are copies, and most gradients that they compute in the same passes differ, each has a batch of its own, if their
-losses differ as well or they reduce such a gradient together: shards that were drawn from one seed are no copies, but
+losses differ as well or they reduce such a gradient together. What nobody trains counts, too: adapters may be copies
+where what they adapt is parted. Shards that were drawn from one seed are no copies, but
 their ranks have one loss, and reduce what they hold alike only.
 """
 
@@ -33,13 +34,19 @@ def strangers(data: StepData) -> dict[int, frozenset[int]]:
         shared = [key for key, of_rank in data.tracks.items() if one in of_rank or other in of_rank]
         unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
         if (
-            2 * len(unlike) > len(shared)
+            not any(_hold_parts(sets, one, other) for sets in data.frozen_parts)
+            and 2 * len(unlike) > len(shared)
             and all(copies(data.tracks[key], one, other) for key in shared)
             and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other))
         ):
             apart[one] |= {one, other}
             apart[other] |= {one, other}
     return {rank: frozenset(ranks) for rank, ranks in apart.items()}
+
+
+def _hold_parts(sets: list[frozenset[int]], one: int, other: int) -> bool:
+    """Whether the two ranks hold unlike tensors of one parameter."""
+    return any((one in ranks) != (other in ranks) for ranks in sets) and {one, other} <= set().union(*sets)
 
 
 def _unlike(of_rank: dict[int, Track], one: int, other: int) -> bool:

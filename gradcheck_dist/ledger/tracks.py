@@ -26,9 +26,10 @@ from gradcheck_dist.events import (
     Wrapper,
 )
 from gradcheck_dist.ledger.names import ParamKey as ParamKey
-from gradcheck_dist.ledger.names import crossed, distinct_names, is_zero, plain_name
+from gradcheck_dist.ledger.names import crossed, is_zero, names_and_sizes, plain_name
 from gradcheck_dist.ledger.names import merge as merge
 from gradcheck_dist.ledger.names import param_key as param_key
+from gradcheck_dist.ledger.parted import Sizes
 from gradcheck_dist.ledger.same_files import name_alike
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tied import beside, ties
@@ -99,7 +100,9 @@ class StepData:
     """One optimizer step on all ranks. `events` are sorted by seq; `tracks[key][rank]`.
 
     `tied`: the other names under which a parameter lies on other pipeline stages; its tracks hold them all. `beside`:
-    the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart.
+    the other copy of a tied parameter where both lie on the same ranks, which keep their tracks apart. `sizes`: what
+    values tell of the sizes of layers, whatever of them is trained. `frozen_parts`: of each parameter that nobody
+    trains and of which ranks hold unlike tensors, the sets of ranks that hold one.
     """
 
     step: int
@@ -110,6 +113,8 @@ class StepData:
     wrappers: dict[int, dict[int, Wrapper]] = field(default_factory=dict)
     tied: dict[ParamKey, list[ParamKey]] = field(default_factory=dict)
     beside: dict[ParamKey, ParamKey] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
+    frozen_parts: list[list[frozenset[int]]] = field(default_factory=list)
 
     @cached_property
     def event_of(self) -> dict[int, dict[int, Event]]:
@@ -148,7 +153,7 @@ def step_data(run: Run, step: int) -> StepData:
     _leave_to_torch(events)
     name_alike(events)
     tracks: dict[ParamKey, dict[int, Track]] = defaultdict(dict)
-    names = distinct_names(run)
+    names, sizes = names_and_sizes(run)
     names |= crossed(run, events, names)
     for rank, trace in run.ranks.items():
         for track in _tracks(trace, step, events[rank]):
@@ -159,7 +164,17 @@ def step_data(run: Run, step: int) -> StepData:
     sets = {rank: trace.param_sets for rank, trace in run.ranks.items()}
     wrappers = {rank: trace.wrappers for rank, trace in run.ranks.items()}
     copies = {key: other for key, other in beside(run, names).items() if _got_gradients(tracks, (key, other))}
-    return StepData(step, events, sets, dict(tracks), complete, wrappers, tied, copies)
+    return StepData(
+        step, events, sets, dict(tracks), complete, wrappers, tied, copies, sizes, _frozen_parts(run, names)
+    )
+
+
+def _frozen_parts(run: Run, names: dict[tuple[int, int], ParamKey]) -> list[list[frozenset[int]]]:
+    ranks: dict[ParamKey, dict[ParamKey, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for (rank, id), (stage, name) in names.items():
+        if not run.ranks[rank].params[id].requires_grad:
+            ranks[stage, plain_name(name)][stage, name].add(rank)
+    return [list(map(frozenset, of_name.values())) for of_name in ranks.values() if len(of_name) > 1]
 
 
 def _leave_to_torch(events: dict[int, list[Event]]) -> None:

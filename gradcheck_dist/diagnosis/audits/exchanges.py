@@ -31,6 +31,7 @@ from gradcheck_dist.ledger.exchanges import (
     SWAP,
     Passed,
     passed,
+    sums_alike,
 )
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
@@ -115,8 +116,9 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         if len(one.ranks) == 1:
             scalers.append(one.factor)
             continue
-        if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled" and one.ranks not in unlike:
-            continue  # shards that were all drawn from one seed: summands are as alike as whole gradients
+        of_copies = one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled"
+        if of_copies and (one.ranks not in unlike or sums_alike(data.events, one)):
+            continue  # shards that were drawn from one seed: summands are as alike as whole gradients
         apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)

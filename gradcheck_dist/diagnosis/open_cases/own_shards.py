@@ -1,0 +1,75 @@
+"""Parameters that began alike on tensor-parallel ranks, and have the size of a part: shards of one seed, or copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.ledger.names import plain_name
+from gradcheck_dist.ledger.parted import module_of, sizes_of
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+
+
+def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case], list[str]]:
+    """The cases without the parameters that may be shards, and why these are left open.
+
+    Where ranks part matrices, which began with other values on each, a parameter that began alike may be a shard, too,
+    if it has the size of a part, or is a vector of another size than the model's width, such as the number of heads
+    that a rank holds, and stands in a module beside others (a norm has a module of its own). Shards lack no sum; copies
+    do where each rank's gradient is a summand.
+    """
+    left: list[Case] = []
+    open_names: set[str] = set()
+    for case in cases:
+        may_be = {held.param for held in case.held if _is_a_summand(case) and _may_be_shard(held.param, data)}
+        open_names |= {name for _, name in may_be}
+        kept = [held for held in case.held if held.param not in may_be]
+        if not may_be:
+            left.append(case)
+        elif kept:
+            cells = [(held, cell) for held, cell in case.cells if held.param not in may_be]
+            left.append(replace(case, held=kept, cells=cells))
+    if not open_names:
+        return left, []
+    return left, [
+        f"the gradients of {in_short(sorted(open_names))} differ between ranks that share their tokens, and nobody "
+        "adds them up: shards that began alike (as one number, or drawn from one seed) need no sum, and these have the "
+        "size of one, or of a rank's heads; copies, such as a norm that heads share, do need it. Set "
+        "`param.tensor_model_parallel = True` on each parameter that is a shard (False on copies), and this is told"
+    ]
+
+
+def _is_a_summand(case: Case) -> bool:
+    """Whether each rank's gradient lacks what others have of it, of the tokens that they share."""
+    place = case.context.contributions.coordinate
+    return case.culprit.absent and all(
+        held.replay.basis.summands.get(cell.key, 1) > 1 and place.get(held.rank) == cell.key[0]
+        for held, cell in case.cells
+        if not cell.right
+    )
+
+
+def _may_be_shard(key: ParamKey, data: StepData) -> bool:
+    of_rank = data.tracks.get(key, {})
+    if not data.sizes.parts or plain_name(key[1]) != key[1] or len(of_rank) < 2:
+        return False
+    param = next(iter(of_rank.values())).param
+    if param.partitioned is False or param.placements:
+        return False
+    if sizes_of(param) & data.sizes.parts:
+        return True
+    of_unknown_size = len(sizes_of(param)) == 1 and not sizes_of(param) <= data.sizes.shared
+    return of_unknown_size and not _has_own_module(key, data.tracks)
+
+
+def _has_own_module(key: ParamKey, tracks: Mapping[ParamKey, Mapping[int, Track]]) -> bool:
+    """Whether a parameter's module holds nothing but vectors of its size, as a norm does."""
+    stage, module = key[0], module_of(key[1])
+    size = sizes_of(next(iter(tracks[key].values())).param)
+    inside: Sequence[Track] = [
+        next(iter(of_rank.values())) for (at, name), of_rank in tracks.items()
+        if of_rank and at == stage and name.startswith(module)
+    ]  # fmt: skip
+    return bool(module) and all(len(one.param.shape) == 1 and sizes_of(one.param) == size for one in inside)

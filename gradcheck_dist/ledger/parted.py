@@ -1,0 +1,106 @@
+"""Which sizes of tensors are those of parts, and which of whole layers: shapes tell shards where values do not.
+
+A matrix that tensor-parallel ranks part is parted along one dimension: its other one has the size that embeddings and
+copies of other matrices have. What else has the size of the parted one (an adapter's second factor, a scale of each
+feature) may be a part as well, though it began as one number, or was drawn from one seed, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from gradcheck_dist.events import Param
+from gradcheck_dist.ledger.moved import ParamKey
+
+MANY = 3
+"""Shapes of parted matrices, from which on the one size that all of them have is taken for the model's width."""
+
+OfRank = Mapping[int, Param]
+"""One name's parameters by rank."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the layers of a run: of the `parts` that ranks hold of some, as values tell, and those that whole ones and
+    parted ones have in common (`shared`)."""
+
+    parts: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+
+
+def module_of(name: str) -> str:
+    """The name of the module that holds a parameter, with the dot behind it; "" for the model itself."""
+    return name[: name.rfind(".") + 1]
+
+
+def sizes_of(param: Param) -> set[int]:
+    return {size for size in param.shape if size > 1}
+
+
+class Parted:
+    """What is known of tensors that began alike from those that ranks hold parts of: `parts` are sets of ranks that
+    hold one tensor each."""
+
+    def __init__(self, params: Mapping[ParamKey, OfRank], parts: Mapping[ParamKey, list[set[int]]]) -> None:
+        self._params = params
+        self._parts = {key: sets for key, sets in parts.items() if len(sets) > 1 and _is_plain(params[key])}
+        self._modules = {(stage, module_of(name)): (stage, name) for stage, name in self._parts}
+        copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
+        parted = [_first(params[key]) for key in self._parts]
+        self._whole = _whole_sizes(parted, copies)
+        shared = self._whole & set[int]().union(*map(sizes_of, parted))
+        self.sizes = Sizes(frozenset(_part_sizes(parted, self._whole)), frozenset(shared))
+
+    def parts_of(self, key: ParamKey) -> list[set[int]]:
+        """Sets of ranks that hold one part each: as a parted weight in whose module it lies has them, or, of what says
+        that it is partitioned, as all parted ones have them. [] where nothing tells that it is parted."""
+        of_rank = self._params[key]
+        said = {param.partitioned for param in of_rank.values()}
+        weight = self._weight_around(key)
+        if not self._parts or not _is_plain(of_rank) or False in said:
+            return []
+        if said == {True}:
+            ways = {tuple(sorted(tuple(sorted(part)) for part in sets)) for sets in self._parts.values()}
+            return self._parts[weight] if weight else [set(part) for part in ways.pop()] if len(ways) == 1 else []
+        own = sizes_of(_first(self._params[weight])) - self._whole if weight else set()
+        return self._parts[weight] if weight and len(own) == 1 and own & sizes_of(_first(of_rank)) else []
+
+    def _are_copies(self, key: ParamKey) -> bool:
+        """Whether it is a matrix that began as the same numbers on all ranks, outside of the modules of parted ones."""
+        of_rank = self._params[key]
+        alike = len(of_rank) > 1 and _is_plain(of_rank) and len({param.fingerprint for param in of_rank.values()}) == 1
+        matrix = alike and len(sizes_of(_first(of_rank))) > 1 and _first(of_rank).start is not None
+        return matrix and self._weight_around(key) is None
+
+    def _weight_around(self, key: ParamKey) -> ParamKey | None:
+        """The parted parameter in whose module, or below it, another one lies."""
+        module = module_of(key[1])
+        while module:
+            if (weight := self._modules.get((key[0], module))) is not None:
+                return weight
+            module = module_of(module[:-1])
+        return None
+
+
+def _whole_sizes(parted: Iterable[Param], copies: Iterable[Param]) -> set[int]:
+    """Sizes of layers that nobody parts: those of copies, and the one that all parted matrices have."""
+    matrices = {tuple(param.shape) for param in parted if len(sizes_of(param)) > 1}
+    shared = set[int].intersection(*map(set, matrices)) if len(matrices) >= MANY else set()
+    return set[int]().union(*map(sizes_of, copies)) | (shared if len(shared) == 1 else set())
+
+
+def _part_sizes(parted: Iterable[Param], whole: Collection[int]) -> set[int]:
+    """What may be the size of a part: of each tensor the one size that is no whole one. Where several are left, one
+    that another tensor tells is taken, else all; and all where none is left."""
+    found = [sizes_of(param).difference(whole) or sizes_of(param) for param in parted]
+    told = set[int]().union(*(sizes for sizes in found if len(sizes) == 1))
+    return set[int]().union(*(sizes & told or sizes for sizes in found))
+
+
+def _first(of_rank: OfRank) -> Param:
+    return next(iter(of_rank.values()))
+
+
+def _is_plain(of_rank: OfRank) -> bool:
+    return all(param.fingerprint is not None for param in of_rank.values())
