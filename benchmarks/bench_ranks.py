@@ -68,7 +68,8 @@ def main() -> None:
             rows.append(row)
             what = f"{row['verdict']} {' '.join(row['codes'])}".strip()
             print(f"{ranks:>5} ranks, {name:<15} {row['cpu_s']:>8.2f} s {row['peak_mib']:>6} MiB  {what}", flush=True)
-    keep("ranks", {"num_params": NUM_PARAMS, "accumulation": ACCUMULATION, "rows": rows}, quick=options.quick)
+    part = options.quick or bool(options.only)
+    keep("ranks", {"num_params": NUM_PARAMS, "accumulation": ACCUMULATION, "rows": rows}, quick=part)
 
 
 if __name__ == "__main__":

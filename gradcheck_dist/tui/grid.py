@@ -142,6 +142,7 @@ def build_grid(weights: Sequence[Weight], step: int, tolerance: float) -> Weight
                     tuple(np.nan if number is None else number for number in numbers),
                     weight.expected_exact or "",
                     weight.num_tokens,
+                    tuple(weight.alike_ranks),
                 )
             )
     return fill(entries, step, tolerance)
@@ -156,6 +157,7 @@ def param_grid(verdict: StepVerdict, tolerance: float) -> WeightGrid:
             (float(cell.expected), cell.nominal, cell.observed, cell.ratio),
             str(cell.expected),
             verdict.contributions.by_key[cell.key].num_tokens,
+            held.alike,
         )
         for held in verdict.held
         for cell in held.cells
@@ -164,18 +166,21 @@ def param_grid(verdict: StepVerdict, tolerance: float) -> WeightGrid:
 
 
 class Entry(NamedTuple):
-    """One weight: `numbers` are expected, nominal, observed, ratio."""
+    """One weight: `numbers` are expected, nominal, observed, ratio; `alike` other ranks whose row is the same."""
 
     row: Row
     key: Key
     numbers: tuple[float, ...]
     exact: str
     num_tokens: int | None
+    alike: tuple[int, ...] = ()
 
 
 def fill(entries: Sequence[Entry], step: int, tolerance: float, *, documented: bool = False) -> WeightGrid:
     """Arrays out of single weights; of several for one cell (partial sums) the last stays."""
-    rows = sorted({entry.row for entry in entries})
+    alike = {entry.row: entry.alike for entry in entries}
+    repeated = {(name, other): (name, rank) for (name, rank), ranks in alike.items() for other in ranks}
+    rows = sorted({**repeated, **alike})
     columns = sorted({entry.key for entry in entries})
     row_index = {row: index for index, row in enumerate(rows)}
     column_index = {key: index for index, key in enumerate(columns)}
@@ -183,6 +188,9 @@ def fill(entries: Sequence[Entry], step: int, tolerance: float, *, documented: b
     if entries:
         at = [row_index[entry.row] for entry in entries], [column_index[entry.key] for entry in entries]
         values[:, at[0], at[1]] = np.array([entry.numbers for entry in entries], dtype=float).T
+    for row, other in repeated.items():
+        own = values[:, row_index[row]]
+        values[:, row_index[row]] = np.where(np.isnan(own), values[:, row_index[other]], own)
     exact = {entry.key: entry.exact for entry in entries}
     tokens = {entry.key: entry.num_tokens for entry in entries}
     return WeightGrid(step, tuple(rows), tuple(columns), values, exact, tokens, tolerance, documented)
