@@ -25,6 +25,9 @@ BY_CHANCE = 0.02
 SURE_SIGMAS = 6.0
 """What is so many standard errors from zero is not zero."""
 
+LEAST_TO_CONFIRM = 4
+"""Elements; a bias of two says little, and a large world's shards come together to more."""
+
 COARSE = 1e-5
 """With an epsilon above this, what is added may be too small to change a sum."""
 
@@ -174,7 +177,8 @@ def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndar
         nominal: coefficients as documented, shape (num_columns,).
 
     Returns:
-        None when it is not so, when an arbitrary y would pass for it, or when a coefficient is not documented.
+        None when it is not so, when an arbitrary y would pass for it, when a coefficient is not documented, or of too
+        few elements.
     """
     if not np.isfinite(nominal).all() or not (predicted := columns @ nominal).any():
         return None
@@ -182,7 +186,7 @@ def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndar
     columns, y, predicted = columns[told], y[told], predicted[told]
     freedom = len(y) - 1
     square = float(predicted @ predicted)
-    if freedom < 1 or not square:
+    if len(y) < LEAST_TO_CONFIRM or not square:
         return None
     scale = float(predicted @ y) / square
     y_norm, rest = float(np.linalg.norm(y)), float(np.linalg.norm(y - scale * predicted))

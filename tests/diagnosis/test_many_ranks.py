@@ -122,3 +122,14 @@ def test_what_a_shard_does_not_show_of_a_fault_is_no_part_that_came_out_right() 
     (finding,) = diagnose(world.run()).findings
 
     assert finding.consequence is not None and "norm x 0.25 of the right one's, direction right" in finding.consequence
+
+
+def test_a_rank_that_others_stand_for_is_seen_in_the_parameter_where_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one parameter a shard has nothing of one contribution (rows of an embedding); in the other one it does."""
+    monkeypatch.setattr(alike, "MOST_WEIGHTS", 16)
+    world = World(trainer("fsdp", 8, num_params=2), seed=2)
+    world.token_gradients[0, "layers.0.weight"][1, 60:72] = 0.0
+
+    report = diagnose(world.run())
+
+    assert report.verdict == "clean", report.reasons

@@ -93,7 +93,8 @@ def _coefficients(judged: Sequence[Held]) -> dict[int, float]:
     """By what each rank's weights are off, all alike; {} where some rank's are not."""
     ratios: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for held in judged:
-        ratios[held.rank] += [(cell.ratio, cell.margin) for cell in held.cells]
+        for rank in held.ranks:
+            ratios[rank] += [(cell.ratio, cell.margin) for cell in held.cells]
     found = {rank: median(ratio for ratio, _ in of_rank) for rank, of_rank in ratios.items() if of_rank}
     if any(abs(ratio - found[rank]) > margin + FAR for rank, of_rank in ratios.items() for ratio, margin in of_rank):
         return {}

@@ -64,7 +64,8 @@ def judge(case: Case) -> Answer | None:
         return None
     factors: dict[int, list[float]] = defaultdict(list)
     for held, cell in case.cells:
-        factors[held.rank].append(cell.ratio)
+        for rank in held.ranks:
+            factors[rank].append(cell.ratio)
     parts = {rank: [part for (owner, _), part in norms.parts.items() if owner == rank] for rank in factors}
     tolerance = max((own_error(of_rank) for of_rank in parts.values() if of_rank), default=1.0)
     scaled = {rank: ratios for rank, ratios in factors.items() if abs(ratios[0] - 1) > 2 * tolerance}

@@ -78,11 +78,11 @@ def _clips(facts: StepFacts) -> dict[ParamKey, dict[int, list[Clip]]]:
         rank: [event for event in of_rank if isinstance(event, Clip | OptimizerStep)]
         for rank, of_rank in facts.data.events.items()
     }
-    for held in facts.held:
-        track = facts.data.tracks[held.param].get(held.rank)
-        if track is None or not held.cells:
+    for held, rank in ((one, rank) for one in facts.held if one.cells for rank in one.ranks):
+        track = facts.data.tracks[held.param].get(rank)
+        if track is None:
             continue
-        mine = [event for event in events[held.rank] if track.param.id in facts.data.params_of(held.rank, event.params)]
+        mine = [event for event in events[rank] if track.param.id in facts.data.params_of(rank, event.params)]
         if any(isinstance(event, OptimizerStep) for event in mine):
-            result[held.param][held.rank] = [event for event in mine if isinstance(event, Clip)]
+            result[held.param][rank] = [event for event in mine if isinstance(event, Clip)]
     return result

@@ -216,8 +216,9 @@ def unseen(
     seen: dict[tuple[int, int], set[ContributionKey]] = defaultdict(set)
     for one in held:
         if one.observed is not None and any(one.visible):  # of a shard without a sampled element others tell
-            elsewhere = {key for key in expected if key[0] in one.elsewhere}
-            seen[one.param[0], one.rank] |= {cell.key for cell in one.cells} | elsewhere
+            told = {cell.key for cell in one.cells} | {key for key in expected if key[0] in one.elsewhere}
+            for rank in one.ranks:
+                seen[one.param[0], rank] |= told
     missing = {
         key
         for (_, rank), keys in seen.items()

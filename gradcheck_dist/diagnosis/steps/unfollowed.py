@@ -32,7 +32,7 @@ def from_before(measured: Sequence[Held]) -> str | None:
             continue
         if (there & documented).any() or not documented.any():
             return None
-        delayed.add(held.rank)
+        delayed.update(held.ranks)
     if not delayed:
         return None
     return (

@@ -71,7 +71,8 @@ def name_waiting(steps: Sequence[tuple[int, Unread, Sequence[Held]]], lost: str)
         for copy in unread.cleared_before:
             waiting.pop(copy, None)
         for held in judged:
-            if lost in held.reason and (of := sorted(waiting.get((held.param, held.rank), ()))):
+            of = sorted(set[int]().union(*(waiting.get((held.param, rank), ()) for rank in held.ranks)))
+            if lost in held.reason and of:
                 held.changed_in = (
                     f"it holds the passes of step {ranges(of)} as well, which no optimizer had read, being of a "
                     f"parameter {SELDOM}: what it should be a mean over is not judged"

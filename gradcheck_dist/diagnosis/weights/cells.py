@@ -31,6 +31,8 @@ SAFEGUARD = 2e-4
 
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
+LEAST_ELEMENTS = 64
+"""Of a smaller parameter (a bias) its larger neighbours tell."""
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 
@@ -214,7 +216,7 @@ def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndar
     """The same from what the ranks brought into the last reduction, which was measured: of many accumulation steps and
     ranks there are fewer sums than contributions."""
     final = played.final(held.rank)
-    if final is None or not final.made_of:
+    if final is None or not final.made_of or np.isfinite(whole).sum() < LEAST_ELEMENTS:
         return None
     columns = [replace(column, nominal=column.nominal / final.clip) for column in final.made_of]
     found = made_up_of(columns, whole, played.epsilon, len(played.basis))
