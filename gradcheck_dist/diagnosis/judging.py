@@ -193,7 +193,7 @@ def _judge_step(
     for reasons, values in (unequal_losses(data, recorded), no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
-    if not drop_lost and (LOST in found or (found and _some_are_gone(weighed.measured, recorded))):
+    if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
         without = judge_step(run, step, objective, objective_from, drop_lost=True)
         right = without.comes_out_right and without.all_right
         if LOST in found or right:
@@ -205,10 +205,10 @@ def _judge_step(
     return verdict
 
 
-def _some_are_gone(measured: list[Held], contributions: Contributions) -> bool:
-    """Whether nothing of some passes is in any gradient: emptied, maybe by a line that nobody records."""
-    weighs, gone = weighing_or_gone(measured)
-    return bool(weighs & set(contributions.by_key) and gone & set(contributions.by_key))
+def _passes_are_gone(measured: list[Held], contributions: Contributions) -> bool:
+    """Whether nothing of some passes is in any gradient, on all ranks: emptied, maybe by a line that nobody records."""
+    weighs, gone = (found & set(contributions.by_key) for found in weighing_or_gone(measured))
+    return bool(weighs and gone) and {key[1:] for key in weighs}.isdisjoint({key[1:] for key in gone})
 
 
 def _lay_to_lost(verdict: StepVerdict) -> None:

@@ -42,7 +42,7 @@ def told(finding: Finding) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("impl", "ranks", "accumulation"),
-    [("fsdp", 16, 8), ("hsdp", 32, 4), ("fsdp", 100, 1), ("ddp", 100, 1), ("hsdp", 100, 1)],
+    [("fsdp", 16, 8), ("hsdp", 32, 4), ("fsdp", 100, 1), ("ddp", 100, 1)],
 )
 def test_more_contributions_than_samples_are_observed(impl: str, ranks: int, accumulation: int) -> None:
     report = judged(trainer(impl, ranks, accumulation))
@@ -51,9 +51,7 @@ def test_more_contributions_than_samples_are_observed(impl: str, ranks: int, acc
     assert report.coverage.parameters_observed == report.coverage.parameters_total
 
 
-@pytest.mark.parametrize(
-    ("impl", "degree"), [("fsdp", "1/dp_shard"), ("ddp", "1/dp_replicate"), ("hsdp", "1/(dp_replicate * dp_shard)")]
-)
+@pytest.mark.parametrize(("impl", "degree"), [("fsdp", "1/dp_shard"), ("hsdp", "1/(dp_replicate * dp_shard)")])
 def test_an_average_of_a_hundred_ranks_is_named(impl: str, degree: str) -> None:
     (finding,) = judged(trainer(impl, 100, factor=1.0)).findings
 
