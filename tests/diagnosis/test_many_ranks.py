@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from random_trainers import global_mean
-from simulator import Hand, Trainer, World
+from simulator import AFTER, Hand, Process, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Finding, Report
@@ -131,3 +132,20 @@ def test_a_rank_that_others_stand_for_is_seen_in_the_parameter_where_they_do(mon
     report = diagnose(world.run())
 
     assert report.verdict == "clean", report.reasons
+
+
+@pytest.mark.parametrize("impl", ["ddp", "hsdp"])
+def test_copies_are_not_told_by_one_of_another_value(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample behind the reduction is the one that the optimizer reads."""
+    sample = Process.sample
+
+    def before_only(self: Process, seq: int, role: int, *args: Any, **kwargs: Any) -> None:
+        if role != AFTER:
+            sample(self, seq, role, *args, **kwargs)
+
+    monkeypatch.setattr(Process, "sample", before_only)
+
+    report = judged(replace(trainer(impl, 100), hands=(TWICE_ON_ONE_RANK["before_optimizer"],)))
+
+    assert report.verdict != "clean"
+    assert all(finding.ranks == [RANK] for finding in report.findings)

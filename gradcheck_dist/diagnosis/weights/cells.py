@@ -186,14 +186,28 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
             continue
         whole = np.full(played.basis.values.shape[1], np.nan)
         for held in members:
-            last = tracks[held.rank].points[-1].values.data
-            final = played.final(held.rank)
-            whole = np.where(np.isnan(whole), last / (final.clip if final is not None else 1.0), whole)
+            whole = np.where(np.isnan(whole), _read(held, tracks, played), whole)
+        small = [held for held in small if _is_part(_read(held, tracks, played), whole, played.epsilon)]
+        if not small:
+            continue
         told = _of_leaves(whole, small[0], played) or _of_summands(whole, small[0], played)
         if told is None:
             continue
         for held in small:
             held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
+
+
+def _read(held: Held, tracks: dict[int, Track], played: Replay) -> np.ndarray:
+    """The last sample on a rank, freed of recorded clips."""
+    final = played.final(held.rank)
+    return tracks[held.rank].points[-1].values.data / (final.clip if final is not None else 1.0)
+
+
+def _is_part(values: np.ndarray, whole: np.ndarray, epsilon: float) -> bool:
+    """Whether a rank has what stands in the whole, and no copy with other values: of such the whole tells nothing."""
+    held = np.isfinite(values) & np.isfinite(whole)
+    off = float(np.linalg.norm(values[held] - whole[held]))
+    return off <= max(MATERIAL, 4 * epsilon) * float(np.linalg.norm(whole[held]))
 
 
 def _is_as_documented(held: Held) -> bool:
