@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot, isfinite
 
@@ -17,16 +17,22 @@ GONE, GONE_SIGMAS, VAGUE = 1e-3, 6.0, 0.05
 are not more than that."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Column:
     """A summand of a buffer: values, the observed weights it stands for, its nominal coefficient. `foreign` is the root
-    mean square of what was measured in it that is no combination of contributions, 0 where it is one."""
+    mean square of what was measured in it that is no combination of contributions, 0 where it is one. Buffers share
+    columns: a reduction over n ranks brings n of them to n ranks."""
 
     data: np.ndarray
     weights: np.ndarray | None
     stderr: np.ndarray
     nominal: float
     foreign: float = 0.0
+
+    def times(self, factor: float) -> Column:
+        if factor == 1.0:
+            return self
+        return Column(self.data, self.weights, self.stderr, self.nominal * factor, self.foreign)
 
 
 @dataclass
@@ -71,8 +77,7 @@ class Buffer:
 
     def scale(self, factor: float) -> None:
         self.nominal = self.nominal * factor
-        for column in self.columns:
-            column.nominal *= factor
+        self.columns = [column.times(factor) for column in self.columns]
 
     def clear(self) -> None:
         self.nominal = np.zeros_like(self.nominal)
@@ -86,7 +91,7 @@ class Buffer:
             added = np.where(other.nominal == 0, 0.0, added)
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
-        self.columns += [replace(column, nominal=column.nominal * factor) for column in other.columns]
+        self.columns += [column.times(factor) for column in other.columns]
 
     def find_leftover(self, solution: Solution) -> None:
         """See whether what was there before the step's first contribution is part of what a sample shows; where an

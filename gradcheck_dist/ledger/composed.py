@@ -35,16 +35,16 @@ def made_up_of(
     usable = [column for column in columns if column.weights is not None]
     if len(usable) < len(columns):
         return None
-    rows = np.isfinite(values)
-    for column in usable:
-        rows &= np.isfinite(column.data)
-    if not rows.any():
+    sampled = np.flatnonzero(np.isfinite(values))
+    matrix = np.stack([column.data[sampled] for column in usable], axis=1) if usable else np.empty((len(sampled), 0))
+    known = np.isfinite(matrix).all(axis=1)
+    if not known.any():
         return None
-    matrix = np.stack([column.data[rows] for column in usable], axis=1) if usable else np.empty((rows.sum(), 0))
+    matrix, seen = matrix[known], values[sampled[known]]
     nominal = np.array([column.nominal for column in usable])
-    solution = solve(matrix, values[rows], epsilon, nominal, documented)
+    solution = solve(matrix, seen, epsilon, nominal, documented)
     if solution is None and documented is None:
-        solution = confirm(matrix, values[rows], epsilon, nominal)
+        solution = confirm(matrix, seen, epsilon, nominal)
     return None if solution is None else _composed(usable, solution, num_contributions)
 
 

@@ -116,6 +116,7 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
     events = {rank: ready[rank] for rank in machines}
     inputs = {rank: machines[rank].take_input(event) for rank, event in events.items()}
     kept = {rank: machines[rank].take_partial() for rank, event in events.items() if event.all_reduced}
+    sums: dict[tuple[tuple[int, ...], float], Buffer] = {}  # all ranks of a group get the same one
     for rank, event in events.items():
         if event.root is not None and event.root != rank:
             machines[rank].left_out(event)
@@ -130,7 +131,17 @@ def _reduce(machines: dict[int, _Machine], ready: dict[int, Reduce]) -> None:
             sources |= {peer for source in sources & set(inputs) for peer in machines[source].summands_on}
         sources &= set(inputs)
         partials = [kept[replica] for replica in replicas if replica in kept]
-        machines[rank].receive(event, [inputs[source] for source in sorted(sources)], partials, tuple(sorted(sources)))
+        given, factor = tuple(sorted(sources)), shards_factor(event) if is_partial(event) else nominal_factor(event)
+        if (given, factor) not in sums:
+            sums[given, factor] = _summed([inputs[source] for source in given], factor, len(inputs[rank].nominal))
+        machines[rank].receive(event, sums[given, factor], partials, given)
+
+
+def _summed(inputs: list[Buffer], factor: float, num_columns: int) -> Buffer:
+    total = Buffer(np.zeros(num_columns))
+    for each in inputs:
+        total.add(each, factor)
+    return total
 
 
 def nominal_factor(event: Reduce) -> float:
@@ -248,16 +259,14 @@ class _Machine:
         self.position += 1
         self._note(event.seq, EVENT_ORDER, event, "grad")
 
-    def receive(self, event: Reduce, inputs: list[Buffer], partials: list[Buffer], sources: tuple[int, ...]) -> None:
+    def receive(self, event: Reduce, result: Buffer, partials: list[Buffer], sources: tuple[int, ...]) -> None:
         """Replace (or, for a sharded gradient, add to) the buffer by the reduction's result. `partials`: what the
         replicas kept of earlier ones."""
         sharded, partial = event.impl in SHARDING, is_partial(event)
         target = self.buffers["partial" if partial else "grad"]
         if not sharded:
             target.clear()
-        factor = shards_factor(event) if partial else nominal_factor(event)
-        for source in inputs:
-            target.add(source, factor)
+        target.add(result, 1.0)
         target.clip = 1.0
         for earlier in partials if sharded and not partial else ():
             target.add(earlier, replicas_factor(event))
@@ -299,7 +308,7 @@ class _Machine:
             foreign = 0.0  # what a reduction to another rank leaves here is nobody's doing, and is not built on
         unseen = solution is None or solution.as_documented
         if unseen and all(column.weights is not None for column in buffer.columns):
-            entry.made_of = tuple(replace(column) for column in buffer.columns)
+            entry.made_of = tuple(buffer.columns)
         if weights is None and entry.made_of:
             return  # nothing was measured here: by the records it still is what it was made of
         buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]

@@ -32,13 +32,12 @@ def strangers(data: StepData) -> dict[int, frozenset[int]]:
     apart: dict[int, set[int]] = defaultdict(set)
     for one, other in combinations(sorted(data.events), 2):
         shared = [key for key, of_rank in data.tracks.items() if one in of_rank or other in of_rank]
-        unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
-        if (
-            not any(_hold_parts(sets, one, other) for sets in data.frozen_parts)
-            and 2 * len(unlike) > len(shared)
-            and all(copies(data.tracks[key], one, other) for key in shared)
-            and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other))
+        if any(_hold_parts(sets, one, other) for sets in data.frozen_parts) or not all(
+            copies(data.tracks[key], one, other) for key in shared
         ):
+            continue
+        unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
+        if 2 * len(unlike) > len(shared) and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other)):
             apart[one] |= {one, other}
             apart[other] |= {one, other}
     return {rank: frozenset(ranks) for rank, ranks in apart.items()}

@@ -51,11 +51,13 @@ def blame(
 ) -> list[Blame]:
     """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
     accounts: dict[tuple[object, ...], Account] = {}
+    ways: dict[tuple[object, ...], int] = {}  # a signature names every weight: it is hashed once, not for each of them
     every: list[Judged] = []
     for held in judged:
+        way = ways.setdefault(held.signature, len(ways))
         largest = max((abs(cell.ratio) for cell in held.cells), default=1.0) or 1.0
         for cell in held.cells:
-            key = (held.signature, cell.key, cell.column)
+            key = (way, cell.key, cell.column)
             if key not in accounts:
                 accounts[key] = account(data, held, cell)
             loss = contributions.by_key[cell.key].loss

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from math import isnan
 
 import numpy as np
 
@@ -232,7 +233,7 @@ def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndar
     final = played.final(held.rank)
     if final is None or not final.made_of or np.isfinite(whole).sum() < LEAST_ELEMENTS:
         return None
-    columns = [replace(column, nominal=column.nominal / final.clip) for column in final.made_of]
+    columns = [column.times(1.0 / final.clip) for column in final.made_of]
     found = made_up_of(columns, whole, played.epsilon, len(played.basis))
     if found is None or not (found[3].fits and found[3].checked):
         return None
@@ -255,9 +256,8 @@ def _optimized(data: StepData, track: Track) -> bool:
 def _left_to_others(data: StepData, track: Track, others: Mapping[int, Track]) -> bool:
     """Whether an optimizer that lists all parameters (fairscale's OSS) has others inside of it step them, each rank
     some: one of another rank steps this one, and none of this rank's does."""
-    steppers = {rank for rank, each in others.items() if _steps_inside(data, each)}
     inner = any(isinstance(event, OptimizerStep) and event.inside is not None for event in data.events[track.rank])
-    return inner and bool(steppers) and track.rank not in steppers
+    return inner and not _steps_inside(data, track) and any(_steps_inside(data, each) for each in others.values())
 
 
 def _steps_inside(data: StepData, track: Track) -> bool:
@@ -268,8 +268,7 @@ def _steps_inside(data: StepData, track: Track) -> bool:
 
 def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
     held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
-    part = _part(track)
-    held.visible = [bool((np.isfinite(values) & part).any()) for values in played.basis.values]
+    held.visible = (np.isfinite(played.basis.values) & _part(track)).any(axis=1).tolist()
     final = played.final(track.rank)
     if final is None or not final.sampled:
         if not any(isinstance(entry.event, OptimizerStep) for entry in played.entries.get(track.rank, ())):
@@ -308,54 +307,84 @@ def _why_unsolved(final: Entry, played: Replay) -> str:
     return TOO_FEW
 
 
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """What a contribution's weight has to be, and what it was multiplied by at the loss."""
+
+    expected: Fraction
+    weight: float
+    root: float
+    loss_epsilon: float
+    material: float
+
+
 def judge(measured: list[Held], contributions: Contributions, expected: dict[ContributionKey, Fraction]) -> list[Held]:
     """The same parameters with their cells: what was measured, over what is expected."""
-    return [_with_cells(held, contributions, expected) for held in measured]
+    dues: dict[ContributionKey, _Due] = {}
+    for key, weight in expected.items():
+        contribution = contributions.by_key.get(key)
+        if contribution is None or contribution.weight is None or contribution.spread > MAX_SPREAD:
+            continue
+        # A loss that was not seen may have been of any dtype.
+        loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "bfloat16", 2.0**-23)
+        allowed = material(contribution.num_tokens)
+        dues[key] = _Due(weight, float(weight), contribution.weight, loss_epsilon, allowed)
+    return [
+        _with_cells(held, dues, not expected or any(key in expected for key in held.replay.basis.keys))
+        for held in measured
+    ]
 
 
-def _with_cells(held: Held, contributions: Contributions, expected: dict[ContributionKey, Fraction]) -> Held:
+def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> Held:
+    """`counts`: whether a weight is expected of any of the parameter's contributions."""
     result = replace(held, cells=[], num_unknown=0)
     if held.observed is None or held.stderr is None or held.nominal is None:
         return result
-    num_scalings = held.num_scalings
+    num_scalings, epsilon = held.num_scalings, held.replay.epsilon
     for key, groups in _columns(held.replay.basis.keys, held.partial):
-        weight, contribution = expected.get(key), contributions.by_key.get(key)
-        if weight is None or contribution is None or contribution.weight is None or contribution.spread > MAX_SPREAD:
+        due = dues.get(key)
+        if due is None:
             continue
-        root = contribution.weight
-        # A loss that was not seen may have been of any dtype.
-        loss_epsilon = EPSILON.get(contribution.loss.dtype if contribution.loss else "bfloat16", 2.0**-23)
+        root, weight = due.root, due.weight
         for group in groups:
             if not any(held.visible[column] for column in group):
                 continue
-            seen, size, error = 0.0, float(weight), 0.0  # what is multiplied by zero at the loss needs no measurement
+            seen, size, error = 0.0, weight, 0.0  # what is multiplied by zero at the loss needs no measurement
             if root:
-                seen = float(held.observed[group].sum()) * root
-                size = max(abs(seen), float(weight))
-                error = float(np.sqrt((held.stderr[group] ** 2).sum())) * abs(root) / size
-            surely_wrong = abs(seen - float(weight)) > 2 * SIGMAS * error * size
-            if np.isnan(seen) or (error > MAX_STDERR and not surely_wrong):
+                seen = _sum(held.observed, group) * root
+                size = max(abs(seen), weight)
+                error = _length(held.stderr, group) * abs(root) / size
+            surely_wrong = abs(seen - weight) > 2 * SIGMAS * error * size
+            if isnan(seen) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1
                 continue
             result.cells.append(
                 Cell(
                     key=key,
                     column=group[0],
-                    expected=weight,
-                    root_ratio=root / float(weight),
-                    nominal=float(held.nominal[group].sum()) * root,
+                    expected=due.expected,
+                    root_ratio=root / weight,
+                    nominal=_sum(held.nominal, group) * root,
                     observed=seen,
-                    ratio=seen / float(weight),
-                    tolerance=systematic(held.replay.epsilon, loss_epsilon, num_scalings) + SIGMAS * error,
+                    ratio=seen / weight,
+                    tolerance=systematic(epsilon, due.loss_epsilon, num_scalings) + SIGMAS * error,
                     stderr=error,
-                    material=material(contribution.num_tokens),
+                    material=due.material,
                 )
             )
-    if not result.cells and expected and not any(key in expected for key in held.replay.basis.keys):
+    if not result.cells and not counts:
         result.reason = COUNTS_NOTHING
     elif not result.cells:
         result.reason = "its sampled gradient is zero or too small to be told from rounding"
     return result
+
+
+def _sum(values: np.ndarray, group: Sequence[int]) -> float:
+    return float(values[group[0]]) if len(group) == 1 else float(values[group].sum())
+
+
+def _length(errors: np.ndarray, group: Sequence[int]) -> float:
+    return float(errors[group[0]]) if len(group) == 1 else float(np.sqrt((errors[group] ** 2).sum()))
 
 
 def _columns(keys: list[ContributionKey], partial: bool) -> list[tuple[ContributionKey, list[list[int]]]]:

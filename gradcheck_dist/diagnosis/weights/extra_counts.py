@@ -6,8 +6,9 @@ more and hold as many tokens nothing shows; else the weights give each b_c, if t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import gcd, isfinite, prod
+from math import gcd, isfinite
+
+import numpy as np
 
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.solve import EPSILON
@@ -18,6 +19,8 @@ FEW = 4
 """Of so many tokens one more was counted at most."""
 SMALL = 12
 """Numbers below it that the counts are multiples of may be coefficients."""
+CHUNK = 65536
+"""So many totals are tried at once."""
 
 
 def extra_counts(contributions: Contributions) -> dict[ContributionKey, int] | None:
@@ -32,27 +35,43 @@ def extra_counts(contributions: Contributions) -> dict[ContributionKey, int] | N
     if len(weights) < 2 or min(weights.values()) <= 0:
         return None
     total = sum(tokens.values())
-    share = {key: weights[key] * tokens[key] for key in weights}
-    whole = sum(share.values())
-    found, chance = [], 0.0
-    for extra in range(1, total // FEW + 1):
-        counts = {key: share[key] / whole * (total + extra) for key in share}
-        widths = sorted(min(2 * count * rounding, 1.0) for count in counts.values())
-        chance += prod(widths[1:])  # the last follows from the sum
-        if chance > SURE:
-            return None
-        if (fit := _whole(counts, tokens, rounding)) is not None:
-            found.append(fit)
-    if len(found) != 1:
+    shares = np.array([weights[key] * tokens[key] for key in weights])
+    shares /= shares.sum()
+    entered = np.array([tokens[key] for key in weights])
+    extras = range(1, total // FEW + 1)
+    if _chance(2 * rounding * shares, total, extras) > SURE:
         return None
-    counted = [tokens[key] + more for key, more in found[0].items()]
-    return found[0] if max(counted) // gcd(*counted) >= SMALL else None
-
-
-def _whole(
-    counts: Mapping[ContributionKey, float], tokens: Mapping[ContributionKey, int], rounding: float
-) -> dict[ContributionKey, int] | None:
-    for key, count in counts.items():
-        if abs(count - round(count)) > count * rounding or round(count) < tokens[key]:
+    found: list[np.ndarray] = []
+    for start in range(0, len(extras), CHUNK):
+        found += _whole(shares, entered, rounding, total + np.array(extras[start : start + CHUNK]))
+        if len(found) > 1:
             return None
-    return {key: round(count) - tokens[key] for key, count in counts.items()}
+    if not found or int(found[0].max()) // gcd(*found[0].tolist()) < SMALL:
+        return None
+    return {key: int(counted) - tokens[key] for key, counted in zip(weights, found[0], strict=True)}
+
+
+def _chance(widths: np.ndarray, total: int, extras: range) -> float:
+    """How many of these totals any weights would fit. `widths`, shape (num_contributions,): the parts of a whole number
+    that rounding leaves to each, for a total of one token. Below SURE it may be told as 0."""
+    widths = np.sort(widths)[1:]  # the last follows from the sum
+    if len(extras) * np.minimum(widths * (total + len(extras)), 1.0).prod() <= SURE:
+        return 0.0
+    chance, rows = 0.0, max(CHUNK // len(widths), 1)
+    for start in range(0, len(extras), rows):
+        counted = total + np.array(extras[start : start + rows])
+        chance += float(np.minimum(np.outer(counted, widths), 1.0).prod(axis=1).sum())
+        if chance > SURE:
+            break
+    return chance
+
+
+def _whole(shares: np.ndarray, tokens: np.ndarray, rounding: float, totals: np.ndarray) -> list[np.ndarray]:
+    """The counts of those totals, shape (num_contributions,) each, that are whole numbers and none below `tokens`."""
+    for share, least in zip(shares, tokens, strict=True):
+        counts = share * totals
+        whole = np.rint(counts)
+        totals = totals[(np.abs(counts - whole) <= counts * rounding) & (whole >= least)]
+        if not len(totals):
+            break
+    return [np.rint(shares * total).astype(int) for total in totals]
