@@ -25,6 +25,7 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
 from gradcheck_dist.ledger.composed import Measured, made_up_of
+from gradcheck_dist.ledger.copies import Copies
 from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import EPSILON, Solution
 from gradcheck_dist.ledger.tracks import Point, StepData, Track
@@ -43,7 +44,8 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     """Run all ranks' operations in an order in which every reduction finds its members ready."""
     epsilon = max((EPSILON.get(track.dtype, EPSILON["float32"]) for track in tracks.values()), default=2.0**-23)
     result = Replay(basis, epsilon)
-    machines = {rank: _Machine(data, track, basis, result) for rank, track in tracks.items()}
+    copies = Copies(result)
+    machines = {rank: _Machine(data, track, copies) for rank, track in tracks.items()}
     result.unwritten = {rank: track.unwritten for rank, track in tracks.items() if track.unwritten is not None}
     reductions = [op for machine in machines.values() for _, _, op in machine.ops if isinstance(op, Reduce)]
     result.epsilon = max([epsilon, *(EPSILON.get(_summed_in(event), 0.0) for event in reductions)])
@@ -172,18 +174,18 @@ def replicas_factor(event: Reduce) -> float:
 class _Machine:
     """The buffers of one parameter on one rank, driven through the operations that concern it."""
 
-    def __init__(self, data: StepData, track: Track, basis: Basis, result: Replay) -> None:
-        self.track, self.basis, self.result = track, basis, result
+    def __init__(self, data: StepData, track: Track, copies: Copies) -> None:
+        self.track, self.copies, self.result, self.basis = track, copies, copies.of, copies.of.basis
         self.ops = self._operations(data)
         reduces = [op for _, _, op in self.ops if isinstance(op, Reduce)]
         sharded = any(event.impl in SHARDING for event in reduces)
-        self.buffers = {name: Buffer(np.zeros(len(basis))) for name in ("grad", "unsharded", "partial")}
+        self.buffers = {name: Buffer(np.zeros(len(self.basis))) for name in ("grad", "unsharded", "partial")}
         self.leaf_buffer = "unsharded" if sharded else "grad"
         # FSDP2 redistributes a Partial gradient to the parameter's layout, which sums it, before it reduces
         # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _get_grad_inner_tensor).
         leaves = [values for _, values in track.leaves.values() if values.partial]
         self.summands_on = frozenset(rank for values in leaves for rank in values.over)
-        self.entries = result.entries.setdefault(track.rank, [])
+        self.entries = self.result.entries.setdefault(track.rank, [])
         self.left: Column | None = None  # what an earlier step left
         self.position = 0
 
@@ -311,7 +313,7 @@ class _Machine:
             entry.made_of = tuple(buffer.columns)
         if weights is None and entry.made_of:
             return  # nothing was measured here: by the records it still is what it was made of
-        buffer.columns = [Column(point.values.data, weights, errors, 1.0, foreign)]
+        buffer.columns = [self.copies.column(Column(point.values.data, weights, errors, 1.0, foreign))]
 
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
@@ -367,4 +369,6 @@ class _Machine:
         )
 
     def _solve(self, point: Point, columns: list[Column], documented: np.ndarray | None = None) -> Measured | None:
+        if documented is None:
+            return self.copies.measured(columns, point.values.data)
         return made_up_of(columns, point.values.data, self.result.epsilon, len(self.basis), documented)
