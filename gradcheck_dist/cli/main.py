@@ -134,6 +134,13 @@ def main() -> None:
         # Whoever read the results has had enough; the interpreter must not stumble over its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except PermissionError as error:
+        where = f" {error.filename}" if error.filename else ""
+        print(
+            f"error E711: this user may not read or write{where}. Name another place, or change its permissions.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in _NO_PLACE:
             raise
