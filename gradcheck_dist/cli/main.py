@@ -68,24 +68,44 @@ def run(arguments: list[str]) -> None:
         from gradcheck_dist import __version__
 
         print(f"gradcheck {__version__}")
-    elif not arguments or arguments in (["--help"], ["-h"]):
+    elif not arguments or arguments[0] in ("--help", "-h"):
         print(overview())
         if not arguments:
             raise SystemExit(2)  # as a group of commands does
     else:
-        # Only the one command is loaded, and no group: parsing a group's options makes typer 0.29 load pydantic,
-        # which would double the time of `gradcheck COMMAND --help`.
-        known = arguments[0] in COMMANDS
-        app = build(arguments[0]) if known else build(*COMMANDS)
-        import typer
+        _run_command(arguments[0], arguments[1:])
 
-        if not gc.isenabled():
-            gc.freeze()  # nothing of what was loaded is ever garbage, nor need the end of the process look for it
-            gc.enable()
-        try:
-            app(args=arguments[known:], prog_name=f"gradcheck {arguments[0]}" if known else "gradcheck")
-        except typer.Abort:
-            raise KeyboardInterrupt from None
+
+def _run_command(name: str, arguments: list[str]) -> None:
+    if name not in COMMANDS:
+        from gradcheck_dist.cli.usage import unknown_command
+
+        raise unknown_command(name, COMMANDS)
+    # Only the one command is loaded, and no group: parsing a group's options makes typer 0.29 load pydantic,
+    # which would double the time of `gradcheck COMMAND --help`.
+    app = build(name)
+    import typer
+
+    command = typer.main.get_command(app)
+    if not gc.isenabled():
+        gc.freeze()  # nothing of what was loaded is ever garbage, nor need the end of the process look for it
+        gc.enable()
+    # Not app(): that prints its own words for a wrong command line, and says nothing at all on Ctrl-C.
+    try:
+        with command.make_context(f"gradcheck {name}", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as leaving:
+        raise SystemExit(leaving.exit_code) from None
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        from gradcheck_dist.cli.usage import refusal
+
+        refused = refusal(error, name, command.params)
+        if refused is None:
+            raise
+        raise refused from None
+    raise SystemExit(0)
 
 
 def overview() -> str:
@@ -107,13 +127,20 @@ def main() -> None:
     except GradcheckError as error:
         print(f"error {error.code}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted: {interrupt}" if interrupt.args else "interrupted before it was done", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         # Whoever read the results has had enough; the interpreter must not stumble over its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except PermissionError as error:
+        where = f" {error.filename}" if error.filename else ""
+        print(
+            f"error E711: this user may not read or write{where}. Name another place, or change its permissions.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     except OSError as error:
         if error.errno not in _NO_PLACE:
             raise

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradcheck_dist.cli.interrupted import telling
 from gradcheck_dist.cli.output import TABLE_ENDINGS, Format, check_ending, check_writable, write_file
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
@@ -59,7 +60,7 @@ def matrix(
     warm_up()
     runner = table.Matrix()
     rows: list[table.Row] = []
-    with Progress("starting") as progress:
+    with telling(lambda: _left(rows, len(chosen), resume)), Progress("starting") as progress:
         for index, case in enumerate(chosen, 1):
             progress.update(f"{index} of {len(chosen)}: {case.name}")
             row = table.done(earlier, case) or runner.run(case)
@@ -68,7 +69,7 @@ def matrix(
                 earlier[case.name] = row
                 table.write_rows(resume, list(earlier.values()))
             if form == Format.text:
-                typer.echo(table.line(row))
+                progress.say(table.line(row))
     if form == Format.text:
         typer.echo(table.summary(rows))
     else:
@@ -77,6 +78,12 @@ def matrix(
         write_file(report, _written(rows, is_markdown=report.suffix.lower() == ".md") + "\n")
         typer.echo(f"wrote {report}", err=True)
     raise typer.Exit(int(not all(row.is_right for row in rows)))
+
+
+def _left(rows: list[table.Row], count: int, resume: Path | None) -> str:
+    """What an interrupted matrix leaves."""
+    on = f"They are kept in {resume}: the same command goes on." if resume is not None else "--resume FILE keeps them."
+    return f"{len(rows)} of {count} configurations had ended. {on}"
 
 
 def _written(rows: list[table.Row], *, is_markdown: bool) -> str:

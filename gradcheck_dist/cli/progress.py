@@ -45,6 +45,15 @@ class Progress:
             if self._status is not None:
                 self._status.update(_text(task))
 
+    def say(self, line: str) -> None:
+        """A line of the result on stdout, which may be the terminal that the spinner turns on."""
+        with self._lock:
+            if self._status is not None:
+                self._status.stop()
+            print(line, flush=True)
+            if self._status is not None:
+                self._status.start()
+
     def _show(self) -> None:
         from rich.console import Console
 

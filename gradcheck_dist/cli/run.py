@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
+from gradcheck_dist.cli.interrupted import telling
 from gradcheck_dist.cli.output import Format, check_folder, check_report, show, write_report
 from gradcheck_dist.cli.places import local
 from gradcheck_dist.errors import GradcheckError
@@ -186,7 +187,8 @@ def _judge(folder: Path, command: list[str], code: int) -> "Report | None":
         )
         return None
     try:
-        with Progress(f"judging {folder}") as progress:
+        again = f"the run is kept. gradcheck diagnose {folder} judges it."
+        with telling(lambda: again), Progress(f"judging {folder}") as progress:
             return diagnose_run(
                 folder,
                 jobs=min(os.cpu_count() or 1, MAX_JOBS),

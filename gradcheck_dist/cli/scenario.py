@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradcheck_dist.cli.interrupted import runs_left, telling
 from gradcheck_dist.cli.output import (
     TABLE_ENDINGS,
     Format,
@@ -26,6 +28,7 @@ from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
 if TYPE_CHECKING:
+    from gradcheck_dist.scenarios import table
     from gradcheck_dist.scenarios.jobs import Overrides
 
 
@@ -130,11 +133,6 @@ def _run_one(
     form: Format,
     tui: bool = False,
 ) -> None:
-    if tui and keep is None:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="gradcheck-") as folder:
-            _run_one(name, library, overrides, Path(folder), report, form, tui)
     from gradcheck_dist.scenarios.jobs import check
     from gradcheck_dist.scenarios.schema import load
 
@@ -146,21 +144,37 @@ def _run_one(
     warm_up()
     from gradcheck_dist.scenarios.runner import run_scenario
 
-    with Progress(f"{name}: starting") as progress:
-        result = run_scenario(
-            chosen, overrides, keep=keep, command=("gradcheck", *sys.argv[1:]), on_progress=progress.update
-        )
-    if tui and keep is not None:
-        from gradcheck_dist.cli.live import open_screens
+    folder = keep or (_temporary() if tui else None)
+    is_left = keep is not None
+    try:
+        with telling(lambda: runs_left(keep)), Progress(f"{name}: starting") as progress:
+            result = run_scenario(
+                chosen, overrides, keep=folder, command=("gradcheck", *sys.argv[1:]), on_progress=progress.update
+            )
+        if tui and folder is not None:
+            from gradcheck_dist.cli.live import open_screens
 
-        open_screens(keep)
+            open_screens(folder)
+        is_left = is_left or bool(result.exit_code)  # what went wrong stays, as without the screens
+    finally:
+        if folder is not None and not is_left:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not is_left:
+        for variant in result.report.variants:
+            variant.run_dir = None
     show(result.report, form)
     write_report(report, result.report)
     if result.error is not None:
         raise result.error
-    if result.run_dir is not None:
+    if is_left and result.run_dir is not None:
         typer.echo(f"the runs are in {result.run_dir}", err=True)
     raise typer.Exit(result.exit_code)
+
+
+def _temporary() -> Path:
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix="gradcheck-"))
 
 
 def _run_all(library: Path | None, overrides: Overrides, keep: Path | None, report: Path | None, form: Format) -> None:
@@ -175,7 +189,7 @@ def _run_all(library: Path | None, overrides: Overrides, keep: Path | None, repo
 
     rows: list[table.Row] = []
     could_not = False
-    with Progress("starting") as progress:
+    with telling(lambda: _all_left(rows, names, report, keep)), Progress("starting") as progress:
         for index, name in enumerate(names, 1):
             say = _numbered(progress, index, len(names))
             try:
@@ -197,16 +211,31 @@ def _run_all(library: Path | None, overrides: Overrides, keep: Path | None, repo
             rows += found
             if form == Format.text:
                 # Each as it comes: somebody looks on, or keeps the log of a job that may be cut short.
-                typer.echo("\n".join(table.lines(found)))
+                progress.say("\n".join(table.lines(found)))
     if form == Format.text:
         typer.echo(table.summary(rows))
     else:
         sys.stdout.write(table.markdown(rows) if form == Format.md else table.document(rows))
     if report is not None:
-        write_file(report, table.markdown(rows) if report.suffix.lower() == ".md" else table.document(rows))
-        typer.echo(f"wrote {report}", err=True)
+        _write_table(report, rows)
     could_not = could_not or all(row.as_expected is None for row in rows)
     raise typer.Exit(2 if could_not else int(any(row.as_expected is False for row in rows)))
+
+
+def _write_table(report: Path, rows: list[table.Row]) -> None:
+    from gradcheck_dist.scenarios import table
+
+    write_file(report, table.markdown(rows) if report.suffix.lower() == ".md" else table.document(rows))
+    typer.echo(f"wrote {report}", err=True)
+
+
+def _all_left(rows: list[table.Row], names: list[str], report: Path | None, keep: Path | None) -> str:
+    """What an interrupted --all leaves: the table of what had ended, where a file was named for it."""
+    if report is not None and rows:
+        _write_table(report, rows)
+    ended = len({row.scenario for row in rows})
+    kept = f" Their runs are in {keep}." if keep is not None and rows else ""
+    return f"{ended} of {len(names)} scenarios had ended.{kept}"
 
 
 def _numbered(progress: Progress, index: int, count: int) -> Callable[[str], None]:

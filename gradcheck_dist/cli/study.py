@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradcheck_dist.cli.compare import BY_SUFFIX, CompareFormat
+from gradcheck_dist.cli.interrupted import telling
 from gradcheck_dist.cli.output import check_ending, check_writable, make_folder, write_file
 from gradcheck_dist.cli.progress import Progress
 
@@ -51,7 +52,8 @@ def study(
     from gradcheck_dist.trainer.launch import warm_up
 
     warm_up()
-    with Progress("starting") as progress:
+    left = f"what has ended is kept in {out}: the same command goes on behind it."
+    with telling(lambda: left), Progress("starting") as progress:
         result = studies.run(chosen, out, progress.update)
     sys.stdout.write(_render(result, form))
     if report is not None:

@@ -40,6 +40,10 @@ def watch(
     Seven screens from the verdict to the culprit's source line; d goes there at once, ? shows all keys. Reads
     traces only: it can be closed and opened again while the training goes on. Needs no torch.
     """
+    from gradcheck_dist.trace.run import require_folder
+
+    if run.exists():
+        require_folder(run)
     if not run.is_dir():
         raise GradcheckError(
             f"there is no run folder {run}. Name a folder written by `gradcheck run --out` or "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.reports.text import plural
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.schema import RIGHT, Scenario, Variant
 from gradcheck_dist.trace.run import trace_files
@@ -34,14 +37,18 @@ def check(scenario: Scenario, overrides: Overrides, keep: Path | None) -> dict[s
 
     Raises:
         GradcheckError: as `configurations`; the data cannot be used; or `keep` holds recorded data (E511)
-            or cannot be a folder (E512).
+            or cannot be a folder that this user may write to (E512).
     """
     configs = configurations(scenario, overrides)
-    if overrides.data is not None:
-        read_documents(overrides.data)
+    _check_data(scenario, overrides, configs)
     if keep is not None and (file := next((one for one in (keep, *keep.parents) if one.is_file()), None)) is not None:
         raise GradcheckError(
             f"cannot make the folder {keep}: {file} is a file. Name a folder for the runs.", code="E512"
+        )
+    there = next((one for one in (keep, *keep.absolute().parents) if one.exists()), None) if keep is not None else None
+    if there is not None and not os.access(there, os.W_OK | os.X_OK):
+        raise GradcheckError(
+            f"cannot write into {keep}: this user may not write to {there}. Name another folder.", code="E512"
         )
     taken = [name for name in configs if keep is not None and trace_files(keep / name)]
     if taken:
@@ -51,6 +58,20 @@ def check(scenario: Scenario, overrides: Overrides, keep: Path | None) -> dict[s
             code="E511",
         )
     return configs
+
+
+def _check_data(scenario: Scenario, overrides: Overrides, configs: Mapping[str, TrainConfig]) -> None:
+    """E609 where one step would see a document twice: ranks that share data are a bug of its own (GS701)."""
+    documents = len(read_documents(overrides.data))
+    wanted = max(config.sequences_per_step for config in configs.values())
+    if documents < wanted:
+        source = f"--data {overrides.data}" if overrides.data is not None else "the package's own text"
+        raise GradcheckError(
+            f"{source} holds {plural(documents, 'document')}, and one step of scenario {scenario.name} sees {wanted}: "
+            "ranks would train on the same. Name more text (blank lines divide documents), or choose a smaller "
+            "--nproc, --accum or --microbatches.",
+            code="E609",
+        )
 
 
 def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainConfig]:

@@ -16,7 +16,7 @@ from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import SCHEMA_VERSION
 from gradcheck_dist.trace.frames import MAGIC, iter_frames
 from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
-from gradcheck_dist.trace.store import Place, Where, place_of, refuse_url
+from gradcheck_dist.trace.store import Place, Where, forbidden, place_of, refuse_url
 
 SomePlace = TypeVar("SomePlace", bound=Place)
 
@@ -238,10 +238,16 @@ def require_folder(path: Where) -> Place:
     """The run folder itself; a URL is opened.
 
     Raises:
-        GradcheckError: E504 no such folder, E513 a store that cannot be read.
+        GradcheckError: E504 no such folder, E507 it may not be read, E513 a store that cannot be read.
     """
     run_dir = place_of(path)
-    if not run_dir.is_dir():
+    try:
+        found = run_dir.is_dir()
+    except PermissionError as error:
+        raise forbidden(error.filename or run_dir) from error
+    if found and isinstance(run_dir, Path) and not os.access(run_dir, os.R_OK | os.X_OK):
+        raise forbidden(run_dir)
+    if not found:
         raise GradcheckError(
             f"there is no run folder {run_dir}. Name a folder written by `gradcheck run --out` or "
             "`gradcheck scenario --keep`.",

@@ -163,6 +163,17 @@ def refuse_url(place: object, what: str) -> None:
         )
 
 
+FORBIDDEN = "may not be read by this user"
+
+
+def forbidden(path: object) -> GradcheckError:
+    """E507: it is there, and this user may not read it."""
+    return GradcheckError(
+        f"{path} {FORBIDDEN}. Make it readable (chmod a+rX), or read it as the user who recorded it.",
+        code="E507",
+    )
+
+
 class LocalFile:
     """A file read piece by piece. It is open only while it is read: a run may have more ranks than a process files."""
 
@@ -170,10 +181,17 @@ class LocalFile:
         self._path = path
 
     def read(self, offset: int, num_bytes: int | None, *, ahead: bool = True) -> bytes:
-        """At most `num_bytes` from `offset`, all where None. `ahead`: more will be read behind them."""
-        with open(self._path, "rb") as file:
-            file.seek(offset)
-            return file.read() if num_bytes is None else file.read(num_bytes)
+        """At most `num_bytes` from `offset`, all where None. `ahead`: more will be read behind them.
+
+        Raises:
+            GradcheckError: E507 this user may not read it.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(offset)
+                return file.read() if num_bytes is None else file.read(num_bytes)
+        except PermissionError as error:
+            raise forbidden(self._path) from error
 
     def expect(self, num_bytes: int) -> None:
         """Get what will be read next while nobody waits for it."""

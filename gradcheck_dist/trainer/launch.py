@@ -19,6 +19,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def warm_up(preload: tuple[str, ...] = ()) -> None:
             only. They must not start threads, for ranks are forked after the import.
     """
     multiprocessing.set_forkserver_preload([*PRELOAD, *preload])
-    with _hidden_main(), _server_environment():
+    with _hidden_main(), _server_environment(), _ctrl_c_held_back():
         multiprocessing.forkserver.ensure_running()
 
 
@@ -195,3 +196,14 @@ def _server_environment() -> Iterator[None]:
         yield
     finally:
         del os.environ["OMP_NUM_THREADS"]
+
+
+@contextlib.contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """A terminal sends Ctrl-C to the fork server too, which would tell where in its imports it was. It ends with us."""
+    resource_tracker.ensure_running()  # where it is started later, it lets Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -104,6 +104,7 @@ def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
     # Ranks mostly wait in C++, where Python's handlers, and those inherited from the agent, are not heard.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back in the fork server
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         target, args, env = pickle.loads(payload)

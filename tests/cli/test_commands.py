@@ -159,7 +159,7 @@ def test_a_list_is_folded_beside_its_names_on_a_narrow_terminal_and_one_line_eac
 def test_what_is_no_report_has_no_format_for_one(gradcheck: Gradcheck, command: str) -> None:
     outcome = gradcheck(command, "--format", "md")
     assert (outcome.code, outcome.out) == (2, "")
-    assert "'md' is not one of 'text', 'json'" in outcome.err
+    assert "unknown --format 'md'. Legal values: json, text." in outcome.err
 
 
 def test_a_short_task_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_options_reach_the_runner(gradcheck: Gradcheck, asked: dict[str, Any], tmp_path: Path) -> None:
     data = tmp_path / "mine.txt"
-    data.write_text("A text of one's own.")
+    data.write_text("\n\n".join(f"Text {index} of one's own." for index in range(99)))
     options = "--nproc 4 --accum 5 --seed 7 --steps 2 --dtype bfloat16"
     outcome = gradcheck("scenario", "ddp-accum", *options.split(), "--data", data, "--keep", tmp_path / "runs")
     assert outcome.code == 0
@@ -114,6 +114,11 @@ def test_what_was_judged_before_a_rank_died_is_still_reported(
         (["ddp-accum", "--microbatches", "2"], ["microbatches=2 without a pipeline"]),
         (["ddp-accum", "--accum", "1"], ["cannot show its bug"]),
         (["ddp-accum", "--data", "/nowhere/x.txt"], ["/nowhere/x.txt", "does not exist"]),
+        (
+            ["ddp-accum", "--data", "SMALL"],
+            ["SMALL holds 2 documents, and one step of scenario ddp-accum sees", "--nproc"],
+        ),
+        (["ddp-accum", "--accum", "1000"], ["the package's own text holds", "choose a smaller --nproc, --accum"]),
         (["ddp-accum", "--report", "/nowhere/r.json"], ["cannot write /nowhere/r.json"]),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else None,
@@ -129,6 +134,7 @@ def test_bad_input_is_refused_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "FILE").write_text("")
+    (tmp_path / "SMALL").write_text("one\n\ntwo")
     outcome = gradcheck("scenario", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     for word in words:

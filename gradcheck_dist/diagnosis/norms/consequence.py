@@ -91,7 +91,8 @@ def _clipping(effects: Sequence[Effect]) -> Iterator[str]:
     if len(effects) > 1:
         clipped = sum(effect.coefficient < 1 for effect in effects)
         would = sum(effect.right_coefficient < 1 for effect in effects)
-        yield f"Of {len(effects)} recorded steps {clipped} are clipped; without the fault {would} would be."
+        if clipped or would:
+            yield f"Of {len(effects)} recorded steps {clipped} are clipped; without the fault {would} would be."
 
 
 def _optimizer(effects: Sequence[Effect]) -> Iterator[str]:

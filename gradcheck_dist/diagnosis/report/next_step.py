@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
 from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
+from gradcheck_dist.trace.store import FORBIDDEN
 
 ALL_SKIPPED = "no optimizer was called, and no gradient was used"
 LARGER_SAMPLE = (
@@ -35,6 +36,7 @@ BRING = (
 SAYS = {
     NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
+    FORBIDDEN: "Make the traces readable (chmod a+rX), or judge the run as the user who recorded it.",
     "the trace of rank": BRING,
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "

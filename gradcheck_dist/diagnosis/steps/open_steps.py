@@ -32,6 +32,7 @@ from gradcheck_dist.events import (
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.trace.store import FORBIDDEN
 
 UNCOUNTED = (
     "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
@@ -97,12 +98,27 @@ def infinite_losses(contributions: Contributions) -> list[str]:
     return [f"the weights of the losses' tokens {NOT_FINITE}: they are divided by a count that is zero, or overflow"]
 
 
+def _without(run: Run) -> list[str]:
+    """What of the run is not there, or may not be read."""
+    refused = [
+        rank
+        for rank in run.missing_ranks
+        if any(f"rank-{rank:05d}" in problem and FORBIDDEN in problem for problem in run.problems)
+    ]
+    absent = [rank for rank in run.missing_ranks if rank not in refused]
+    return [
+        f"the trace of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}: "
+        f"{'their' if len(ranks) > 1 else 'its'} tokens and gradients are unknown"
+        for ranks, what in ((refused, FORBIDDEN), (absent, "is missing"))
+        if ranks
+    ]
+
+
 def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]:
     """Reasons for which this step cannot be judged, or not wholly."""
     reasons = []
     if run.missing_ranks:
-        missing = ", ".join(map(str, run.missing_ranks))
-        reasons.append(f"the trace of rank(s) {missing} is missing: their tokens and gradients are unknown")
+        reasons += _without(run)
     reasons += foreign(run, data)
     if not data.complete:
         reasons.append(_not_reached(data))
