@@ -35,16 +35,19 @@ SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
 @dataclass(frozen=True)
 class Step:
     """A recorded event that multiplied the weight, be it by 1. `opaque`: by a factor that no documentation gives and
-    that was measured."""
+    that was measured. `like`: the step of another parameter whose records have the factor that was measured here."""
 
     event: Event
     rank: int
     factor: float
     opaque: bool = False
+    like: Step | None = None
 
     @property
     def hand(self) -> Hand:
         """Equal for events that are one and the same line doing one and the same thing."""
+        if self.like is not None:
+            return self.like.hand
         event = self.event
         site = (event.site.file, event.site.line) if event.site is not None else None
         group, op = len(getattr(event, "group", ()) or ()), getattr(event, "op", None)
@@ -239,7 +242,7 @@ def _walk(
             nominal, factor, opaque = seen, 1.0, None
         size = max(abs(seen), 1e-30)
         noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
-        inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
+        inside = start is not None and start_rank == entry.rank and same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
         start, start_rank, measured, since = end, entry.rank, ratio, 1.0
         spread = float(entry.stderr[column]) / entry.clip
@@ -266,7 +269,8 @@ def _documented(event: Event, change: float) -> float:
     return change if isinstance(event, Reduce) else 1.0
 
 
-def _same_doing(start: Event, end: Event) -> bool:
+def same_doing(start: Event | None, end: Event | None) -> bool:
+    """Whether two measurements belong to one event, or to a pass and what reduces inside of it."""
     if start is end:
         return True
     return (
