@@ -185,11 +185,21 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     origin = _origin(replay, column, holder)
     leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
     entries, carried_over = route(replay, column, origin, holder)
+    entries = [entry for entry in entries if not _is_behind_step(data, entry)]
     if carried_over or holder == origin:
         return entries, leaf, True
     if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
         entries, leaf = _by_hand(data, held, column)
     return entries, leaf, bool(entries)
+
+
+def _is_behind_step(data: StepData, entry: Entry) -> bool:
+    """Whether a buffer was emptied when its rank's optimizers had all stepped: of what they do not read, that ends no
+    step before its time."""
+    if not isinstance(entry.event, ZeroGrad):
+        return False
+    steps = [event.seq for event in data.events[entry.rank] if isinstance(event, OptimizerStep)]
+    return bool(steps) and entry.event.seq > max(steps)
 
 
 def _walk(
