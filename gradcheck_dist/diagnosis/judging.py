@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.open_cases.own_shards import leave_shards_open
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
 from gradcheck_dist.diagnosis.open_cases.stepped_again import stepped_again
+from gradcheck_dist.diagnosis.open_cases.uncounted import without_uncounted
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
@@ -158,6 +159,7 @@ def _judge_step(
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
+    cases = without_uncounted(cases, recorded, verdict.contributions, verdict.held)
     cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])

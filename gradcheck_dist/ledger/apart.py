@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradcheck_dist.events import Exchange, PipelineStep, Reduce, Replica
+from gradcheck_dist.events import Exchange, OptimizerStep, PipelineStep, Reduce, Replica
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.moved import as_on_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -61,6 +61,20 @@ def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int]
         else:
             states[moment] = (left, event.fingerprint)
     return states
+
+
+def share_updates(data: StepData) -> bool:
+    """Whether ranks that all got gradients of some parameters step another part of these each."""
+    read: dict[int, set[int]] = {
+        rank: {id for event in events if isinstance(event, OptimizerStep) for id in data.params_of(rank, event.params)}
+        for rank, events in data.events.items()
+    }
+    alone: set[int] = set()
+    for of_rank in data.tracks.values():
+        holders = {rank for rank, track in of_rank.items() if track.leaves}
+        stepped = {rank for rank in holders if of_rank[rank].param.id in read[rank]}
+        alone |= stepped if len(stepped) == 1 < len(holders) else set()
+    return len(alone) > 1
 
 
 def own_coordinates(data: StepData, contributions: Contributions) -> dict[int, set[int]]:

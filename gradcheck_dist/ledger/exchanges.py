@@ -82,6 +82,14 @@ class Passed:
 
 def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
     """The exchanges of a step that all ranks of their group recorded, as far as forward could be recognised."""
+    for of_group in _matched(events):
+        one = _judge(of_group)
+        if one is not None:
+            yield one
+
+
+def _matched(events: Mapping[int, list[Event]]) -> Iterator[dict[int, Exchange]]:
+    """The exchanges that all ranks of their group recorded, by rank."""
     found: dict[tuple[object, ...], dict[int, Exchange]] = defaultdict(dict)
     for rank, of_rank in events.items():
         for event in of_rank:
@@ -91,9 +99,7 @@ def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
     for of_group in found.values():
         first = next(iter(of_group.values()))
         if set(of_group) == set(first.group):
-            one = _judge({rank: of_group[rank] for rank in first.group})
-            if one is not None:
-                yield one
+            yield {rank: of_group[rank] for rank in first.group}
 
 
 def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
@@ -116,6 +122,25 @@ def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
         rank: [len(before) * given[rank][at if len(parts) > 1 else 0]] for at, (rank, parts) in enumerate(given.items())
     }
     return _alike(given, near) and _near(made, wanted, near) and bool(_flat(made).any())
+
+
+def fed_alike(events: Mapping[int, list[Event]]) -> set[tuple[int, int]]:
+    """By (rank, set of parameters): from what something was computed that a function combined over ranks, though it was
+    alike on all of them. Of copies that would be of no use; shards of one seed begin so."""
+    return {
+        (rank, event.params)
+        for of_group in _matched(events)
+        if all(event.collectives for event in of_group.values()) and _given_alike(of_group)
+        for rank, event in of_group.items()
+        if event.params is not None
+    }
+
+
+def _given_alike(events: Mapping[int, Exchange]) -> bool:
+    read = {rank: _read(event) for rank, event in events.items()}
+    given = {rank: parts[0] for rank, parts in read.items() if parts}
+    near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
+    return len(given) == len(events) > 1 and _alike(given, near) and bool(_flat(given).any())
 
 
 def _judge(events: dict[int, Exchange]) -> Passed | None:

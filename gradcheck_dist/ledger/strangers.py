@@ -4,9 +4,9 @@ Labels tell which ranks evaluate the same tokens only as far as they tell batche
 the same numbers in every batch (all zeros, or 0 to n-1), and so are those of small batches with few classes. Ranks that
 share their tokens by design (tensor, sequence, expert parallelism) hold shards of something. Where all that two ranks
 hold are copies, and most gradients that they compute in the same passes differ, each has a batch of its own, if their
-losses differ as well or they reduce such a gradient together. What nobody trains counts, too: adapters may be copies
-where what they adapt is parted. Shards that were drawn from one seed are no copies, but
-their ranks have one loss, and reduce what they hold alike only.
+losses differ as well or they reduce most such gradients together. What nobody trains counts, too: adapters may be
+copies where what they adapt is parted. Shards that were drawn from one seed are no copies, but their ranks have one
+loss, and reduce what they hold alike only: a norm under sequence parallelism, and no matrix.
 """
 
 from __future__ import annotations
@@ -90,9 +90,11 @@ def loss_values(data: StepData, rank: int) -> dict[Slot, list[float]]:
 
 
 def _reduced(data: StepData, params: list[ParamKey], one: int, other: int) -> bool:
-    """Whether some reduction of one of these parameters joins the two ranks."""
-    ids = {data.tracks[key][one].param.id for key in params}
-    return any(
-        isinstance(event, Reduce) and other in event.group and not ids.isdisjoint(data.params_of(one, event.params))
+    """Whether reductions of most of these parameters join the two ranks."""
+    reduced = {
+        id
         for event in data.events[one]
-    )
+        if isinstance(event, Reduce) and other in event.group
+        for id in data.params_of(one, event.params)
+    }
+    return 2 * sum(data.tracks[key][one].param.id in reduced for key in params) > len(params)

@@ -14,7 +14,8 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
     """Train some steps; returns a checksum of the parameters.
 
     Args:
-        how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip) or "never".
+        how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "never", or "owner": each rank steps
+            parameters of its own and hands them to the others (ZeRO without its reduction).
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
@@ -25,7 +26,8 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
     rank, world = dist.get_rank(), dist.get_world_size()
     with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params[rank::world] if how == "owner" else params, lr=0.05)
         start = [param.detach().clone() for param in model.parameters()]
         counts = [sum(int((batch(one, k)[1] >= 0).sum()) for k in range(2)) for one in range(world)]
         num_tokens = sum(counts) / world if of_all else counts[rank]
@@ -44,8 +46,10 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
 
 @torch.no_grad()
 def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], rank: int, world: int) -> None:
-    for param, first in zip(params, start, strict=True):
-        if how == "neighbour":
+    for index, (param, first) in enumerate(zip(params, start, strict=True)):
+        if how == "owner":
+            dist.broadcast(param.data, index % world)
+        elif how == "neighbour":
             held = [torch.zeros_like(param) for _ in range(world)]
             dist.all_gather(held, param.detach())
             param.mul_(0.75).add_(held[(rank + 1) % world], alpha=0.25)

@@ -149,8 +149,10 @@ def train(variant: str) -> int:
     """Losses divide by the tokens of all ranks, and are multiplied by the number of ranks where the function divides by
     it, but for "averaged twice"."""
     torch.manual_seed(0)
-    out = 10 if "padded" in variant else CLASSES
-    model = nn.Sequential(Parts(variant, 6, WIDTH), nn.Tanh(), Parts(variant, WIDTH, out))
+    out, width = 10 if "padded" in variant else CLASSES, WIDTH
+    if "wide" in variant:  # biases have enough elements to be known by themselves
+        out, width = 96, 192
+    model = nn.Sequential(Parts(variant, 6, width), nn.Tanh(), Parts(variant, width, out))
     if "activations" in variant:
         model = nn.Sequential(OfAll(variant, 6, out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -23,6 +23,8 @@ EXPECTED = {
     "halved": ("findings", [("GS101", "1/accumulation_steps")]),
     "flat, halved": ("findings", [("GS101", "1/accumulation_steps")]),
     "columns, halved": ("findings", [("GS000", "1/accumulation_steps")]),
+    "wide columns, averaged": ("clean", []),
+    "wide columns, halved": ("findings", [("GS101", "1/accumulation_steps")]),
     "turned": ("undetermined", []),
     "activations": ("clean", []),
     "strided activations": ("clean", []),
@@ -54,6 +56,15 @@ def test_an_average_in_backward_is_laid_to_the_function(reports: dict[str, Repor
     assert "the backward of Gather then averages over 3 ranks" in finding.explanation
     assert finding.first_event is not None and finding.first_event.file is not None
     assert finding.first_event.file.endswith("gathered_workers.py")
+
+
+def test_what_is_recorded_for_some_parameters_and_measured_for_others_is_one_line_s_doing(
+    reports: dict[str, Report],
+) -> None:
+    (finding,) = reports["wide columns, halved"].findings
+    assert finding.num_parameters == reports["wide columns, halved"].coverage.parameters_total == 4
+    assert finding.first_event is not None and finding.first_event.kind == "reduce"
+    assert "the backward of Gather then divides its sum by 2" in finding.explanation
 
 
 def test_a_function_that_is_not_followed_is_named(reports: dict[str, Report]) -> None:

@@ -65,3 +65,11 @@ def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
     assert "GS103" in {finding.code for finding in diagnose(run).findings}
     seen = [event for event in run.ranks[0].events if isinstance(event, Replica)]
     assert [(event.step, event.after) for event in seen] == [(s, a) for s in range(RECORDED) for a in (False, True)]
+
+
+def test_ranks_that_step_parts_and_hand_them_on_lack_a_reduction(tmp_path: Path) -> None:
+    """ZeRO by hand: what makes parameters alike again is no average, and what their rank alone reads is emptied behind
+    its step."""
+    (finding,) = diagnose(read_run(train(tmp_path, "owner", 1, of_all=True))).findings
+    assert finding.code == "GS103" and finding.first_event is not None
+    assert (finding.first_event.kind, finding.num_parameters) == ("backward", 5)

@@ -35,16 +35,19 @@ SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
 @dataclass(frozen=True)
 class Step:
     """A recorded event that multiplied the weight, be it by 1. `opaque`: by a factor that no documentation gives and
-    that was measured."""
+    that was measured. `like`: the step of another parameter whose records have the factor that was measured here."""
 
     event: Event
     rank: int
     factor: float
     opaque: bool = False
+    like: Step | None = None
 
     @property
     def hand(self) -> Hand:
         """Equal for events that are one and the same line doing one and the same thing."""
+        if self.like is not None:
+            return self.like.hand
         event = self.event
         site = (event.site.file, event.site.line) if event.site is not None else None
         group, op = len(getattr(event, "group", ()) or ()), getattr(event, "op", None)
@@ -182,11 +185,21 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     origin = _origin(replay, column, holder)
     leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
     entries, carried_over = route(replay, column, origin, holder)
+    entries = [entry for entry in entries if not _is_behind_step(data, entry)]
     if carried_over or holder == origin:
         return entries, leaf, True
     if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
         entries, leaf = _by_hand(data, held, column)
     return entries, leaf, bool(entries)
+
+
+def _is_behind_step(data: StepData, entry: Entry) -> bool:
+    """Whether a buffer was emptied when its rank's optimizers had all stepped: of what they do not read, that ends no
+    step before its time."""
+    if not isinstance(entry.event, ZeroGrad):
+        return False
+    steps = [event.seq for event in data.events[entry.rank] if isinstance(event, OptimizerStep)]
+    return bool(steps) and entry.event.seq > max(steps)
 
 
 def _walk(
@@ -239,7 +252,7 @@ def _walk(
             nominal, factor, opaque = seen, 1.0, None
         size = max(abs(seen), 1e-30)
         noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
-        inside = start is not None and end is not None and start_rank == entry.rank and _same_doing(start, end)
+        inside = start is not None and start_rank == entry.rank and same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
         start, start_rank, measured, since = end, entry.rank, ratio, 1.0
         spread = float(entry.stderr[column]) / entry.clip
@@ -266,7 +279,8 @@ def _documented(event: Event, change: float) -> float:
     return change if isinstance(event, Reduce) else 1.0
 
 
-def _same_doing(start: Event, end: Event) -> bool:
+def same_doing(start: Event | None, end: Event | None) -> bool:
+    """Whether two measurements belong to one event, or to a pass and what reduces inside of it."""
     if start is end:
         return True
     return (

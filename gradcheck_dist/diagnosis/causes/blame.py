@@ -25,6 +25,7 @@ from gradcheck_dist.diagnosis.causes.hands import (
     still_wrong,
 )
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
+from gradcheck_dist.diagnosis.causes.one_line import join_lines
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
 from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
 from gradcheck_dist.diagnosis.causes.spared import give_spared
@@ -63,6 +64,7 @@ def blame(
             loss = contributions.by_key[cell.key].loss
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
+    join_lines(every)
     if off_alike(judged):
         laid_together(every)
     wrong = [one for one in every if not one.cell.right]

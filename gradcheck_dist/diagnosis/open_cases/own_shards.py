@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.events import Exchange
+from gradcheck_dist.ledger.exchanges import SCATTER, SUM, fed_alike
 from gradcheck_dist.ledger.names import plain_name
-from gradcheck_dist.ledger.parted import module_of, sizes_of
+from gradcheck_dist.ledger.parted import MANY, module_of, sizes_of
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 
@@ -17,13 +20,15 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
 
     Where ranks part matrices, which began with other values on each, a parameter that began alike may be a shard, too,
     if it has the size of a part, or is a vector of another size than the model's width, such as the number of heads
-    that a rank holds, and stands in a module beside others (a norm has a module of its own). Shards lack no sum; copies
-    do where each rank's gradient is a summand.
+    that a rank holds, and stands in a module beside others (a norm has a module of its own). So it may be if ranks
+    combined what they had computed alike with it; and any matrix may be where ranks add up activations though nothing
+    that they hold began with other values. Shards lack no sum; copies do where each rank's gradient is a summand.
     """
     left: list[Case] = []
     open_names: set[str] = set()
+    shards = _Shards(data)
     for case in cases:
-        may_be = {held.param for held in case.held if _is_a_summand(case) and _may_be_shard(held.param, data)}
+        may_be = {held.param for held in case.held if _is_a_summand(case) and shards.may_hold(held.param)}
         open_names |= {name for _, name in may_be}
         kept = [held for held in case.held if held.param not in may_be]
         if not may_be:
@@ -36,8 +41,9 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
     return left, [
         f"the gradients of {in_short(sorted(open_names))} differ between ranks that share their tokens, and nobody "
         "adds them up: shards that began alike (as one number, or drawn from one seed) need no sum, and these have the "
-        "size of one, or of a rank's heads; copies, such as a norm that heads share, do need it. Set "
-        "`param.tensor_model_parallel = True` on each parameter that is a shard (False on copies), and this is told"
+        "size of one, or of a rank's heads, or ranks combine what they compute with them as they do with shards'; "
+        "copies, such as a norm that heads share, do need it. Set `param.tensor_model_parallel = True` on each "
+        "parameter that is a shard (False on copies), and this is told"
     ]
 
 
@@ -51,17 +57,57 @@ def _is_a_summand(case: Case) -> bool:
     )
 
 
-def _may_be_shard(key: ParamKey, data: StepData) -> bool:
-    of_rank = data.tracks.get(key, {})
-    if not data.sizes.parts or plain_name(key[1]) != key[1] or len(of_rank) < 2:
-        return False
-    param = next(iter(of_rank.values())).param
-    if param.partitioned is False or param.placements:
-        return False
-    if sizes_of(param) & data.sizes.parts:
-        return True
-    of_unknown_size = len(sizes_of(param)) == 1 and not sizes_of(param) <= data.sizes.shared
-    return of_unknown_size and not _has_own_module(key, data.tracks)
+class _Shards:
+    """Which of a step's parameters may be shards though they began alike."""
+
+    def __init__(self, data: StepData) -> None:
+        self._data = data
+
+    def may_hold(self, key: ParamKey) -> bool:
+        data, of_rank = self._data, self._data.tracks.get(key, {})
+        if plain_name(key[1]) != key[1] or len(of_rank) < 2:
+            return False
+        param = next(iter(of_rank.values())).param
+        if param.partitioned is False or param.placements:
+            return False
+        if sizes_of(param) & data.sizes.parts:
+            return True
+        if key in self._combined or (not data.sizes.parts and self._adds_up):
+            return len(sizes_of(param)) > 1 or not sizes_of(param) <= self._widths or not self._stands_alone(key)
+        of_unknown_size = len(sizes_of(param)) == 1 and not sizes_of(param) <= data.sizes.shared
+        return bool(data.sizes.parts) and of_unknown_size and not self._stands_alone(key)
+
+    def _stands_alone(self, key: ParamKey) -> bool:
+        return _has_own_module(key, self._data.tracks)
+
+    @cached_property
+    def _combined(self) -> set[ParamKey]:
+        """Parameters with which ranks computed alike what they then combined."""
+        data = self._data
+        found = {(rank, id) for rank, params in fed_alike(data.events) for id in data.params_of(rank, params)}
+        return {
+            key
+            for key, of_rank in data.tracks.items()
+            if of_rank and all((rank, track.param.id) in found for rank, track in of_rank.items())
+        }
+
+    @cached_property
+    def _adds_up(self) -> bool:
+        """Whether ranks add up activations, as they do behind layers that they part."""
+        return any(
+            isinstance(event, Exchange)
+            and (event.operation in (SUM, SCATTER) or any("reduce" in name for name in event.collectives))
+            for of_rank in self._data.events.values()
+            for event in of_rank
+        )
+
+    @cached_property
+    def _widths(self) -> set[int]:
+        """Sizes of layers that nobody parts; where nothing tells, the one that all matrices have."""
+        firsts = (next(iter(of_rank.values())).param for of_rank in self._data.tracks.values() if of_rank)
+        matrices = {tuple(param.shape) for param in firsts if len(sizes_of(param)) > 1}
+        common = set.intersection(*map(set, matrices)) if len(matrices) >= MANY else set()
+        return set(self._data.sizes.shared) or (common if len(common) == 1 else set())
 
 
 def _has_own_module(key: ParamKey, tracks: Mapping[ParamKey, Mapping[int, Track]]) -> bool:

@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.exchanges import equal_summands
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
@@ -43,6 +45,7 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+from gradcheck_dist.ledger.contributions import ContributionKey
 
 CODE = "GS703"
 NAME = "unsummed-parts"
@@ -89,6 +92,8 @@ def judge(case: Case) -> Answer | None:
         if held.replay.basis.summands.get(cell.key, 1) < 2:
             return None
         own = [one for one in held.cells if one.key == cell.key and abs(one.ratio) > GONE]
+        if not own and _is_empty(held, cell.key):
+            continue  # this rank's summand is zero
         coordinate = case.context.contributions.coordinate
         if not own or any(coordinate.get(held.replay.basis.origin[one.column]) != cell.key[0] for one in own):
             return None
@@ -117,6 +122,13 @@ def judge(case: Case) -> Answer | None:
         factor=share,
         pattern=pattern,
     )
+
+
+def _is_empty(held: Held, key: ContributionKey) -> bool:
+    """Whether what arrived on a rank of a contribution that others share is all zeros."""
+    basis = held.replay.basis
+    column = basis.of.get((held.rank, *key[1:]))
+    return column is not None and basis.keys[column] == key and not np.nan_to_num(basis.values[column]).any()
 
 
 def _share(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
-from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.ledger.apart import averaged, share_updates
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
@@ -79,9 +79,10 @@ def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict])
 
 def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
     """Ranks that never reduce gradients and whose parameters are averaged instead train apart on purpose (local SGD,
-    DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average."""
+    DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average. Where ranks
+    divide the updates among them (ZeRO), what makes parameters alike again is the one rank's that stepped them."""
     found = averaged(run) if any(verdict.alone is not None for verdict in verdicts) else None
-    if found is None:
+    if found is None or any(share_updates(verdict.data) for verdict in verdicts):
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
     chosen[0].reasons.append(
