@@ -16,6 +16,7 @@ from gradcheck_dist.model_events import OF_SUMMANDS as OF_SUMMANDS
 from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE
 from gradcheck_dist.model_events import SAID_SUMMANDS as SAID_SUMMANDS
 from gradcheck_dist.model_events import SENT as SENT
+from gradcheck_dist.model_events import AddedByFunction as AddedByFunction
 from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
 from gradcheck_dist.model_events import Backward as Backward
 from gradcheck_dist.model_events import Event as Event
@@ -348,6 +349,7 @@ AnyEvent = (
     | AttentionBackward
     | LossBackward
     | HandedOn
+    | AddedByFunction
     | LossTerm
     | Reduce
     | ScaleGrads
