@@ -27,6 +27,7 @@ from gradcheck_dist.events import (
     Event,
     Exchange,
 )
+from gradcheck_dist.ledger.exchange_masks import Parts, is_mask, kept_apart, of_what_is_kept
 from gradcheck_dist.ledger.solve import EPSILON
 
 ALIKE = 1e-4
@@ -37,6 +38,8 @@ OTHERWISE = 0.2
 """Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
 
 SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
+MASK = "mask"
+"""Each rank keeps some elements of what all hold alike, with zeros in place of the others: slots of its own experts."""
 OWN = "own"
 """Each rank goes on with its own input, which differs from the others'."""
 OWN_PART = "own part"
@@ -48,9 +51,6 @@ _GATHERS = ("all_gather_single",)
 """The collectives of functions whose result is on its way when they return, and then known by its shape."""
 
 _DECLARED = (HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE, SAID_SUMMANDS)
-
-Parts = dict[int, list[np.ndarray]]
-"""By rank: the sampled elements of each part."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,9 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
         return None
     kind, scale = forward
     if kind in (OWN, OWN_PART):
-        return _mixed(events, kind, arrived, back, near)
+        return None if kind == OWN and kept_apart(given, arrived, back) else _mixed(events, kind, arrived, back, near)
+    if kind == MASK:
+        arrived, back = of_what_is_kept(given, made, arrived, back)
     whole = _alike(arrived, near)
     if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
         return None
@@ -285,7 +287,7 @@ def _forward(given: Parts, made: Parts, near: float, communicated: bool) -> tupl
         case 1, 1:
             if not communicated:
                 if not _near(made, given, near):
-                    return None
+                    return (MASK, 1.0) if alike and is_mask(given, made) else None
                 return (COPY, 1.0) if alike else (OWN, 1.0) if _apart(given) else None
             total = {rank: [_total(given, 0)] for rank in ranks}
             return None if alike else _multiple(SUM, made, total, near)
@@ -314,6 +316,8 @@ def _unread(events: dict[int, Exchange], given: Parts, near: float) -> tuple[str
 def _transposed(kind: str, scale: float, arrived: Parts, *, summed: bool) -> Parts:
     """What each rank's input is owed. `summed`: what arrived at outputs that are alike are summands."""
     ranks = list(arrived)
+    if kind == MASK:
+        return {rank: [_total(arrived, 0)] for rank in ranks}
     if kind in (SUM, COPY):
         if not summed:
             return {rank: [scale * arrived[rank][0]] for rank in ranks}

@@ -43,10 +43,12 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
             "sequence parallel, functional", "sequence parallel, functional also before the head")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, own put back, detached", "context parallel, averaged in backward",
-           "context parallel, own joined", "context parallel, gathered for a look",
-           "context parallel, sliced in backward, functional")  # fmt: skip
+           "context parallel, own joined", "context parallel, own joined, detached",
+           "context parallel, gathered for a look", "context parallel, sliced in backward, functional")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
            "experts, others summed")  # fmt: skip
+SLOTS = ("slots, masked before the sum", "slots, masked before the sum, others' used",
+         "slots, masked in the function", "slots, masked in the function, others' used")  # fmt: skip
 CONTRASTIVE = (
     "whole contrastive loss",
     "whole contrastive loss, sliced in backward",
@@ -76,7 +78,7 @@ CONTRASTIVE = (
 )
 SUMMED = ("losses summed over ranks", "losses summed over ranks, head halved")
 PARTS = ("parts of one batch", "parts of one batch, not divided in backward", "parts of one batch, sliced in backward")
-VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED, *PARTS)
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *SLOTS, *CONTRASTIVE, *SUMMED, *PARTS)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -183,6 +185,20 @@ class JoinedSummed(Joined):
         return summed(grad), grad.flatten(0, 1).sum(0)
 
 
+class Masked(Function):
+    """A rank's own slots, with zeros in place of the others; backward sums what arrives there, of all or of all own."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, own: Tensor, all_of_them: bool) -> Tensor:
+        ctx.save_for_backward(own)
+        ctx.all_of_them = all_of_them
+        return scores * own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad if ctx.all_of_them else grad * ctx.saved_tensors[0]), None, None
+
+
 class Functional:
     """A functional collective, applied as a function is."""
 
@@ -272,7 +288,7 @@ class Model(nn.Module):
         else:
             self.keys = nn.Linear(WIDTH, WIDTH)
             torch.manual_seed(7 + dist.get_rank())
-            self.expert = nn.Linear(WIDTH, WIDTH) if "experts" in variant else nn.Identity()
+            self.expert = nn.Linear(WIDTH, WIDTH) if variant in EXPERTS + SLOTS else nn.Identity()
         self.through = [nn.parallel.DistributedDataParallel(self) if variant in PARTS else self]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -296,7 +312,7 @@ class Model(nn.Module):
                 k = torch.cat(parts, 1)
             elif "own joined" in self.variant or "a look" in self.variant:
                 parts = [torch.empty_like(k) for _ in range(2)]
-                dist.all_gather(parts, k.contiguous())
+                dist.all_gather(parts, (k.detach() if "detached" in self.variant else k).contiguous())
                 if "joined" in self.variant:
                     k = torch.cat([k if rank == dist.get_rank() else part for rank, part in enumerate(parts)], 1)
                 else:  # and a sink, that is no part of another rank
@@ -310,6 +326,8 @@ class Model(nn.Module):
         elif self.variant in EXPERTS:
             there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
+        elif self.variant in SLOTS:
+            h = h + self.routed(h)
         elif self.variant in SUMMED:
             h = h + self.keys(h)
         elif self.variant in PARTS:  # as FastVideo's sequence parallelism, below an average over these ranks, too
@@ -318,6 +336,24 @@ class Model(nn.Module):
             h = (GatherSliced if "sliced" in self.variant else Gather).apply(h)
         logits: Tensor = self.head(h)
         return logits
+
+    def routed(self, h: Tensor) -> Tensor:
+        """Both ranks hold all tokens and two experts each; of what they make of a token, slots of other ranks count
+        nothing. Without their mask there, as transformers#48687 had it, they have a gradient."""
+        before = "before" in self.variant
+        x = Copy.apply(h)
+        scores, chosen = torch.softmax(self.keys(x if before else h)[..., :4], -1).topk(2, -1)
+        own = chosen // 2 == dist.get_rank()
+        if before:
+            scores = Copy.apply(scores.masked_fill(~own, 0.0))
+        else:
+            scores = Masked.apply(scores, own.float(), "others" in self.variant)
+        made = torch.stack([torch.tanh(self.expert(x)), torch.tanh(self.expert(-x))], -2)
+        slots = made.gather(-2, (chosen % 2)[..., None].expand(*chosen.shape, WIDTH))
+        if before and "others" not in self.variant:
+            scores = scores.masked_fill(~own, 0.0)
+        result: Tensor = Sum.apply((slots * scores[..., None]).sum(-2))
+        return result
 
 
 def gathered_columns(logits: Tensor) -> Tensor:
@@ -395,6 +431,9 @@ def reduce(model: Model) -> None:
             dist.all_reduce(param.grad)
             if "norms summed twice" in model.variant:
                 dist.all_reduce(param.grad)
+        elif model.variant in SLOTS:
+            if "keys" in name and "before" in model.variant:
+                dist.all_reduce(param.grad)
         elif "not divided" in model.variant:
             if "expert" not in name:
                 dist.all_reduce(param.grad)
@@ -429,7 +468,7 @@ def train(variant: str) -> int:
     """Two steps of two passes; returns a checksum of the parameters."""
     model = Model(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = variant in TENSOR + SEQUENCE + PARTS and "a batch each" not in variant
+    shared = variant in TENSOR + SEQUENCE + PARTS + SLOTS and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
         for index in range(PASSES):

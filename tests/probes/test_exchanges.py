@@ -39,6 +39,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "context parallel",
         "context parallel, gathered for a look",
         "experts",
+        "slots, masked before the sum",
+        "slots, masked in the function",
     ],
 )
 def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
@@ -167,6 +169,8 @@ def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Re
         ("sequence parallel, parts not summed", "Scatter", None, "sums nothing"),
         ("context parallel, sliced in backward", "GatherSliced", None, "each rank's own loss"),
         ("context parallel, sliced in backward, functional", "FunctionalSliced", None, "each rank's own loss"),
+        ("slots, masked before the sum, others' used", "Copy", None, "other ranks' data"),
+        ("slots, masked in the function, others' used", "Masked", None, "zeros in place of the others"),
         ("experts, handed on in backward", "SwapHandedOn", None, "hands on what arrives"),
         ("neighbours, handed on in backward", "NeighbourHandedOn", None, "hands on what arrives"),
         ("neighbours, halved in backward", "NeighbourHalved", 0.5, "x 0.5"),
@@ -233,10 +237,14 @@ def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict
 
 @pytest.mark.parametrize(
     ("variant", "says"),
-    [("context parallel", "wrong for keys and values"), ("whole contrastive loss", "leaves x 0.5 of the gradient")],
+    [
+        ("context parallel, own put back", "wrong for keys and values"),
+        ("context parallel, own joined", "wrong for keys and values"),
+        ("whole contrastive loss, own put back", "leaves x 0.5 of the gradient"),
+    ],
 )
 def test_a_gather_of_what_was_detached_may_be_meant_so(reports: dict[str, Report], variant: str, says: str) -> None:
-    report = reports[f"{variant}, own put back, detached"]
+    report = reports[f"{variant}, detached"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any(says in reason for reason in report.reasons)
 

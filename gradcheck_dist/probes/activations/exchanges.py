@@ -284,7 +284,7 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
 @guarded("exchanges")
 def look_for_own_parts(recorder: Recorder, exchanges: Exchanges, roots: Sequence[Root]) -> None:
     """A backward pass begins: whether an all-gather's own part was joined with copies of the others'."""
-    for node, output, (_, _, told, before) in exchanges.unplaced.put_back(roots):
+    for node, output, (_, _, _, told, before) in exchanges.unplaced.put_back(roots):
         index = exchanges.number(told.group, *told.collectives)
         if index is not None:
             watch_own_part(recorder, node, output, told._replace(put_back=True, number=index), before)
