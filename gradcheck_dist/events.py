@@ -29,6 +29,7 @@ from gradcheck_dist.model_events import LossTerm as LossTerm
 from gradcheck_dist.model_events import ReducedGradient as ReducedGradient
 from gradcheck_dist.model_events import RootValue as RootValue
 from gradcheck_dist.model_events import StageGradient as StageGradient
+from gradcheck_dist.model_events import Tokens as Tokens
 from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header
 from gradcheck_dist.records import NamedGroup as NamedGroup
@@ -350,6 +351,7 @@ AnyEvent = (
     | LossBackward
     | HandedOn
     | AddedByFunction
+    | Tokens
     | LossTerm
     | Reduce
     | ScaleGrads

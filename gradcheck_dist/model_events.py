@@ -263,6 +263,19 @@ class LossBackward(Event, tag="loss_backward"):
     group: tuple[Rank, ...] = ()
 
 
+class Tokens(Event, tag="tokens"):
+    """Runs of neighbouring tokens that an embedding looked up in one backward pass's forward, or that are the labels of
+    a loss (`loss_id`; its LossGradient tells the pass).
+
+    `values` are int64 bytes, ascending: the smallest of the checksums of all runs (trace/token_runs.py).
+    """
+
+    accumulation_step: Index
+    microbatch: Index
+    values: bytes
+    loss_id: int | None = None
+
+
 class AddedByFunction(Event, tag="added_by_function"):
     """A gradient arrived, in one backward pass, at functions that were given parameters which keep a gradient buffer of
     their own (`main_grad`), and that add to it by themselves. Whether they did shows in the pass's leaves.
