@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-Parts = dict[int, list[np.ndarray]]
-"""By rank: the sampled elements of each part."""
+from gradcheck_dist.ledger.exchange_parts import Parts
 
 
 def is_mask(given: Parts, made: Parts) -> bool:

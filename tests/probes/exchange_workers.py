@@ -34,6 +34,9 @@ TENSOR = (
     "tensor parallel, a batch each",
     "tensor parallel, functional sum",
     "tensor parallel, not summed in front of the head",
+    "tensor parallel, summed once more",
+    "tensor parallel, one seed, summed once more",
+    "tensor parallel, summed once more without a gradient",
     "tensor parallel, clipped by hand",
     "tensor parallel, clipped by hand, copies counted twice",
     "tensor parallel, clipped by hand, each rank by its own norm",
@@ -46,7 +49,8 @@ CONTEXT = ("context parallel", "context parallel, sliced in backward", "context 
            "context parallel, own joined", "context parallel, own joined, detached",
            "context parallel, gathered for a look", "context parallel, sliced in backward, functional")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
-           "experts, others summed")  # fmt: skip
+           "experts, others summed", "experts, by a gather", "experts, by a gather, handed on in backward",
+           "experts, by a gather, doubled in backward")  # fmt: skip
 SLOTS = ("slots, masked before the sum", "slots, masked before the sum, others' used",
          "slots, masked in the function", "slots, masked in the function, others' used")  # fmt: skip
 CONTRASTIVE = (
@@ -116,6 +120,13 @@ def exchanged(x: Tensor) -> Tensor:
     return result
 
 
+def exchanged_by_gather(x: Tensor) -> Tensor:
+    """The same, of what is gathered whole."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat([part.chunk(dist.get_world_size())[dist.get_rank()] for part in parts])
+
+
 def passed_round(x: Tensor) -> Tensor:
     """The next rank's, as SigLIP's losses exchange embeddings."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -165,6 +176,9 @@ Repeated = function("Repeated", lambda x: own_part(summed(x)), lambda grad: torc
 Swap = function("Swap", exchanged, exchanged)
 SwapHandedOn = function("SwapHandedOn", exchanged, lambda grad: grad)
 SwapDoubled = function("SwapDoubled", exchanged, lambda grad: 2 * exchanged(grad))
+SwapByGather = function("SwapByGather", exchanged_by_gather, exchanged_by_gather)
+SwapByGatherHandedOn = function("SwapByGatherHandedOn", exchanged_by_gather, lambda grad: grad)
+SwapByGatherDoubled = function("SwapByGatherDoubled", exchanged_by_gather, lambda grad: 2 * exchanged_by_gather(grad))
 
 
 class Joined(Function):
@@ -296,8 +310,13 @@ class Model(nn.Module):
         if self.variant in TENSOR + SEQUENCE:
             in_parts = self.variant in SEQUENCE
             h = Scatter.apply(h) if in_parts else h
-            for block in self.blocks:
+            for index, block in enumerate(self.blocks):
                 h = block(h)
+                if index == 0 and "without a gradient" in self.variant:
+                    with torch.no_grad():
+                        dist.all_reduce(h)
+                elif index == 0 and "once more" in self.variant:
+                    h = Sum.apply(h)
             before_head = FunctionalGather if "also" in self.variant else GatherSliced
             h = before_head.apply(h) if in_parts else h
             if "in front of the head" in self.variant:  # whose columns are shared out
@@ -324,7 +343,10 @@ class Model(nn.Module):
                 k = (Gather if self.variant == CONTEXT[0] else wrong).apply(k)
             h = h + F.scaled_dot_product_attention(h, k, k)
         elif self.variant in EXPERTS:
-            there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
+            ways = (Swap, SwapHandedOn, SwapDoubled)
+            if "by a gather" in self.variant:
+                ways = (SwapByGather, SwapByGatherHandedOn, SwapByGatherDoubled)
+            there = ways["handed on" in self.variant or 2 * ("doubled" in self.variant)]
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
         elif self.variant in SLOTS:
             h = h + self.routed(h)

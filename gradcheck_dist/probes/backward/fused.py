@@ -90,6 +90,7 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
     _tell(recorder, current, {one[0].id for one in before} - ordinary)
 
 
+@guarded("fused")
 def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
     """A function was applied: note what arrives at it, where it was given a parameter with a buffer of its own. Runs
     behind every function: kept short."""
@@ -98,7 +99,6 @@ def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
             _watch(recorder, arg, results)
 
 
-@guarded("fused")
 def _watch(recorder: Recorder, param: Parameter, results: Any) -> None:
     info = recorder.registry.find(param) if recorder.sampling else None
     made = results[0] if isinstance(results, tuple) and results else results
