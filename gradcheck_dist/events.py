@@ -16,6 +16,7 @@ from gradcheck_dist.model_events import OF_SUMMANDS as OF_SUMMANDS
 from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE
 from gradcheck_dist.model_events import SAID_SUMMANDS as SAID_SUMMANDS
 from gradcheck_dist.model_events import SENT as SENT
+from gradcheck_dist.model_events import AddedByFunction as AddedByFunction
 from gradcheck_dist.model_events import AttentionBackward as AttentionBackward
 from gradcheck_dist.model_events import Backward as Backward
 from gradcheck_dist.model_events import Event as Event
@@ -28,6 +29,7 @@ from gradcheck_dist.model_events import LossTerm as LossTerm
 from gradcheck_dist.model_events import ReducedGradient as ReducedGradient
 from gradcheck_dist.model_events import RootValue as RootValue
 from gradcheck_dist.model_events import StageGradient as StageGradient
+from gradcheck_dist.model_events import Tokens as Tokens
 from gradcheck_dist.records import Count, Index, Rank
 from gradcheck_dist.records import Header as Header
 from gradcheck_dist.records import NamedGroup as NamedGroup
@@ -348,6 +350,8 @@ AnyEvent = (
     | AttentionBackward
     | LossBackward
     | HandedOn
+    | AddedByFunction
+    | Tokens
     | LossTerm
     | Reduce
     | ScaleGrads

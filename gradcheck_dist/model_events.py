@@ -263,6 +263,33 @@ class LossBackward(Event, tag="loss_backward"):
     group: tuple[Rank, ...] = ()
 
 
+class Tokens(Event, tag="tokens"):
+    """Runs of neighbouring tokens that an embedding looked up in one backward pass's forward, or that are the labels of
+    a loss (`loss_id`; its LossGradient tells the pass).
+
+    `values` are int64 bytes, ascending: the smallest of the checksums of all runs (trace/token_runs.py).
+    """
+
+    accumulation_step: Index
+    microbatch: Index
+    values: bytes
+    loss_id: int | None = None
+
+
+class AddedByFunction(Event, tag="added_by_function"):
+    """A gradient arrived, in one backward pass, at functions that were given parameters which keep a gradient buffer of
+    their own (`main_grad`), and that add to it by themselves. Whether they did shows in the pass's leaves.
+
+    `values` are float32 bytes of shape (n,), for each of `params` in the order of that set: the largest element, by its
+    size, of what arrived at the function.
+    """
+
+    accumulation_step: Index
+    microbatch: Index
+    params: int
+    values: bytes
+
+
 class HandedOn(Event, tag="handed_on"):
     """A backward pass began with the gradient that earlier ones had left at a cut in the graph, times `multiple`.
     `passes` are these, as (accumulation step, microbatch)."""

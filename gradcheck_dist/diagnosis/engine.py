@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.losses.inferred_terms import tell_terms
+from gradcheck_dist.diagnosis.losses.samples import with_lengths
 from gradcheck_dist.diagnosis.losses.terms_apart import leave_terms_open
 from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
@@ -106,6 +107,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     confirm(verdicts)
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
+        objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])
     report = report_of(run, verdicts, objective, objective_from, skipped)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]

@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.audit import audit, audited
 from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
+from gradcheck_dist.diagnosis.audits.labels import open_labels
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
@@ -190,7 +191,7 @@ def _judge_step(
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
-    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
+    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data), *open_labels(data)]
     verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
     for reasons, values in (unequal_losses(data, recorded), no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values

@@ -27,16 +27,27 @@ from gradcheck_dist.events import (
     Event,
     Exchange,
 )
+from gradcheck_dist.ledger.exchange_masks import is_mask, kept_apart, of_what_is_kept
+from gradcheck_dist.ledger.exchange_parts import (
+    ALIKE,
+    Parts,
+    are_alike,
+    are_apart,
+    are_near,
+    as_one,
+    could_be_one,
+    flat,
+    total_of,
+)
+from gradcheck_dist.ledger.exchange_parts import APART as APART
 from gradcheck_dist.ledger.solve import EPSILON
 
-ALIKE = 1e-4
-"""Relative difference within which float32 tensors are copies of one another."""
-APART = 0.05
-"""From which they are not, whatever they were computed in."""
 OTHERWISE = 0.2
 """Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
 
 SUM, COPY, GATHER, SCATTER, SLICE, SWAP = "sum", "copy", "gather", "reduce-scatter", "slice", "all-to-all"
+MASK = "mask"
+"""Each rank keeps some elements of what all hold alike, with zeros in place of the others: slots of its own experts."""
 OWN = "own"
 """Each rank goes on with its own input, which differs from the others'."""
 OWN_PART = "own part"
@@ -48,9 +59,6 @@ _GATHERS = ("all_gather_single",)
 """The collectives of functions whose result is on its way when they return, and then known by its shape."""
 
 _DECLARED = (HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE, SAID_SUMMANDS)
-
-Parts = dict[int, list[np.ndarray]]
-"""By rank: the sampled elements of each part."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
         if not same or not same[-1].collectives or same[-1].operation:
             return False
         before[rank] = same[-1]
-    read = {rank: _read(event) for rank, event in before.items()}
+    read = {rank: sides_of(event) for rank, event in before.items()}
     if len({(event.function, event.index) for event in before.values()}) > 1 or None in read.values():
         return False
     given, made = ({rank: parts[i] for rank, parts in read.items() if parts} for i in range(2))
@@ -121,7 +129,7 @@ def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
     wanted = {
         rank: [len(before) * given[rank][at if len(parts) > 1 else 0]] for at, (rank, parts) in enumerate(given.items())
     }
-    return _alike(given, near) and _near(made, wanted, near) and bool(_flat(made).any())
+    return are_alike(given, near) and are_near(made, wanted, near) and bool(flat(made).any())
 
 
 def fed_alike(events: Mapping[int, list[Event]]) -> set[tuple[int, int]]:
@@ -150,12 +158,12 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
         return _declared(events)
     if all(event.operation for event in events.values()):
         return _documented(events)
-    read = {rank: _read(event) for rank, event in events.items()}
+    read = {rank: sides_of(event) for rank, event in events.items()}
     if any(one is None for one in read.values()):
         return None
     given, made, arrived, back = ({rank: one[i] for rank, one in read.items() if one} for i in range(4))
     near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
-    if all(np.isnan(_flat({0: parts})).all() for parts in made.values()):
+    if all(np.isnan(flat({0: parts})).all() for parts in made.values()):
         forward = _unread(events, given, near)
     elif any(event.collectives == (SENT,) for event in events.values()):
         given, back = _without_twins(given, back, near)
@@ -165,19 +173,24 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
         if not communicated and (counted := _counted_again(events, given, made, arrived, back, near)):
             return counted
         forward = _forward(given, made, near, communicated)
+        if forward is None and could_be_one(given, made):
+            given, made, arrived, back = map(as_one, (given, made, arrived, back))
+            forward = _forward(given, made, near, communicated)
     if forward is None:
         return None
     kind, scale = forward
     if kind in (OWN, OWN_PART):
-        return _mixed(events, kind, arrived, back, near)
-    whole = _alike(arrived, near)
-    if kind in (SUM, COPY, GATHER) and not whole and not _apart(arrived):
+        return None if kind == OWN and kept_apart(given, arrived, back) else _mixed(events, kind, arrived, back, near)
+    if kind == MASK:
+        arrived, back = of_what_is_kept(given, made, arrived, back)
+    whole = are_alike(arrived, near)
+    if kind in (SUM, COPY, GATHER) and not whole and not are_apart(arrived):
         return None
     if kind == MOVE:
         expected = _sent_back(given, arrived, _sources(given, made, near))
     else:
         expected = _transposed(kind, scale, arrived, summed=not whole)
-    want, have = _flat(expected), _flat(back)
+    want, have = flat(expected), flat(back)
     if want.shape != have.shape or not np.isfinite(want).all() or not np.isfinite(have).all() or not want.any():
         return None
     if not have.any():
@@ -188,12 +201,12 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
         right = abs(factor - 1) <= max(near, 1e-3)
         return Passed(events, kind, "right" if right else "scaled", 1.0 if right else factor, whole)
     if kind in (SUM, COPY, GATHER) and not whole:
-        own = _flat(_transposed(kind, scale, arrived, summed=False))
+        own = flat(_transposed(kind, scale, arrived, summed=False))
         if np.linalg.norm(have - own) <= near * np.linalg.norm(have):
             return Passed(events, kind, "own", whole=False)
     if rest < OTHERWISE:
         return None
-    same = _flat(arrived)
+    same = flat(arrived)
     return Passed(events, kind, "other", whole=whole, handed_on=same.shape == have.shape and bool(np.all(same == have)))
 
 
@@ -207,11 +220,11 @@ def _declared(events: dict[int, Exchange]) -> Passed | None:
     given, arrived, near = read
     if operation in (SAID_ALIKE, SAID_SUMMANDS):
         unlike = Passed(events, OWN, "unlike") if operation == SAID_ALIKE else Passed(events, SUM, "right")
-        return unlike if _apart(given) else None
-    if not _alike(given, near):
+        return unlike if are_apart(given) else None
+    if not are_alike(given, near):
         return None
-    whole = _alike(arrived, near) and bool(_flat(arrived).any())
-    if not whole and not _apart(arrived):
+    whole = are_alike(arrived, near) and bool(flat(arrived).any())
+    if not whole and not are_apart(arrived):
         return None
     if operation in (OF_SHARDS, OF_SUMMANDS) and not whole and not _wanted_by_several(arrived):
         return None
@@ -222,7 +235,7 @@ def _declared(events: dict[int, Exchange]) -> Passed | None:
 
 def _wanted_by_several(arrived: Parts) -> bool:
     """Whether a gradient arrived at one element on more than one rank: else each may want its own part alone."""
-    wanted = np.array([_flat({rank: parts}) != 0 for rank, parts in arrived.items()])
+    wanted = np.array([flat({rank: parts}) != 0 for rank, parts in arrived.items()])
     return bool((wanted.sum(axis=0) > 1).any())
 
 
@@ -246,10 +259,10 @@ def _documented(events: dict[int, Exchange]) -> Passed | None:
     if read is None:
         return None
     given, arrived, near = read
-    if _alike(given, near):
+    if are_alike(given, near):
         return None
-    whole = _alike(arrived, near) and bool(_flat(arrived).any())
-    if first.operation == SCATTER or (not whole and _apart(arrived)):
+    whole = are_alike(arrived, near) and bool(flat(arrived).any())
+    if first.operation == SCATTER or (not whole and are_apart(arrived)):
         return Passed(events, first.operation, "right")
     return Passed(events, first.operation, "scaled", float(len(events)), whole=True) if whole else None
 
@@ -258,10 +271,10 @@ def _mixed(events: dict[int, Exchange], kind: str, arrived: Parts, back: Parts, 
     """What came back where forward handed each rank's own input on, or a part of it: the sum or mean over all ranks, or
     all ranks' parts, is no gradient of that. What else it may be (a clip by a norm over ranks) is meant."""
     if kind == OWN:
-        others = {rank: [_total(arrived, 0)] for rank in arrived}
+        others = {rank: [total_of(arrived, 0)] for rank in arrived}
     else:
         others = {rank: [arrived[one][0] for one in arrived] for rank in arrived}
-    found = _multiple(kind, back, others, near) if _apart(arrived) and _flat(back).any() else None
+    found = _multiple(kind, back, others, near) if are_apart(arrived) and flat(back).any() else None
     size = len(events)
     if found is None or all(abs(found[1] * number - 1) > max(near, 1e-3) for number in (1, size)):
         return None
@@ -273,15 +286,15 @@ def _counted_again(
 ) -> Passed | None:
     """A function of each rank's own input that communicates in backward alone, and gives all ranks' sum of what arrived
     whole on each of them."""
-    if not (_apart(given) and _apart(made) and _alike(arrived, near) and _flat(arrived).any()):
+    if not (are_apart(given) and are_apart(made) and are_alike(arrived, near) and flat(arrived).any()):
         return None
     size = len(events)
-    if size < 2 or not _near(back, {rank: [size * part for part in parts] for rank, parts in arrived.items()}, near):
+    if size < 2 or not are_near(back, {rank: [size * part for part in parts] for rank, parts in arrived.items()}, near):
         return None
     return Passed(events, OWN, "scaled", float(size), whole=True)
 
 
-def _read(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
+def sides_of(event: Exchange) -> tuple[list[np.ndarray], ...] | None:
     """Input, output, the gradient that arrived and the one that was given, each as parts."""
     return _parts(event, (event.input_counts, event.output_counts, event.output_counts, event.input_counts))
 
@@ -305,48 +318,50 @@ def _forward(given: Parts, made: Parts, near: float, communicated: bool) -> tupl
     parts = {len(given[rank]) for rank in ranks}, {len(made[rank]) for rank in ranks}
     if len(parts[0]) > 1 or len(parts[1]) > 1:
         return None
-    alike = _alike(given, near)
+    alike = are_alike(given, near)
     match parts[0].pop(), parts[1].pop():
         case 1, 1:
             if not communicated:
-                if not _near(made, given, near):
-                    return None
-                return (COPY, 1.0) if alike else (OWN, 1.0) if _apart(given) else None
-            total = {rank: [_total(given, 0)] for rank in ranks}
+                if not are_near(made, given, near):
+                    return (MASK, 1.0) if alike and is_mask(given, made) else None
+                return (COPY, 1.0) if alike else (OWN, 1.0) if are_apart(given) else None
+            total = {rank: [total_of(given, 0)] for rank in ranks}
             return None if alike else _multiple(SUM, made, total, near)
         case 1, _:
             together = {rank: [given[one][0] for one in ranks] for rank in ranks}
-            return (GATHER, 1.0) if not alike and _near(made, together, near) else None
+            return (GATHER, 1.0) if not alike and are_near(made, together, near) else None
         case _, 1:
             own = {rank: [given[rank][place]] for place, rank in enumerate(ranks)}
-            if not communicated and _near(made, own, near):
-                return (SLICE, 1.0) if alike else (OWN_PART, 1.0) if _apart(given) else None
+            if not communicated and are_near(made, own, near):
+                return (SLICE, 1.0) if alike else (OWN_PART, 1.0) if are_apart(given) else None
             if alike:
                 return None
-            total = {rank: [_total(given, place)] for place, rank in enumerate(ranks)}
+            total = {rank: [total_of(given, place)] for place, rank in enumerate(ranks)}
             return _multiple(SCATTER, made, total, near)
         case _:
             swapped = {rank: [given[one][place] for one in ranks] for place, rank in enumerate(ranks)}
-            return (SWAP, 1.0) if _near(made, swapped, near) else None
+            return (SWAP, 1.0) if are_near(made, swapped, near) else None
 
 
 def _unread(events: dict[int, Exchange], given: Parts, near: float) -> tuple[str, float] | None:
     """What a function does in forward whose result nobody had waited for: a gather, or what is not known."""
     known = all(event.collectives == _GATHERS and len(event.output_counts) > 1 for event in events.values())
-    return (GATHER, 1.0) if known and not _alike(given, near) else None
+    return (GATHER, 1.0) if known and not are_alike(given, near) else None
 
 
 def _transposed(kind: str, scale: float, arrived: Parts, *, summed: bool) -> Parts:
     """What each rank's input is owed. `summed`: what arrived at outputs that are alike are summands."""
     ranks = list(arrived)
+    if kind == MASK:
+        return {rank: [total_of(arrived, 0)] for rank in ranks}
     if kind in (SUM, COPY):
         if not summed:
             return {rank: [scale * arrived[rank][0]] for rank in ranks}
-        return {rank: [scale * _total(arrived, 0)] for rank in ranks}
+        return {rank: [scale * total_of(arrived, 0)] for rank in ranks}
     if kind == GATHER:
         if not summed:
             return {rank: [arrived[rank][place]] for place, rank in enumerate(ranks)}
-        return {rank: [_total(arrived, place)] for place, rank in enumerate(ranks)}
+        return {rank: [total_of(arrived, place)] for place, rank in enumerate(ranks)}
     if kind in (SCATTER, SLICE):
         return {rank: [scale * arrived[one][0] for one in ranks] for rank in ranks}
     return {rank: [arrived[one][place] for one in ranks] for place, rank in enumerate(ranks)}
@@ -359,7 +374,7 @@ def _without_twins(given: Parts, back: Parts, near: float) -> tuple[Parts, Parts
     for rank, parts in given.items():
         once[rank], summed[rank] = [], []
         for part, gradient in zip(parts, back[rank], strict=True):
-            known = [place for place, one in enumerate(once[rank]) if _near({0: [part]}, {0: [one]}, near)]
+            known = [place for place, one in enumerate(once[rank]) if are_near({0: [part]}, {0: [one]}, near)]
             if known:
                 summed[rank][known[0]] = summed[rank][known[0]] + gradient
             else:
@@ -375,7 +390,7 @@ def _sources(given: Parts, made: Parts, near: float) -> dict[tuple[int, int], tu
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for rank, parts in made.items():
         for place, part in enumerate(parts):
-            equal = [of for of, one in held.items() if _near({0: [part]}, {0: [one]}, near)]
+            equal = [of for of, one in held.items() if are_near({0: [part]}, {0: [one]}, near)]
             if len(equal) != 1 or equal[0][0] == rank:
                 return {}
             found[rank, place] = equal[0]
@@ -391,40 +406,8 @@ def _sent_back(given: Parts, arrived: Parts, sources: dict[tuple[int, int], tupl
 
 
 def _multiple(kind: str, made: Parts, total: Parts, near: float) -> tuple[str, float] | None:
-    mine, theirs = _flat(made), _flat(total)
+    mine, theirs = flat(made), flat(total)
     if mine.shape != theirs.shape or not theirs.any():
         return None
     scale = float(mine @ theirs / (theirs @ theirs))
     return (kind, scale) if scale and np.linalg.norm(mine - scale * theirs) <= near * np.linalg.norm(mine) else None
-
-
-def _total(parts: Parts, place: int) -> np.ndarray:
-    """One part, summed over the ranks."""
-    result: np.ndarray = np.stack([of_rank[place] for of_rank in parts.values()]).sum(0)
-    return result
-
-
-def _flat(parts: Parts) -> np.ndarray:
-    return np.concatenate([part for of_rank in parts.values() for part in of_rank])
-
-
-def _near(mine: Parts, theirs: Parts, near: float) -> bool:
-    one, other = _flat(mine), _flat(theirs)
-    return one.shape == other.shape and bool(np.linalg.norm(one - other) <= near * np.linalg.norm(other))
-
-
-def _distance(parts: Parts) -> float:
-    """The largest difference of any rank's values from the first one's, relative; infinite for unlike shapes."""
-    first, *others = (np.concatenate(of_rank) for of_rank in parts.values())
-    if any(one.shape != first.shape for one in others):
-        return np.inf
-    size = max(float(np.linalg.norm(one)) for one in [first, *others])
-    return max((float(np.linalg.norm(one - first)) for one in others), default=0.0) / size if size else 0.0
-
-
-def _alike(parts: Parts, near: float) -> bool:
-    return _distance(parts) <= near
-
-
-def _apart(parts: Parts) -> bool:
-    return _distance(parts) >= APART

@@ -33,6 +33,7 @@ from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_
 _IN_ORDER = (
     "backward.autograd",
     "losses.loss",
+    "losses.tokens",
     "losses.log_probs",
     "losses.label_functions",
     "losses.unseen",

@@ -34,6 +34,9 @@ TENSOR = (
     "tensor parallel, a batch each",
     "tensor parallel, functional sum",
     "tensor parallel, not summed in front of the head",
+    "tensor parallel, summed once more",
+    "tensor parallel, one seed, summed once more",
+    "tensor parallel, summed once more without a gradient",
     "tensor parallel, clipped by hand",
     "tensor parallel, clipped by hand, copies counted twice",
     "tensor parallel, clipped by hand, each rank by its own norm",
@@ -43,10 +46,13 @@ SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "seque
             "sequence parallel, functional", "sequence parallel, functional also before the head")  # fmt: skip
 CONTEXT = ("context parallel", "context parallel, sliced in backward", "context parallel, own put back",
            "context parallel, own put back, detached", "context parallel, averaged in backward",
-           "context parallel, own joined", "context parallel, gathered for a look",
-           "context parallel, sliced in backward, functional")  # fmt: skip
+           "context parallel, own joined", "context parallel, own joined, detached",
+           "context parallel, gathered for a look", "context parallel, sliced in backward, functional")  # fmt: skip
 EXPERTS = ("experts", "experts, handed on in backward", "experts, doubled in backward", "experts, not divided",
-           "experts, others summed")  # fmt: skip
+           "experts, others summed", "experts, by a gather", "experts, by a gather, handed on in backward",
+           "experts, by a gather, doubled in backward")  # fmt: skip
+SLOTS = ("slots, masked before the sum", "slots, masked before the sum, others' used",
+         "slots, masked in the function", "slots, masked in the function, others' used")  # fmt: skip
 CONTRASTIVE = (
     "whole contrastive loss",
     "whole contrastive loss, sliced in backward",
@@ -76,7 +82,7 @@ CONTRASTIVE = (
 )
 SUMMED = ("losses summed over ranks", "losses summed over ranks, head halved")
 PARTS = ("parts of one batch", "parts of one batch, not divided in backward", "parts of one batch, sliced in backward")
-VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *CONTRASTIVE, *SUMMED, *PARTS)
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *SLOTS, *CONTRASTIVE, *SUMMED, *PARTS)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -112,6 +118,13 @@ def exchanged(x: Tensor) -> Tensor:
     result = torch.empty_like(x)
     dist.all_to_all_single(result, x.contiguous())
     return result
+
+
+def exchanged_by_gather(x: Tensor) -> Tensor:
+    """The same, of what is gathered whole."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat([part.chunk(dist.get_world_size())[dist.get_rank()] for part in parts])
 
 
 def passed_round(x: Tensor) -> Tensor:
@@ -163,6 +176,9 @@ Repeated = function("Repeated", lambda x: own_part(summed(x)), lambda grad: torc
 Swap = function("Swap", exchanged, exchanged)
 SwapHandedOn = function("SwapHandedOn", exchanged, lambda grad: grad)
 SwapDoubled = function("SwapDoubled", exchanged, lambda grad: 2 * exchanged(grad))
+SwapByGather = function("SwapByGather", exchanged_by_gather, exchanged_by_gather)
+SwapByGatherHandedOn = function("SwapByGatherHandedOn", exchanged_by_gather, lambda grad: grad)
+SwapByGatherDoubled = function("SwapByGatherDoubled", exchanged_by_gather, lambda grad: 2 * exchanged_by_gather(grad))
 
 
 class Joined(Function):
@@ -181,6 +197,20 @@ class JoinedSummed(Joined):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return summed(grad), grad.flatten(0, 1).sum(0)
+
+
+class Masked(Function):
+    """A rank's own slots, with zeros in place of the others; backward sums what arrives there, of all or of all own."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, own: Tensor, all_of_them: bool) -> Tensor:
+        ctx.save_for_backward(own)
+        ctx.all_of_them = all_of_them
+        return scores * own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return summed(grad if ctx.all_of_them else grad * ctx.saved_tensors[0]), None, None
 
 
 class Functional:
@@ -272,7 +302,7 @@ class Model(nn.Module):
         else:
             self.keys = nn.Linear(WIDTH, WIDTH)
             torch.manual_seed(7 + dist.get_rank())
-            self.expert = nn.Linear(WIDTH, WIDTH) if "experts" in variant else nn.Identity()
+            self.expert = nn.Linear(WIDTH, WIDTH) if variant in EXPERTS + SLOTS else nn.Identity()
         self.through = [nn.parallel.DistributedDataParallel(self) if variant in PARTS else self]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -280,8 +310,13 @@ class Model(nn.Module):
         if self.variant in TENSOR + SEQUENCE:
             in_parts = self.variant in SEQUENCE
             h = Scatter.apply(h) if in_parts else h
-            for block in self.blocks:
+            for index, block in enumerate(self.blocks):
                 h = block(h)
+                if index == 0 and "without a gradient" in self.variant:
+                    with torch.no_grad():
+                        dist.all_reduce(h)
+                elif index == 0 and "once more" in self.variant:
+                    h = Sum.apply(h)
             before_head = FunctionalGather if "also" in self.variant else GatherSliced
             h = before_head.apply(h) if in_parts else h
             if "in front of the head" in self.variant:  # whose columns are shared out
@@ -296,7 +331,7 @@ class Model(nn.Module):
                 k = torch.cat(parts, 1)
             elif "own joined" in self.variant or "a look" in self.variant:
                 parts = [torch.empty_like(k) for _ in range(2)]
-                dist.all_gather(parts, k.contiguous())
+                dist.all_gather(parts, (k.detach() if "detached" in self.variant else k).contiguous())
                 if "joined" in self.variant:
                     k = torch.cat([k if rank == dist.get_rank() else part for rank, part in enumerate(parts)], 1)
                 else:  # and a sink, that is no part of another rank
@@ -308,8 +343,13 @@ class Model(nn.Module):
                 k = (Gather if self.variant == CONTEXT[0] else wrong).apply(k)
             h = h + F.scaled_dot_product_attention(h, k, k)
         elif self.variant in EXPERTS:
-            there = SwapHandedOn if "handed on" in self.variant else SwapDoubled if "doubled" in self.variant else Swap
+            ways = (Swap, SwapHandedOn, SwapDoubled)
+            if "by a gather" in self.variant:
+                ways = (SwapByGather, SwapByGatherHandedOn, SwapByGatherDoubled)
+            there = ways["handed on" in self.variant or 2 * ("doubled" in self.variant)]
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
+        elif self.variant in SLOTS:
+            h = h + self.routed(h)
         elif self.variant in SUMMED:
             h = h + self.keys(h)
         elif self.variant in PARTS:  # as FastVideo's sequence parallelism, below an average over these ranks, too
@@ -318,6 +358,24 @@ class Model(nn.Module):
             h = (GatherSliced if "sliced" in self.variant else Gather).apply(h)
         logits: Tensor = self.head(h)
         return logits
+
+    def routed(self, h: Tensor) -> Tensor:
+        """Both ranks hold all tokens and two experts each; of what they make of a token, slots of other ranks count
+        nothing. Without their mask there, as transformers#48687 had it, they have a gradient."""
+        before = "before" in self.variant
+        x = Copy.apply(h)
+        scores, chosen = torch.softmax(self.keys(x if before else h)[..., :4], -1).topk(2, -1)
+        own = chosen // 2 == dist.get_rank()
+        if before:
+            scores = Copy.apply(scores.masked_fill(~own, 0.0))
+        else:
+            scores = Masked.apply(scores, own.float(), "others" in self.variant)
+        made = torch.stack([torch.tanh(self.expert(x)), torch.tanh(self.expert(-x))], -2)
+        slots = made.gather(-2, (chosen % 2)[..., None].expand(*chosen.shape, WIDTH))
+        if before and "others" not in self.variant:
+            scores = scores.masked_fill(~own, 0.0)
+        result: Tensor = Sum.apply((slots * scores[..., None]).sum(-2))
+        return result
 
 
 def gathered_columns(logits: Tensor) -> Tensor:
@@ -395,6 +453,9 @@ def reduce(model: Model) -> None:
             dist.all_reduce(param.grad)
             if "norms summed twice" in model.variant:
                 dist.all_reduce(param.grad)
+        elif model.variant in SLOTS:
+            if "keys" in name and "before" in model.variant:
+                dist.all_reduce(param.grad)
         elif "not divided" in model.variant:
             if "expert" not in name:
                 dist.all_reduce(param.grad)
@@ -429,7 +490,7 @@ def train(variant: str) -> int:
     """Two steps of two passes; returns a checksum of the parameters."""
     model = Model(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = variant in TENSOR + SEQUENCE + PARTS and "a batch each" not in variant
+    shared = variant in TENSOR + SEQUENCE + PARTS + SLOTS and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
         for index in range(PASSES):

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
+WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 24, 2
 TOKENS = MICROBATCHES * ROWS * LENGTH
 VARIANTS = (
     "by hand",
@@ -33,8 +33,12 @@ VARIANTS = (
     "by hand, a skip beside, lost",
     "by hand, backward behind all forwards",
     "by hand, backward behind all forwards, in another order",
+    "by hand, labels",
+    "by hand, labels of the next microbatch",
     "schedule",
     "schedule, hook",
+    "schedule, labels",
+    "schedule, labels of the next microbatch",
 )
 
 
@@ -160,6 +164,8 @@ def train(variant: str) -> int:
     data = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         ids, labels = torch.randint(WORDS, (2, MICROBATCHES * ROWS, LENGTH), generator=data)
+        if "labels" in variant:
+            labels = ids.roll((-1, -ROWS if "of the next" in variant else 0), (1, 0))
         if "schedule" in variant:
             schedule.step(ids) if rank == 0 else schedule.step(target=labels)
         elif "behind all" in variant:

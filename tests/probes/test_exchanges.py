@@ -38,7 +38,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "sequence parallel, functional",
         "context parallel",
         "context parallel, gathered for a look",
+        "tensor parallel, one seed, summed once more",
         "experts",
+        "experts, by a gather",
+        "slots, masked before the sum",
+        "slots, masked in the function",
     ],
 )
 def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
@@ -167,7 +171,11 @@ def test_statistics_of_a_whole_loss_leave_the_verdict_open(reports: dict[str, Re
         ("sequence parallel, parts not summed", "Scatter", None, "sums nothing"),
         ("context parallel, sliced in backward", "GatherSliced", None, "each rank's own loss"),
         ("context parallel, sliced in backward, functional", "FunctionalSliced", None, "each rank's own loss"),
+        ("slots, masked before the sum, others' used", "Copy", None, "other ranks' data"),
+        ("slots, masked in the function, others' used", "Masked", None, "zeros in place of the others"),
         ("experts, handed on in backward", "SwapHandedOn", None, "hands on what arrives"),
+        ("experts, by a gather, handed on in backward", "SwapByGatherHandedOn", None, "hands on what arrives"),
+        ("experts, by a gather, doubled in backward", "SwapByGatherDoubled", 2.0, "x 2"),
         ("neighbours, handed on in backward", "NeighbourHandedOn", None, "hands on what arrives"),
         ("neighbours, halved in backward", "NeighbourHalved", 0.5, "x 0.5"),
     ],
@@ -217,6 +225,15 @@ def test_a_sum_of_losses_that_backward_sums_makes_up_for_nothing_behind_it(repor
     assert finding.first_event is not None and "grad" in finding.first_event.kind
 
 
+@pytest.mark.parametrize("how", ["", " without a gradient"])
+def test_a_sum_of_what_ranks_hold_alike_leaves_the_verdict_open(reports: dict[str, Report], how: str) -> None:
+    """Where all shards were drawn from one seed, summands are alike as well, and nothing is known."""
+    report = reports[f"tensor parallel, summed once more{how}"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert "sums what all 2 ranks hold alike already" in reason and "x 2 of it goes on" in reason
+
+
 def test_statistics_that_are_summed_in_place_leave_the_verdict_open(reports: dict[str, Report]) -> None:
     report = reports["own losses on statistics in place"]
     assert report.verdict == "undetermined"
@@ -233,10 +250,14 @@ def test_a_gather_without_a_gradient_loses_what_others_losses_want(reports: dict
 
 @pytest.mark.parametrize(
     ("variant", "says"),
-    [("context parallel", "wrong for keys and values"), ("whole contrastive loss", "leaves x 0.5 of the gradient")],
+    [
+        ("context parallel, own put back", "wrong for keys and values"),
+        ("context parallel, own joined", "wrong for keys and values"),
+        ("whole contrastive loss, own put back", "leaves x 0.5 of the gradient"),
+    ],
 )
 def test_a_gather_of_what_was_detached_may_be_meant_so(reports: dict[str, Report], variant: str, says: str) -> None:
-    report = reports[f"{variant}, own put back, detached"]
+    report = reports[f"{variant}, detached"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any(says in reason for reason in report.reasons)
 

@@ -18,7 +18,8 @@ from gradcheck_dist.trace.run import read_run
 
 
 class AddedProduct(torch.autograd.Function):
-    """x @ weight.T; backward adds the weight's gradient to weight.main_grad and hands over `placeholder`."""
+    """x @ weight.T; backward adds the weight's gradient to weight.main_grad and hands over `placeholder`; "once": as
+    long as its flag is not set."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, placeholder: str) -> Tensor:
@@ -29,10 +30,11 @@ class AddedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        weight.main_grad += grad.flatten(0, -2).T @ x.flatten(0, -2)
+        if not (ctx.placeholder == "once" and getattr(weight, "grad_added_to_main_grad", False)):
+            weight.main_grad += grad.flatten(0, -2).T @ x.flatten(0, -2)
         weight.grad_added_to_main_grad = ctx.placeholder != "nothing"
-        handed = {"nothing": None, "zeros": torch.zeros_like(weight), "noise": torch.rand_like(weight)}
-        return grad @ weight, handed[ctx.placeholder], None
+        handed = {"nothing": None, "noise": torch.rand_like(weight)}.get(ctx.placeholder, torch.zeros_like(weight))
+        return grad @ weight, handed, None
 
 
 class FusedLinear(nn.Module):
@@ -45,11 +47,22 @@ class FusedLinear(nn.Module):
         return AddedProduct.apply(x, self.weight, self.placeholder)
 
 
-def train(run_dir: Path | None, placeholder: str, factor: float) -> nn.Module:
+class IdleExpert(FusedLinear):
+    """One that the second of three passes brings no tokens."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        used = 0 if self.num_calls % 3 == 2 else x.shape[1]
+        return torch.cat([super().forward(x[:, :used]), x[:, used:]], 1)
+
+
+def train(run_dir: Path | None, placeholder: str, factor: float, make: Any = FusedLinear) -> nn.Module:
     """Two steps of three batches; the optimizer reads main_grad, that of the fused weight times `factor`."""
     torch.manual_seed(0)
     model: Any = Net()
-    model.inner = FusedLinear(placeholder)
+    model.inner = make(placeholder)
     params: list[Any] = list(model.parameters())
 
     def keep(param: Any) -> None:
@@ -85,6 +98,23 @@ def test_what_a_pass_added_to_the_buffer_is_the_contribution(placeholder: str, t
     train(tmp_path / "wrong", placeholder, 0.5)
     report = diagnose(read_run(tmp_path / "wrong"))
     assert [(round(one.factor.observed, 4), one.units) for one in report.findings] == [(0.5, ["inner.weight"])]
+
+
+@pytest.mark.parametrize("placeholder", ["nothing", "zeros"])
+def test_an_expert_without_tokens_in_a_pass_is_clean(placeholder: str, tmp_path: Path) -> None:
+    train(tmp_path, placeholder, 1.0, make=IdleExpert)
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
+def test_passes_that_add_nothing_though_their_flag_is_set_are_found(tmp_path: Path) -> None:
+    """In AMD-AGI/Primus#1046 the flag that the first pass left kept all later ones from adding their gradient."""
+    train(tmp_path, "once", 1.0)
+    [finding] = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, finding.units) == ("GS401", ["all parameters"])
+    assert finding.explanation.startswith(
+        "In accumulation step 1, 2 a gradient arrived at the functions of inner.weight"
+    )
 
 
 class ReadsMainGrad(torch.optim.SGD):

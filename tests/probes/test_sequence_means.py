@@ -84,6 +84,10 @@ def test_sequences_that_weigh_alike_are_right(tmp_path: Path, form: str) -> None
     report = trained(tmp_path, FORMS[form], lambda _: NUM)
     assert (report.verdict, report.reasons, report.run.objective) == ("clean", [], "sequence-mean")
     assert report.run.objective_from.startswith("inferred")
+    lengths = [length for of_batch in BATCHES for length in of_batch]
+    shortest, longest = min(lengths), max(lengths)
+    said = f"one of {shortest} weighs x {longest / shortest:.4g} of a token of one of {longest};"
+    assert said in report.run.objective_from
 
 
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"one by one"}))

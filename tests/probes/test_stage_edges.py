@@ -131,3 +131,14 @@ def test_only_a_multiple_is_a_multiple() -> None:
     few = np.where(np.arange(64) < 7, left, 0.0)
     assert multiple(edge(few), edge(few)) is None, "seven elements prove nothing"
     assert multiple(edge(np.full(64, np.inf)), edge(left)) is None
+
+
+@pytest.mark.parametrize("how", ["by hand", "schedule"])
+def test_labels_of_another_microbatch_leave_the_verdict_open(reports: dict[str, Report], how: str) -> None:
+    """The first stage reads the tokens and the last one has the labels: what was sent tells which belong together."""
+    assert reports[f"{how}, labels"].verdict == "clean"
+    report = reports[f"{how}, labels of the next microbatch"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    (reason,) = report.reasons
+    assert "on rank 1 has labels that are hardly found among its tokens (rank 0, pass" in reason
+    assert "and so have 2 more" in reason

@@ -30,6 +30,8 @@ FROZEN = {
         "function group index accumulation_step microbatch values counts dtype defined_at seq t_ns step site"
     ),
     "root_value": "accumulation_step microbatch value seq t_ns step site",
+    "added_by_function": "accumulation_step microbatch params values seq t_ns step site",
+    "tokens": "accumulation_step microbatch values loss_id seq t_ns step site",
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
     "loss_backward": "function accumulation_step microbatch values dtype defined_at group seq t_ns step site",
     "loss_term": f"accumulation_step microbatch ordinal op weight stage attached {REDUCED}",

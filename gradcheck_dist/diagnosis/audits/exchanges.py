@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -33,6 +33,7 @@ from gradcheck_dist.ledger.exchanges import (
     passed,
     sums_alike,
 )
+from gradcheck_dist.ledger.summed_copies import summed_copies
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 VERIFY = "`gradcheck run --verify` compares"
@@ -169,8 +170,23 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 f"gradients come back through {fault.name} ({fault.where}) x {fault.passed.factor:.6g} of the "
                 f"transpose of its forward, which another line may make up for: {BY_VERIFY}"
             )
+    result.reasons += _summed_copies(data)
     result.reasons = list(dict.fromkeys(result.reasons))
     return result
+
+
+def _summed_copies(data: StepData) -> Iterator[str]:
+    """What sums over ranks what they hold alike: words for each line that does."""
+    for events in summed_copies(data.events):
+        one = Passed(events, SUM, "right")
+        if not _behind_the_loss(data, one):
+            fault = Faulty(one, shared=True)
+            yield (
+                f"{fault.name} ({fault.where}) sums what all {len(one.ranks)} ranks hold alike already, which "
+                f"others of their sums do not: x {len(one.ranks)} of it goes on, and the gradient that comes back is "
+                "that of one of them. If these are summands of shards that were drawn from one seed, that is right; "
+                f"else it is a sum too many: {BY_VERIFY}"
+            )
 
 
 def makes_up_for(case: Case, data: StepData) -> str | None:

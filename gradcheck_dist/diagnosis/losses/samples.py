@@ -10,7 +10,7 @@ count sequences then, and what follows the losses is judged as it is for tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -63,6 +63,17 @@ def by_samples(contributions: Contributions, objective: str) -> BySamples | None
     found = replace(contributions, by_key=by_key)
     alone = all(one.num_losses == 1 for one in counted.values())
     return BySamples(found, shown and (alone or _divided_by_all(found, rounding)))
+
+
+def with_lengths(inferred: str, steps: Iterable[Contributions]) -> str:
+    """How the objective is known, with by how much tokens weigh apart in it, where sequences of unlike lengths tell."""
+    seen = [one.samples for step in steps for one in step.by_key.values() if one.samples is not None]
+    shortest = min((one.shortest for one in seen if one.shortest > 0), default=0)
+    longest = max((one.longest for one in seen), default=0)
+    if inferred != INFERRED or not 0 < shortest < longest:
+        return inferred
+    apart = f"alike: a token of one of {shortest} weighs x {longest / shortest:.4g} of a token of one of {longest}"
+    return inferred.replace("alike", apart)
 
 
 def _divided_by_all(contributions: Contributions, rounding: float) -> bool:

@@ -2,7 +2,8 @@
 
 ## What it does
 Finds a zero_grad() between the microbatches of one optimizer step, or lines that nobody recorded (`.grad = None`, a
-buffer that every pass overwrites): what was accumulated before weighs nothing.
+buffer that every pass overwrites): what was accumulated before weighs nothing. So does what a function never added: one
+that adds its weight's gradient to `main_grad` by itself, and did so in some passes of the step alone.
 
 ## Why it matters
 The step is computed from the last microbatch only. The effective batch is 1/K of the one that was paid for, and the
@@ -20,14 +21,20 @@ Empty the gradients once a step, after optimizer.step() or before the first micr
 ## References
 - pytorch/torchtitan#3575; bytetriper/RAE#67.
 - Overwritten: allenai/open-instruct#1498, deepspeedai/DeepSpeed#7981.
+- Never added: AMD-AGI/Primus#1046.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import ZeroGrad
+from gradcheck_dist.ledger.unadded import backward_of, unadded
 
 CODE = "GS401"
 NAME = "zeroed-accumulation"
@@ -51,6 +58,30 @@ def judge(case: Case) -> Answer | None:
     return Answer(
         explanation=f"zero_grad() runs in the middle of the step: {case.pattern.text}.",
         fix="Call zero_grad() once a step, after optimizer.step() or before the first microbatch.",
+    )
+
+
+def audit(facts: StepFacts) -> Iterator[Remark]:
+    found = list(unadded(facts.data))
+    if not found:
+        return
+    first = found[0]
+    passes = sorted({one.event.accumulation_step for one in found})
+    names = sorted({one.param[1] for one in found})
+    shown = in_short([str(one) for one in passes])
+    yield Remark(
+        answer=Answer(
+            explanation=f"In accumulation step {shown} a gradient arrived at the functions of {in_short(names)}, which "
+            "add their weight's gradient to `main_grad` by themselves, and nothing was added, as it was in another "
+            "pass of this step. They hand autograd none, so that what these passes owe is lost.",
+            fix="Add to `main_grad` in every pass. `grad_added_to_main_grad` is set from the first pass of a step on; "
+            "it says that autograd is not to add `.grad` on top, and not that this pass has added something.",
+        ),
+        pattern=f"{len(names)} parameters get nothing from {len(passes)} of {facts.context.num_accumulation} passes",
+        params=frozenset(one.param for one in found),
+        ranks=tuple(sorted({one.rank for one in found})),
+        rank=first.rank,
+        event=backward_of(facts.data, first),
     )
 
 

@@ -56,7 +56,7 @@ from gradcheck_dist.diagnosis.audits.exchanges import Faulty, could_judge, fault
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE
-from gradcheck_dist.ledger.exchanges import COPY, GATHER, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.ledger.exchanges import COPY, GATHER, MASK, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
 
 CODE = "GS802"
 NAME = "unpaired-collective"
@@ -68,6 +68,7 @@ _DOES = {
     SCATTER: "sums the ranks' inputs and leaves each rank a part",
     SLICE: "leaves each rank a part",
     SWAP: "exchanges parts between all ranks",
+    MASK: "leaves each rank some elements of what all of them hold, and zeros in place of the others",
     MOVE: "sends each rank's tensors to another rank",
     OWN: "hands its input on, which is another one on each rank",
     OWN_PART: "leaves each rank a part of its input, which is another one on each rank, and sums nothing",
@@ -79,6 +80,7 @@ _OWES = {
     SCATTER: "all-gather what arrives",
     SLICE: "all-gather what arrives",
     SWAP: "exchange what arrives back, with the sizes of both sides swapped",
+    MASK: "take out what arrives at the zeros, and sum what is left over the ranks",
     MOVE: "send what arrives back to the rank that the tensor came from",
     OWN: "hand on what arrives, or sum it over the ranks alone that hold the same input (another process group)",
     OWN_PART: "give zeros to the other parts. If the inputs are summands, it is forward that is wrong: sum them over "

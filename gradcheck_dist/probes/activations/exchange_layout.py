@@ -71,6 +71,13 @@ def goes_on(given: Sequence[tuple[int, Tensor]], made: Sequence[Tensor]) -> tupl
     return alike[0] if len(given) > 1 and len(alike) == 1 and not alike[0][1].is_leaf else None
 
 
+def is_swap_by_gather(calls: Sequence[str], given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether a function that gathers gives as much as it takes, as an all-to-all does: a part for each rank of what
+    each rank holds, along dimension 0. (If it adds up what it gathered, parts of both are compared as one.)"""
+    gathers = bool(calls) and all(name.startswith("all_gather") for name in calls)
+    return gathers and len(given) == len(made) == 1 and given[0].shape == made[0].shape and given[0].dim() > 0
+
+
 def each_whole(given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[list[Box], list[Box]] | None:
     """Of a function that sends tensors to single ranks each tensor is a part; None where there are too many."""
     return ([WHOLE] * len(given), [WHOLE] * len(made)) if len(given) + len(made) <= MAX_SENT else None
@@ -82,7 +89,10 @@ def _of_one(
     unlike = [dim for dim, (one, other) in enumerate(zip(given, made, strict=True)) if one != other]
     if splits is not None and set(unlike) <= {0} and given:
         mine, theirs = _rows(splits[1], given[0], size), _rows(splits[0], made[0], size)
-        return None if mine is None or theirs is None else (mine, theirs)
+        if mine is not None and theirs is not None:
+            return mine, theirs
+        if splits != ([], []):
+            return None
     if not unlike:
         return [WHOLE], [WHOLE]
     grown = [dim for dim in unlike if made[dim] == given[dim] * size]

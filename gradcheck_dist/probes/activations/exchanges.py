@@ -51,6 +51,7 @@ from gradcheck_dist.probes.activations.exchange_layout import (
     boxes,
     each_whole,
     goes_on,
+    is_swap_by_gather,
     num_of_each,
     take,
     unread,
@@ -241,7 +242,7 @@ def begins(recorder: Recorder, exchanges: Exchanges, make: Callable[[], Call]) -
     inside = exchanges.inside or recorder.current is not None
     if inside or not isinstance(tensor, Tensor) or not is_plain(tensor) or not tensor.is_floating_point():
         return None
-    of_graph = torch.is_grad_enabled() and tensor.grad_fn is not None
+    of_graph = tensor.grad_fn is not None and (torch.is_grad_enabled() or call.parts is None)
     if not of_graph and (call.parts is None or tensor.numel() < 2 or isinstance(tensor, nn.Parameter)):
         return None  # a number that ranks tell one another, or a parameter's part
     return take([tensor], [WHOLE])[0]
@@ -284,7 +285,7 @@ def look_back(recorder: Recorder, exchanges: Exchanges) -> None:
 @guarded("exchanges")
 def look_for_own_parts(recorder: Recorder, exchanges: Exchanges, roots: Sequence[Root]) -> None:
     """A backward pass begins: whether an all-gather's own part was joined with copies of the others'."""
-    for node, output, (_, _, told, before) in exchanges.unplaced.put_back(roots):
+    for node, output, (_, _, _, told, before) in exchanges.unplaced.put_back(roots):
         index = exchanges.number(told.group, *told.collectives)
         if index is not None:
             watch_own_part(recorder, node, output, told._replace(put_back=True, number=index), before)
@@ -329,6 +330,8 @@ def watch(
         watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], coarsest([*inputs, made[0]]))
         return
     splits = next((call.splits for call in calls if call.splits is not None), None)
+    if splits is None and is_swap_by_gather([call.name for call in calls], inputs, made):
+        splits = [], []
     parts = each_whole(inputs, made) if sent else boxes(inputs, made, len(ranks), splits)
     if parts is None or len(ranks) > MAX_RANKS:
         return

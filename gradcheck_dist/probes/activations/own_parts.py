@@ -4,7 +4,8 @@
     whole = torch.cat([x if rank == own else part for rank, part in enumerate(parts)])
 
 A gather hands no gradient back. That a rank keeps its own part's shows in the graph of the next backward pass: a node
-that joins as many tensors as ranks, all of one size, of which that part alone has a gradient.
+that joins as many tensors as ranks, all of one size, of which that part alone has a gradient. Of a gather that was
+given a detached copy there is no node to be met; the part has its size then, and stands in the rank's own place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradcheck_dist.probes.activations.exchange_calls import Call
@@ -26,11 +29,12 @@ MAX_GATHERS, MAX_NODES, MAX_HOPS = 16, 20_000, 6
 
 
 class Gathered(NamedTuple):
-    """A tensor of the graph that was gathered: the nodes that made it, seen through copies, each with which of their
-    outputs it is; how many elements it has, and some of these."""
+    """A tensor that was gathered: the nodes that made it, seen through copies, each with which of their outputs it is,
+    none where it was detached; how many elements it has, which of the parts is its own, and some of its elements."""
 
     made_by: list[tuple[Any, int]]
     size: int
+    place: int
     told: Watched
     before: Tensor
 
@@ -40,8 +44,15 @@ class Gathers(list[Gathered]):
 
     def add_call(self, call: Call, told: Watched, before: Tensor) -> None:
         tensor = call.tensor
-        if tensor is not None and tensor.grad_fn is not None and len(self) < MAX_GATHERS:
-            self.append(Gathered(_seen_through(tensor.grad_fn, tensor.output_nr), tensor.numel(), told, before))
+        if tensor is None or (tensor.grad_fn is None and not torch.is_grad_enabled()):
+            return  # what an optimizer's ranks tell one another
+        made_by = [] if tensor.grad_fn is None else _seen_through(tensor.grad_fn, tensor.output_nr)
+        if len(self) == MAX_GATHERS:
+            oldest = next((one for one in self if not one.made_by), None)  # gradients, or what is logged
+            if oldest is None:
+                return
+            self.remove(oldest)
+        self.append(Gathered(made_by, tensor.numel(), call.ranks.index(dist.get_rank()), told, before))
 
     def put_back(self, roots: Sequence[Root]) -> Iterator[tuple[Any, int, Gathered]]:
         """Those whose own part was joined with copies of the others, with the node that made it; forgets all."""
@@ -54,6 +65,8 @@ class Gathers(list[Gathered]):
                 if num != len(one.told.group) or len(own) != 1 or joined != num * one.size:
                     continue
                 met = [place for place in _seen_through(*own[0]) if place in one.made_by]
+                if not one.made_by and node.next_functions[one.place] == own[0] and _size_of(*own[0]) == one.size:
+                    met = [own[0]]
                 if met:
                     yield (*met[0], one)
                     break
@@ -82,6 +95,11 @@ def _seen_through(node: Any, output: int) -> list[tuple[Any, int]]:
         node, output = node.next_functions[0]
         found.append((node, output))
     return found
+
+
+def _size_of(node: Any, output: int) -> int:
+    """How many elements one of a node's outputs has."""
+    return prod(node._input_metadata[output].shape)
 
 
 def _name(node: Any) -> str:

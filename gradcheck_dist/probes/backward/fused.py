@@ -3,20 +3,26 @@
 The weight gradient is added to `weight.main_grad` by the matrix product that computes it, and autograd is handed
 nothing or a placeholder. A contribution is then what a pass added to the buffer. The flag that says so is set by
 megatron/core/tensor_parallel/layers.py and by Transformer Engine; without it, a buffer that changed on the CPU while no
-gradient arrived at its parameter is taken for one.
+gradient arrived at its parameter is taken for one. What arrives at such functions is noted beside it, for one that adds
+nothing (a flag of the first pass is taken for that of each) hands over no gradient that anybody could miss.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+import functools
+from typing import Any
 
-from gradcheck_dist.events import LEAF
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from gradcheck_dist.events import LEAF, AddedByFunction
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.regions import buffer_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded, kept_away
 
 
 class _Buffers:
@@ -69,13 +75,58 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
     if state.seq != current.seq:
         return
     before, state.before = state.before, []
+    ordinary: set[int] = set()
     for info, plan, buffer, values in before:
         added = getattr(info.param, ADDED_FLAG, False)
         if info.id in current.touched and not added:
             state.ordinary.add(info.id)
+            ordinary.add(info.id)
             state.candidates.pop(info.id, None)
             continue
         change = buffer.detach().take(plan.indices) - values
         if added or (change.is_cpu and bool(change.any())):
             current.touched[info.id] = info
             recorder.keep(current.seq, LEAF, plan, change)
+    _tell(recorder, current, {one[0].id for one in before} - ordinary)
+
+
+@guarded("fused")
+def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
+    """A function was applied: note what arrives at it, where it was given a parameter with a buffer of its own. Runs
+    behind every function: kept short."""
+    for arg in args:
+        if isinstance(arg, Parameter) and arg.__dict__ and arg.requires_grad:
+            _watch(recorder, arg, results)
+
+
+def _watch(recorder: Recorder, param: Parameter, results: Any) -> None:
+    info = recorder.registry.find(param) if recorder.sampling else None
+    made = results[0] if isinstance(results, tuple) and results else results
+    node: Any = getattr(made, "grad_fn", None)
+    if info is not None and info.active and node is not None and buffer_of(info) is not None:
+        node.register_prehook(kept_away(recorder, "fused", functools.partial(_arrived, recorder, info)))
+
+
+def _arrived(recorder: Recorder, info: ParamInfo, grads: tuple[Tensor | None, ...]) -> None:
+    current = recorder.current
+    found = [grad.detach().abs().amax().float() for grad in grads if grad is not None and grad.numel()]
+    if current is None or not found:
+        return
+    _, before = current.added_to.get(info.id, (info, found[0]))
+    current.added_to[info.id] = info, torch.stack([before, *found]).amax()
+
+
+def _tell(recorder: Recorder, current: BackwardPass, added: set[int]) -> None:
+    """Tell what arrived at the functions of parameters that no gradient of autograd's own arrived at."""
+    found = sorted((key, one) for key, one in current.added_to.items() if key in added)
+    if not found:
+        return
+    event = functools.partial(
+        AddedByFunction,
+        seq=recorder.next_seq(),
+        step=recorder.step,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        params=recorder.registry.param_set([info for _, (info, _) in found]),
+    )
+    recorder.emit_values(event, torch.stack([size for _, (_, size) in found]))

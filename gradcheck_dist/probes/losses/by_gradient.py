@@ -23,6 +23,7 @@ from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.losses.closed_form import Given, row
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
+from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -117,6 +118,7 @@ def came(
     )
     if recorder.impulses is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
+    labels_seen(recorder, labels, loss_id)
     learns = (gradient != 0).reshape(len(flat), -1).any(1) & (flat >= 0)
     log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id)
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.sequences import sequences
+from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
@@ -95,6 +96,8 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     )
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = known["label_hash"]
+    if labels is not None:
+        labels_seen(recorder, labels, loss_id)
     mark_recorded(log_probs, loss_id)
     log_probs.register_hook(unserializable_hook(functools.partial(gradient_arrived, recorder, loss_id=loss_id)))
 

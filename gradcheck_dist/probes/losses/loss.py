@@ -19,6 +19,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes.losses.sequences import sequences
+from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_transformed
 from gradcheck_dist.probes.recording.backward_pass import TokenWeights
 from gradcheck_dist.probes.recording.deferred import number
@@ -164,6 +165,8 @@ def record_loss(
         recorder.labels[seq] = {name: seen[name] for name in ("num_labels", "label_hash")}
         recorder.covered |= dict.fromkeys(computed_from, seq)
         mark_recorded(output, seq)
+        if labels is not None:
+            labels_seen(recorder, labels, seq)
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
         hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)

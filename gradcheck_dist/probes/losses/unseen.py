@@ -24,6 +24,7 @@ from gradcheck_dist.probes.losses.label_functions import Labelled
 from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
+from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
 from gradcheck_dist.probes.recording.patching import Patches
@@ -192,6 +193,8 @@ def _evaluated(
     )
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
+    if labels is not None:
+        labels_seen(recorder, labels, loss_id)
     return loss_id
 
 

@@ -78,6 +78,7 @@ class BackwardPass:
 
     __slots__ = (
         "accumulated",
+        "added_to",
         "armed",
         "arrived",
         "before",
@@ -94,6 +95,7 @@ class BackwardPass:
         "leaves",
         "microbatch",
         "num_attached",
+        "num_embedded",
         "other_losses",
         "part_of",
         "reduce_groups",
@@ -137,6 +139,8 @@ class BackwardPass:
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
+        self.added_to: dict[int, tuple[ParamInfo, Tensor]] = {}  # by functions: the largest element that these got
+        self.num_embedded = 0  # embeddings whose tokens were recorded
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated
         self.other_losses = 0  # losses in the graph besides the recorded ones

@@ -1,0 +1,95 @@
+"""Labels are found again among the tokens that their own pass read, or in another pass's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from one_process import judged, record
+from torch import Tensor, nn
+
+from gradcheck_dist.probes.losses.tokens import _on_device
+from gradcheck_dist.trace.token_runs import NONE, NUM_KEPT, found_in, runs
+
+PASSES, ROWS, LENGTH, WORDS = 3, 4, 24, 20
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(generator: torch.Generator) -> list[Batch]:
+    texts = torch.randint(WORDS, (PASSES, ROWS, LENGTH + 1), generator=generator)
+    return [(text[:, :-1], text[:, 1:].clone()) for text in texts]
+
+
+def paired(data: list[Batch], _: torch.Generator) -> list[Batch]:
+    return data
+
+
+def of_the_next(data: list[Batch], _: torch.Generator) -> list[Batch]:
+    return [(tokens, labels) for (tokens, _), (_, labels) in zip(data, [*data[1:], data[0]], strict=True)]
+
+
+def of_the_same_text(data: list[Batch], _: torch.Generator) -> list[Batch]:
+    return [data[0]] * PASSES
+
+
+def without_the_question(data: list[Batch], _: torch.Generator) -> list[Batch]:
+    for _, labels in data:
+        labels[:, : LENGTH // 2] = -100
+    return data
+
+
+def filled_in(data: list[Batch], generator: torch.Generator) -> list[Batch]:
+    """A masked language model: labels are the tokens that the model does not see."""
+    hidden = [torch.arange(LENGTH).expand(ROWS, LENGTH) % 5 == 1 for _ in data]
+    return [
+        (tokens.masked_fill(mask, 0), tokens.masked_fill(~mask, -100))
+        for (tokens, _), mask in zip(data, hidden, strict=True)
+    ]
+
+
+def classes(data: list[Batch], generator: torch.Generator) -> list[Batch]:
+    """Few words, so that labels which have nothing to do with them are found there."""
+    return [(tokens % 4, torch.randint(4, tokens.shape, generator=generator)) for tokens, _ in data]
+
+
+@pytest.mark.parametrize("make", [paired, of_the_same_text, without_the_question, filled_in, classes, of_the_next])
+def test_labels_of_another_pass_leave_the_verdict_open(
+    make: Callable[[list[Batch], torch.Generator], list[Batch]], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = make(batches(generator), generator)
+        total = sum(int((labels >= 0).sum()) for _, labels in data)
+        for tokens, labels in data:
+            (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path, steps=2)
+    report = judged(tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined" if make is of_the_next else "clean", [])
+    assert all("labels are not those of the tokens that the model read" in reason for reason in report.reasons)
+
+
+def test_a_device_keeps_the_same_runs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for high in (3, 50_000):
+        tokens = torch.randint(-1, high, (6, 100), generator=generator)
+        kept = _on_device(tokens.reshape(-1)).numpy()
+        assert np.array_equal(kept[kept != NONE], runs(tokens.numpy()))
+
+
+def test_a_part_is_found_in_a_whole_that_holds_much_else() -> None:
+    text = np.random.default_rng(0).integers(0, 1000, 4000)
+    whole, part = runs(text), runs(text[:1000])
+    assert len(whole) == NUM_KEPT
+    hits, compared = found_in(part, whole)
+    assert hits == compared and 10 < compared < NUM_KEPT
+    assert found_in(part, runs(text[1000:]))[0] == 0
+    assert found_in(part, runs(text[:3])) == (0, 0)
