@@ -4,8 +4,8 @@ Ranks that exchange activations for the same tokens hold parts of one model. Wha
 of the vocabulary, is one number on all of them; where it is not, some sum or maximum over the ranks does not come, or
 is taken over fewer of them. Gradients are then those of another function on each rank, which no weight shows.
 
-So it is where ranks hold shards of one parameter as DTensors: all of them run one program on the same numbers, and a loss
-that is given another weight on one of them leaves its shards a gradient of their own.
+So it is where ranks hold shards of one parameter as DTensors: all of them run one program on the same numbers, and a
+loss that is given another weight on one of them leaves its shards a gradient of their own.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def unequal_weights(data: StepData, contributions: Contributions, norms: StepNor
                 shown = ", ".join(f"{value:.6g}" for value in values)
                 where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
                 reason = (
-                    f"ranks {names} hold shards of the same parameters and {ONE_WEIGHT}{where}: what each rank's shards "
-                    "get is the gradient of a loss of that rank's own weight"
+                    f"ranks {names} hold shards of the same parameters and {ONE_WEIGHT}{where}: what each rank's "
+                    "shards get is the gradient of a loss of that rank's own weight"
                 )
                 place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
                 return [reason], [f"{place}: the loss enters backward with {shown} on ranks {names}"]
