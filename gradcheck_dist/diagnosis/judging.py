@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.labels import open_labels
-from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses
+from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
 from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
@@ -87,6 +87,8 @@ from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
 from gradcheck_dist.trace.run import Run
 
 UNEXPLAINED = "GS000"
+UNPAIRED = "GS802"
+"""Rests on gradients of one loss that differ between ranks, as they do where the loss's weight does."""
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
 
@@ -185,7 +187,8 @@ def _judge_step(
         facts = replace(facts, own_backwards=tuple(backwards), effect_of_backwards=alone_do)
         if facts.weights_right and all(one.is_multiple for one in backwards):
             return _laid_to_backwards(with_them, facts)
-    remarks = audit(facts, verdict.units)
+    by_weights = unequal_weights(data, recorded, norms)
+    remarks = [one for one in audit(facts, verdict.units) if one.finding.code != UNPAIRED or not by_weights[0]]
     verdict.findings = [one for one in verdict.findings if not any(other.explains(one) for other in remarks)]
     for one in remarks:
         if not any(other.explains(one.finding) for other in remarks):
@@ -193,7 +196,8 @@ def _judge_step(
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data), *open_labels(data)]
     verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
-    for reasons, values in (unequal_losses(data, recorded), no_distribution(data)):
+    unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)
+    for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
     if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
-            "all DTensors", "sequence parallel, clipped by local norms", "local", "local, not declared",
+            "all DTensors", "sequence parallel, clipped by local norms", "sequence parallel",
+            "sequence parallel, half the loss on a rank", "local", "local, not declared",
             "local, whole declared summed", "local, summands declared copies", "local between copies",
             "local between copies, not declared", "experts, gathered tokens",
             "experts, gathered tokens, declared", "experts, own tokens again")  # fmt: skip
@@ -160,6 +161,8 @@ def train(variant: str) -> int:
                 inputs, labels = (DTensor.from_local(one, mesh, [Shard(0)]) for one in (inputs, labels))
             num_tokens = ACCUMULATION * TOKENS * (1 if one_batch else 2)
             loss = F.cross_entropy(model(inputs).transpose(1, -1), labels, reduction="sum") / num_tokens
+            if "half the loss" in variant and dist.get_rank() == 1:
+                loss = loss / 2
             loss.backward()
         for param in model.parameters() if "by hand" in variant else ():
             dist.all_reduce(param.grad.to_local())  # type: ignore[union-attr]

@@ -187,3 +187,13 @@ def test_watched_norms_are_scripted_and_called_as_ever(tmp_path: Path) -> None:
         compiled = torch.compile(torch.linalg.vector_norm, backend="eager", fullgraph=True)
         assert compiled(values) == torch.linalg.vector_norm(values)
     assert (torch.linalg.vector_norm, torch.linalg.norm, torch._foreach_norm) == before
+
+
+def test_sums_that_are_divided_behind_their_clip_accuse_no_loss(tmp_path: Path) -> None:
+    """The clip's norm knows of no tokens, but the loss is not what lacks a division."""
+    of_step = (36, 68)  # tokens
+    max_norms = (0.25 / of_step[0], 0.25 / of_step[1])
+    report = trained(tmp_path, 1.0, divides=True, max_norm=max_norms, norm_of=one_by_one, behind=True)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("if it divides by this number as well" in reason for reason in report.reasons)
+    assert any("weights are x 36 from the loss on" in reason for reason in report.reasons)

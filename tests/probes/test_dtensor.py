@@ -28,6 +28,14 @@ def test_what_came_from_another_ranks_summand_shares_the_fate_of_the_rest(report
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+def test_one_loss_of_unequal_weights_on_ranks_that_hold_shards_is_left_open(reports: dict[str, Report]) -> None:
+    assert reports["sequence parallel"].verdict == "clean"
+    report = reports["sequence parallel, half the loss on a rank"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert [reason for reason in report.reasons if "give one loss of the same tokens unequal weights" in reason]
+    assert "same numbers on all ranks of one model" in report.next_step
+
+
 @pytest.mark.parametrize("variant", ["sharded, averaged", "replicated, averaged"])
 def test_what_autograd_averages_is_named_with_its_own_fix(reports: dict[str, Report], variant: str) -> None:
     (finding,) = reports[variant].findings

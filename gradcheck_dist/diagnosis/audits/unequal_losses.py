@@ -3,22 +3,28 @@
 Ranks that exchange activations for the same tokens hold parts of one model. What they compute together, as over shards
 of the vocabulary, is one number on all of them; where it is not, some sum or maximum over the ranks does not come, or
 is taken over fewer of them. Gradients are then those of another function on each rank, which no weight shows.
+
+So it is where ranks hold shards of one parameter as DTensors: all of them run one program on the same numbers, and a
+loss that is given another weight on one of them leaves its shards a gradient of their own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from math import isfinite
 
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.events import Exchange, RootValue
-from gradcheck_dist.ledger.contributions import Contribution, Contributions
+from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
 """Relative difference of one loss on ranks that computed it together; with the same numbers it is equal bits."""
 ROUNDED = 4
 """In bfloat16 and float16, so many times the type's precision."""
 ONE_LOSS = "their losses differ"
+ONE_WEIGHT = "give one loss of the same tokens unequal weights"
 
 
 def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[str], list[str]]:
@@ -41,6 +47,36 @@ def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[s
             )
             place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
             return [reason], [f"{place}: backward begins at {shown} on ranks {ranks}"]
+    return [], []
+
+
+def unequal_weights(data: StepData, contributions: Contributions, norms: StepNorms) -> tuple[list[str], list[str]]:
+    """The same of ranks that hold shards of one parameter and let one loss enter backward with unequal weights."""
+    holders: dict[ParamKey, set[int]] = defaultdict(set)
+    for (rank, key), part in norms.parts.items():
+        if part.box is not None and not part.whole:
+            holders[part.own or key].add(rank)
+    shards = {frozenset(ranks) for ranks in holders.values()}
+    losses = {rank: losses_of_rank(of_rank) for rank, of_rank in data.events.items()}
+    for one in contributions.by_key.values():
+        found = {rank: losses.get(rank, {}).get(one.key[1:], []) for rank in one.ranks}
+        weights = {rank: [gradient.weight for gradient, _ in pairs] for rank, pairs in found.items() if pairs}
+        for ranks in ({rank for rank in group if rank in weights} for group in shards):
+            of_group = {rank: weights[rank] for rank in sorted(ranks)}
+            if len({len(values) for values in of_group.values()}) != 1:
+                continue
+            for values in zip(*of_group.values(), strict=True):
+                if max(values) - min(values) <= _allowed(one) * max(map(abs, values)):
+                    continue
+                names = ", ".join(map(str, of_group))
+                shown = ", ".join(f"{value:.6g}" for value in values)
+                where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
+                reason = (
+                    f"ranks {names} hold shards of the same parameters and {ONE_WEIGHT}{where}: what each rank's "
+                    "shards get is the gradient of a loss of that rank's own weight"
+                )
+                place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
+                return [reason], [f"{place}: the loss enters backward with {shown} on ranks {names}"]
     return [], []
 
 

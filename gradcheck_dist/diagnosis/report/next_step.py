@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
-from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS
+from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS, ONE_WEIGHT
 from gradcheck_dist.diagnosis.audits.verified import SUMMAND
 from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
 from gradcheck_dist.diagnosis.finding import Report
@@ -42,6 +42,7 @@ SAYS = {
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
     "final, and record again.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
+    ONE_WEIGHT: "Multiply and divide the loss by the same numbers on all ranks of one model.",
     NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
     "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
     "exponentials with SUM.",

@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
 from gradcheck_dist.diagnosis.steps.reduced_early import COMES_EARLY, reduced_early
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.undone_behind import leave_undone_open
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_exactly_written, is_written
 from gradcheck_dist.events import Backward, Event, Reduce
@@ -131,6 +132,7 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
             meant.append(members)
     for members in meant:
         members[0][0].reasons.append(_reason(members))
+        leave_undone_open(members)
 
 
 def name_places(

@@ -1,0 +1,44 @@
+"""Losses that are too large by tokens or a loss scale, where lines behind them may take that away again.
+
+Sums that are clipped and divided by the step's tokens afterwards are right, if the clip's norm knows of the tokens.
+Where it is known what such lines do, diagnosis/steps/hand_clip.py looks at them. Lines of which only that is known that
+they shorten gradients, by another number in each step or on each rank, may divide by the tokens besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log2
+
+from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
+
+SURE = 1e-2
+
+
+def leave_undone_open(changes: Iterable[tuple[StepVerdict, Change]]) -> None:
+    """Take back what losses are accused of, where a change that is no constant may make up for it."""
+    for verdict, change in changes:
+        for finding in list(verdict.findings):
+            if _may_be_undone(verdict, finding, change):
+                verdict.take_away(finding)
+                verdict.reasons.append(
+                    f"weights are x {finding.factor.observed:.6g} from the loss on, and {change.words} makes gradients "
+                    "shorter still: if it divides by this number as well, no division is missing. Where gradients are "
+                    "clipped before they are divided by tokens, the clip's norm has to be multiplied by these"
+                )
+
+
+def _may_be_undone(verdict: StepVerdict, finding: Finding, change: Change) -> bool:
+    event, off, shape = finding.first_event, finding.factor.observed, verdict.shapes.get(cause(finding))
+    if event is None or event.kind != "loss" or event.unrecorded or off is None or off <= 1:
+        return False
+    if shape is None or shape.kind != "uniform" or change.num_parameters < finding.num_parameters:
+        return False
+    exponent = log2(off)
+    scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
+    if not scale and TOKENS not in dict(verdict.made_of.get(cause(finding), ())):
+        return False
+    # What is left when this number is taken out of it is a clip, which only shortens.
+    return all(factor > 0 and factor * off <= 1 + SURE for factor, _ in change.factors.values())
