@@ -63,7 +63,7 @@ def _composed(columns: Sequence[Column], solution: Solution, num_contributions: 
         off = column.stderr != 0
         inherited[off] = inherited[off] + (abs(coefficient) + error) * column.stderr[off]
         if solution.covariance is None:
-            variance = variance + (error * column.weights) ** 2
+            variance[holds] = variance[holds] + (error * column.weights[holds]) ** 2
     if solution.covariance is not None and columns:
         # What several columns have in common is known better than the share of each.
         stacked = np.stack([np.nan_to_num(column.weights) for column in columns if column.weights is not None])

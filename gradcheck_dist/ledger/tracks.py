@@ -341,8 +341,8 @@ def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> N
     step = next((event for event in mine if isinstance(event, OptimizerStep) and clamp and event.seq > clamp.seq), None)
     if clamp is None or step is None:
         return
-    if any(isinstance(event, Backward | Reduce) and clamp.seq < event.seq < step.seq for event in events):
-        return  # clamped before it was complete: no state of it is a combination of contributions
+    if any(isinstance(event, Backward | Reduce | AmpUnscale) and clamp.seq < event.seq < step.seq for event in events):
+        return  # clamped before it was complete, or unscaled: no state of it is a combination of contributions
     seen = [point.values for point in track.points if (point.seq, point.role) == (clamp.seq, BEFORE)]
     track.value_clip = (clamp.seq, step.seq)
     track.points = [point for point in track.points if not clamp.seq <= point.seq <= step.seq]

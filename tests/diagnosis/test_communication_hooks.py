@@ -55,6 +55,24 @@ def test_losses_times_the_ranks_behind_a_hook_that_only_sums_are_the_fault() -> 
     assert (finding.code, finding.factor.expression) == ("GS303", "dp_replicate")
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_wrapper_whose_hooks_are_gone_reduces_nothing(accumulation: int) -> None:
+    """The model was moved once it was wrapped (pytorch/pytorch#104336): the reducer is armed, and nobody calls it."""
+    world = World(Trainer(root=global_mean(RANKS), impl="none", data_ranks=RANKS, accumulation=accumulation), 3)
+    for k in range(accumulation):
+        _backward(world, k, 0)
+    for rank in world.ranks:
+        seq = rank.next_seq()
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+        rank.sample_grads(seq, AFTER, list(rank.ids))
+        rank.emit(Reduce, seq=seq, line=REDUCE_LINE, impl="ddp", op="avg", group=tuple(range(RANKS)),
+                  params=rank.everything, accumulation_step=accumulation - 1)  # fmt: skip
+    (finding,) = ended(world).findings
+    assert (finding.code, finding.pattern) == ("GS103", "other ranks' contributions x 0, own rank's x 3")
+    assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
+    assert "wrapped" in finding.fix
+
+
 def judged_over_nodes(factor: float) -> Report:
     """Two nodes of two ranks, over both of which a hook sums, one after the other, and multiplies by `factor`."""
     world = World(Trainer(root=global_mean(4), impl="none", data_ranks=4), 3)

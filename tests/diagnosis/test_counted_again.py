@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
+from random_trainers import global_mean
 from simulator import Key, Trainer, World
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -53,3 +55,15 @@ def test_shards_that_are_mixed_and_copies_that_are_counted_twice_are_one_reducti
     (finding,) = judged(shards=True).findings
     assert (finding.code, finding.num_parameters) == ("GS105", 1)
     assert "counted 2 times" in finding.explanation
+
+
+@pytest.mark.parametrize(("passes", "reduction", "told"), [(2, "sum", True), (3, "sum", True), (2, "mean", False)])
+def test_tokens_that_ranks_of_one_sequence_all_count_are_told_where_the_program_counts(
+    passes: int, reduction: str, told: bool
+) -> None:
+    """Four ranks, two of which hold parts of one sequence and count all of its tokens (prime-rl's review of #2562)."""
+    root = global_mean(4 / 2)  # times the ranks over which the reduction averages
+    report = diagnose(World(Trainer(root=root, data_ranks=4, accumulation=passes, reduction=reduction)).run())
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.exact) == ("GS303", "1/2")
+    assert ("2 ranks that share sequences" in finding.fix) == told

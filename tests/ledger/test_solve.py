@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradcheck_dist.ledger.buffers import Column
+from gradcheck_dist.ledger.composed import made_up_of
 from gradcheck_dist.ledger.solve import EPSILON, solve
 
 RANDOM = np.random.default_rng(0)
@@ -147,3 +149,13 @@ def test_what_is_too_small_to_change_a_sum_may_be_in_it_all_the_same() -> None:
     (lost, error), (none, sure) = coefficients.values()
     assert abs(lost) < 0.1 and error > 0.5  # 1 is well within six of these
     assert abs(none) < 1e-4 and sure < 1e-3
+
+
+def test_errors_without_a_bound_are_those_of_what_a_column_stands_for_alone() -> None:
+    """Three columns in one plane: none of the three coefficients is known, and what is in no column is known not to
+    be there."""
+    data = np.stack([COLUMNS[:, 0], COLUMNS[:, 1], COLUMNS[:, 0] + COLUMNS[:, 1]])
+    columns = [Column(one, weights, np.zeros(4), 1.0) for one, weights in zip(data, np.eye(3, 4), strict=True)]
+    found = made_up_of(columns, data.sum(axis=0), SINGLE, 4)
+    assert found is not None
+    assert found[1].tolist() == [np.inf, np.inf, np.inf, 0.0]

@@ -388,3 +388,20 @@ def test_a_gradient_whose_norm_cannot_be_read_leaves_the_clip_unjudged(tmp_path:
     run = read_run(tmp_path)
     assert sum(int(np.isnan(np.frombuffer(norms.values)).sum()) for norms in run.ranks[0].norms) == 1
     assert not [code for code in codes(diagnose(run)) if code.startswith("GS60")]
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_values_that_are_clipped_while_they_are_scaled_accuse_no_loss(tmp_path: Path, unscaled: bool) -> None:
+    """What was there before the clip is not what the optimizer reads where the scale is divided out behind it."""
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        part = batch(0, 0)
+        scaler.scale(token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
+        if unscaled:
+            scaler.unscale_(optimizer)
+        utils.clip_grad_value_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, codes(report)) == ("clean" if unscaled else "undetermined", [])
+    assert unscaled or any("clip_value" in reason for reason in report.reasons)

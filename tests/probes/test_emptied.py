@@ -60,6 +60,7 @@ def test_targets_that_nobody_counts_tell_no_batch_that_was_evaluated_again(tmp_p
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("2 pass(es) were emptied" in reason and "that nobody saw" in reason for reason in report.reasons)
+    assert "zero_grad() once a step" in report.next_step
 
 
 @pytest.mark.parametrize("divided", [True, False])

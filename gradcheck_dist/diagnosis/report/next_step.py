@@ -65,6 +65,8 @@ SAYS = {
     "record steps in which they are finite.",
     DECLARE: "Declare what is meant: `gradcheck diagnose RUN --objective NAME` judges the same records, NAME being "
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
+    "or these passes are lost": "Nothing to do where these passes evaluate the step's batch once more; else call "
+    "zero_grad() once a step, behind optimizer.step() or before the first pass.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
     NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
     "did not reach the parameter.",

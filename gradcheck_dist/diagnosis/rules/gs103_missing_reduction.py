@@ -42,7 +42,7 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import numbered
-from gradcheck_dist.events import AFTER, BEFORE, Backward, Event, OptimizerStep, Reduce
+from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.replay import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 
@@ -61,6 +61,13 @@ def judge(case: Case) -> Answer | None:
         return None
     if case.culprit.unheard:
         return _left_out(case)
+    if _did_nothing(case):
+        return Answer(
+            explanation="Other ranks' contributions never reach this gradient: the reduction that its wrapper was to "
+            f"do in this backward left it as it was ({case.pattern.text}). Its hooks are not called: parameters that "
+            "are moved to another device or type, or replaced, once they are wrapped no longer have them.",
+            fix="Move the model, convert it and replace its parameters before it is wrapped, or wrap it anew.",
+        )
     if not case.culprit.absent:
         return None
     foreign = [cell for held, cell in case.cells if not cell.right and _is_foreign(case, held.rank, cell.key[0])]
@@ -140,6 +147,16 @@ def _left_out(case: Case) -> Answer | None:
         "these are left as they were.",
         fix="Reduce these parameters' gradients too, as your code does with the others between these two lines.",
     )
+
+
+def _did_nothing(case: Case) -> bool:
+    """Whether a wrapper's reduction, which should have joined several ranks, was measured to leave each its own."""
+    event, factor = case.reduce, case.culprit.factor
+    if event is None or event.impl not in DATA_PARALLEL or len(event.group) < 2 or factor is None:
+        return False
+    if case.culprit.absent or case.culprit.unrecorded or case.pattern.kind != "own-rank-only":
+        return False
+    return abs(factor - 1) <= max(1e-3, 2 * case.pattern.tolerance)
 
 
 def _left_aside(case: Case) -> Event | None:

@@ -68,6 +68,10 @@ EVERY = (
     "Let every loss that is counted go backward (is backward() inside of the loop over microbatches?), or count the "
     "tokens of those alone that do."
 )
+SHARED = (
+    " Or count each token once: {number} ranks that share sequences (context, sequence or tensor parallel) count the "
+    "same ones."
+)
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
     "{unnamed} Where {number} is the number of accumulation steps, the optimizer is to step after the last of them: "
@@ -150,6 +154,7 @@ def judge(case: Case) -> Answer | None:
     counted = None if case.names else _counted(case)
     if case.names:
         fix = NAMED if len(equal) > 1 else _named(dict(case.names[0].powers))
+        fix += _counted_by_several(case) if fix in (NAMED, TWICE) else ""
     else:
         fix = _without_name(case) if counted is None else _count(case, counted)
     summed = is_sum(case)
@@ -245,7 +250,18 @@ def _without_name(case: Case) -> str:
     number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
     if number < 1.5 or abs(number - round(number)) > EXACT * number:
         return UNNAMED
-    return DIVIDED.format(unnamed=UNNAMED, number=round(number), passes=case.context.num_accumulation)
+    divided = DIVIDED.format(unnamed=UNNAMED, number=round(number), passes=case.context.num_accumulation)
+    return divided + _counted_by_several(case)
+
+
+def _counted_by_several(case: Case) -> str:
+    """What is said where each token may have been counted by several ranks; "" where the run has not as many."""
+    number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
+    whole = round(number) > 1 and abs(number - round(number)) <= EXACT * number
+    own_mean = getattr(case.event, "reduction", "mean") == "mean"  # no number that the program counted
+    if own_mean or not whole or case.context.world_size % round(number) or not _tokens(case):
+        return ""
+    return SHARED.format(number=round(number))
 
 
 def _named(powers: dict[str, int]) -> str:
