@@ -145,10 +145,10 @@ def fed_alike(events: Mapping[int, list[Event]]) -> set[tuple[int, int]]:
 
 
 def _given_alike(events: Mapping[int, Exchange]) -> bool:
-    read = {rank: _read(event) for rank, event in events.items()}
+    read = {rank: sides_of(event) for rank, event in events.items()}
     given = {rank: parts[0] for rank, parts in read.items() if parts}
     near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
-    return len(given) == len(events) > 1 and _alike(given, near) and bool(_flat(given).any())
+    return len(given) == len(events) > 1 and are_alike(given, near) and bool(flat(given).any())
 
 
 def _judge(events: dict[int, Exchange]) -> Passed | None:

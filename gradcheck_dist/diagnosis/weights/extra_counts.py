@@ -34,11 +34,11 @@ def extra_counts(contributions: Contributions) -> dict[ContributionKey, int] | N
         rounding = max(rounding, 4 * EPSILON.get(one.loss.dtype, EPSILON["bfloat16"]))
     if len(weights) < 2 or min(weights.values()) <= 0:
         return None
-    total = sum(tokens.values())
-    shares = np.array([weights[key] * tokens[key] for key in weights])
+    entered = np.array([float(tokens[key]) for key in weights])  # weighted tokens are fractions
+    shares = np.array([weights[key] for key in weights]) * entered
     shares /= shares.sum()
-    entered = np.array([tokens[key] for key in weights])
-    extras = range(1, total // FEW + 1)
+    total = float(entered.sum())
+    extras = range(1, int(total // FEW) + 1)
     if _chance(2 * rounding * shares, total, extras) > SURE:
         return None
     found: list[np.ndarray] = []
@@ -51,7 +51,7 @@ def extra_counts(contributions: Contributions) -> dict[ContributionKey, int] | N
     return {key: int(counted) - tokens[key] for key, counted in zip(weights, found[0], strict=True)}
 
 
-def _chance(widths: np.ndarray, total: int, extras: range) -> float:
+def _chance(widths: np.ndarray, total: float, extras: range) -> float:
     """How many of these totals any weights would fit. `widths`, shape (num_contributions,): the parts of a whole number
     that rounding leaves to each, for a total of one token. Below SURE it may be told as 0."""
     widths = np.sort(widths)[1:]  # the last follows from the sum
