@@ -189,7 +189,7 @@ def test_a_rank_whose_trace_is_missing_leaves_the_verdict_open() -> None:
     del run.ranks[1]
     report = diagnose(run)
     assert report.verdict == "undetermined"
-    assert any("rank(s) 1" in reason for reason in report.reasons)
+    assert any("rank 1" in reason for reason in report.reasons)
 
 
 def test_another_objective_makes_the_same_run_right() -> None:
