@@ -12,7 +12,6 @@ rank records its own products; the sums are made when a run is judged (`ledger/a
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -171,12 +170,10 @@ def came(
         return
     pairs = [*found, *(held.along(index, gradient) for index, gradient in enumerate(gradients, 1))]
     products, sizes = [product for product, _ in pairs], [size for _, size in pairs]
-    event: Callable[..., Any] = functools.partial(
+    recorder.emit_values(
         AttentionBackward,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
+        torch.stack([*products, *sizes]),
+        current.microbatch,
         counts=tuple(tensor.numel() for tensor in held.tensors),
         function=told.function,
         group=told.group,
@@ -185,4 +182,3 @@ def came(
         site=told.site,
         dtype=told.dtype,
     )
-    recorder.emit_values(event, torch.stack([*products, *sizes]))

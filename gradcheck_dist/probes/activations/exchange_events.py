@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -144,17 +143,14 @@ def tell(
     current = recorder.current
     if current is None or not recorder.sampling:
         return
-    event: Callable[..., Exchange] = functools.partial(
+    recorder.emit_values(
         Exchange,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
+        torch.cat([before, after, arrived, given]),
+        current.microbatch,
         lost=lost,
         index=told.number,
         **{name: value for name, value in told._asdict().items() if name != "number"},
     )
-    recorder.emit_values(event, torch.cat([before, after, arrived, given]))
 
 
 def coarsest(tensors: Sequence[Tensor]) -> str:

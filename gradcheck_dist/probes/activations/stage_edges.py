@@ -8,7 +8,7 @@ behind the tensor hooks that the user put on a stage's output (torch/csrc/autogr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,22 +133,19 @@ def _tell(recorder: Recorder, edges: _Edges, side: str, grad: Tensor | None, for
     values = edges.take(grad)
     held = forward is not None and forward.shape == values.shape and forward.device == values.device
 
-    def told(*, t_ns: int, values: bytes) -> StageGradient:
+    def told(*, values: bytes, **fields: Any) -> StageGradient:
         half = len(values) // 2 if held else len(values)
-        return event(t_ns=t_ns, values=values[:half], forward=values[half:])
+        return StageGradient(values=values[:half], forward=values[half:], **fields)
 
-    event: Callable[..., StageGradient] = functools.partial(
-        StageGradient,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
+    recorder.emit_values(
+        told,
+        torch.cat([values, forward]) if held and forward is not None else values,
+        current.microbatch,
         stage=current.stage,
         side=side,
         shape=tuple(grad.shape),
         dtype=str(grad.dtype).removeprefix("torch."),
     )
-    recorder.emit_values(told, torch.cat([values, forward]) if held and forward is not None else values)
 
 
 def _given(recorder: Recorder, roots: Sequence[Root]) -> list[Tensor]:

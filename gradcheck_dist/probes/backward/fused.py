@@ -121,12 +121,6 @@ def _tell(recorder: Recorder, current: BackwardPass, added: set[int]) -> None:
     found = sorted((key, one) for key, one in current.added_to.items() if key in added)
     if not found:
         return
-    event = functools.partial(
-        AddedByFunction,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        params=recorder.registry.param_set([info for _, (info, _) in found]),
-    )
-    recorder.emit_values(event, torch.stack([size for _, (_, size) in found]))
+    params = recorder.registry.param_set([info for _, (info, _) in found])
+    sizes = torch.stack([size for _, (_, size) in found])
+    recorder.emit_values(AddedByFunction, sizes, current.microbatch, params=params)

@@ -134,12 +134,5 @@ def came(
     weight = (got * derivative).sum(1) / (derivative * derivative).sum(1)
     size = got.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     rest = ((got - weight[:, None] * derivative).square().sum(1) / size).sqrt()
-    event = functools.partial(
-        event,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        dtype=str(coarsest).removeprefix("torch."),
-    )
-    recorder.emit_values(event, torch.stack([arrived, weight, rest, *told], 1).float())
+    values = torch.stack([arrived, weight, rest, *told], 1).float()
+    recorder.emit_values(event, values, current.microbatch, dtype=str(coarsest).removeprefix("torch."))

@@ -66,17 +66,9 @@ def labels_seen(recorder: Recorder, labels: Tensor, loss_id: int) -> None:
 
 
 def _tell(recorder: Recorder, tokens: Tensor, microbatch: int, loss_id: int | None) -> None:
-    event = functools.partial(
-        Tokens,
-        seq=recorder.next_seq(),
-        step=recorder.step,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=microbatch,
-        loss_id=loss_id,
-    )
     flat = tokens.detach().reshape(-1)
     found = torch.from_numpy(runs(np.from_dlpack(flat))) if flat.is_cpu else _on_device(flat.to(torch.int64))
-    recorder.emit_values(event, found)
+    recorder.emit_values(Tokens, found, microbatch, loss_id=loss_id)
 
 
 def _on_device(flat: Tensor) -> Tensor:

@@ -238,9 +238,10 @@ class Recorder(Sampler):
             elif self.unsampled is not None:
                 self.unsampled.add(event)
 
-    def emit_values(self, kind: Callable[..., Event], values: Tensor) -> None:
-        """Append an event of which `values`, all but those and the time known, lie on a device."""
-        event = functools.partial(kind, t_ns=time.time_ns())
+    def emit_values(self, kind: Callable[..., Event], values: Tensor, microbatch: int, **fields: Any) -> None:
+        """Append an event of a backward pass of which `values`, all but those known, may lie on a device."""
+        fields |= {"step": self.step, "accumulation_step": self.accumulation_step, "microbatch": microbatch}
+        event = functools.partial(kind, seq=self.next_seq(), t_ns=time.time_ns(), **fields)
         self.num_events += 1
 
         def arrived(host: Tensor) -> None:
