@@ -67,8 +67,9 @@ from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_a
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.steps.waiting import unread_in
 from gradcheck_dist.diagnosis.weights.alike import without_repeats
-from gradcheck_dist.diagnosis.weights.cells import Held, judge, measure
+from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.context import step_context
+from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
 from gradcheck_dist.ledger.contributions import Contributions, collect

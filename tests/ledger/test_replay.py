@@ -11,7 +11,8 @@ from random_trainers import global_mean
 from simulator import Hand, Trainer, World
 from trainer_families import make_case
 
-from gradcheck_dist.diagnosis.weights.cells import Held, measure
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.events import BEFORE, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.replay import nominal_factor

@@ -1,0 +1,200 @@
+"""What each contribution weighs in the gradient that an optimizer read, for every parameter and rank that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from gradcheck_dist.diagnosis.weights.cells import MATERIAL, TOO_FEW, Held
+from gradcheck_dist.events import OptimizerStep, Reduce
+from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.composed import made_up_of
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.leaves import build_basis
+from gradcheck_dist.ledger.replay import replay
+from gradcheck_dist.ledger.solve import solve
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.ledger.transit import Transits, gain
+
+LEAST_ELEMENTS = 64
+"""Of a smaller parameter (a bias) its larger neighbours tell."""
+
+
+def measure(data: StepData, contributions: Contributions, on_the_way: Transits | None = None) -> list[Held]:
+    """Replay every parameter that an optimizer owns, on every rank that holds it."""
+    held: list[Held] = []
+    for key, tracks in sorted(data.tracks.items()):
+        copy = data.beside.get(key)
+        basis = build_basis(tracks, contributions, data.tracks.get(copy) if copy is not None else None)
+        if not len(basis):
+            continue
+        played = replay(data, tracks, basis)
+        mine = [track for _, track in sorted(tracks.items()) if _optimized(data, track)]
+        of_param = [_transfer(key, track, played) for track in mine if not _left_to_others(data, track, tracks)]
+        for one in of_param:
+            _leave_to_others(one, tracks[one.rank], contributions)
+        _pool_shards(of_param, tracks, played)
+        if on_the_way is not None and on_the_way.hops:
+            for one in of_param:
+                _carry(one, key[0], on_the_way)
+        held += of_param
+    return held
+
+
+def _leave_to_others(held: Held, track: Track, contributions: Contributions) -> None:
+    """Of a gradient that is the sum over ranks with tokens of their own, each rank's summand holds its own tokens."""
+    over = track.points[-1].values.over if track.points else ()
+    place = contributions.coordinate
+    others = {place[rank] for rank in over if rank in place} - {place.get(held.rank)}
+    if others:
+        held.elsewhere = frozenset(others)
+        keys = held.replay.basis.keys
+        held.visible = [seen and key[0] not in others for seen, key in zip(held.visible, keys, strict=True)]
+
+
+def _carry(held: Held, stage: int, on_the_way: Transits) -> None:
+    """A leaf that differentiates what came scaled from another stage weighs more or less than it shows."""
+    basis = held.replay.basis
+    for column, (key, origin) in enumerate(zip(basis.keys, basis.origin, strict=True)):
+        hops = on_the_way.on_the_way(origin, stage, key[1:])
+        if hops:
+            held.hops[column] = hops
+    if held.hops and held.observed is not None and held.stderr is not None:
+        gains = np.array([gain(held.hops.get(column, ())) for column in range(len(basis))])
+        noise = np.array([sum(hop.noise for hop in held.hops.get(column, ())) for column in range(len(basis))])
+        held.observed = held.observed * gains
+        held.stderr = np.abs(held.stderr * gains) + np.abs(held.observed) * noise
+
+
+def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay) -> None:
+    """Shards too small to be solved alone are solved together with those that came out of the same reductions: one set
+    of weights for all of them, which the residual confirms or refutes."""
+    groups: dict[tuple[int, ...], list[Held]] = {}
+    for held in of_param:
+        if held.reason == TOO_FEW or held.observed is not None:
+            groups.setdefault(_joined(held), []).append(held)
+    for sources, members in groups.items():
+        small = [held for held in members if held.reason == TOO_FEW or _is_as_documented(held)]
+        if not small or not sources:
+            continue
+        whole = np.full(played.basis.values.shape[1], np.nan)
+        for held in members:
+            whole = np.where(np.isnan(whole), _read(held, tracks, played), whole)
+        small = [held for held in small if _is_part(_read(held, tracks, played), whole, played.epsilon)]
+        if not small:
+            continue
+        told = _of_leaves(whole, small[0], played) or _of_summands(whole, small[0], played)
+        if told is None:
+            continue
+        for held in small:
+            held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
+
+
+def _read(held: Held, tracks: dict[int, Track], played: Replay) -> np.ndarray:
+    """The last sample on a rank, freed of recorded clips."""
+    final = played.final(held.rank)
+    return tracks[held.rank].points[-1].values.data / (final.clip if final is not None else 1.0)
+
+
+def _is_part(values: np.ndarray, whole: np.ndarray, epsilon: float) -> bool:
+    """Whether a rank has what stands in the whole, and no copy with other values: of such the whole tells nothing."""
+    held = np.isfinite(values) & np.isfinite(whole)
+    off = float(np.linalg.norm(values[held] - whole[held]))
+    return off <= max(MATERIAL, 4 * epsilon) * float(np.linalg.norm(whole[held]))
+
+
+def _is_as_documented(held: Held) -> bool:
+    """Whether its few elements could only confirm the records, and do not show the columns that are zero on them."""
+    final = held.replay.final(held.rank)
+    return final is not None and final.solution is not None and final.solution.as_documented
+
+
+def _of_leaves(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
+    """The weights of all contributions in a gradient, and their standard errors."""
+    rows = ~np.isnan(whole) & ~np.isnan(played.basis.values).any(axis=0)
+    nominal = held.nominal if held.nominal is not None else np.zeros(len(played.basis))
+    solution = solve(played.basis.values[:, rows].T, whole[rows], played.epsilon, nominal) if rows.any() else None
+    if solution is None or not (solution.fits and solution.checked):
+        return None
+    return solution.coefficients, solution.stderr
+
+
+def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
+    """The same from what the ranks brought into the last reduction, which was measured: of many accumulation steps and
+    ranks there are fewer sums than contributions."""
+    final = played.final(held.rank)
+    if final is None or not final.made_of or np.isfinite(whole).sum() < LEAST_ELEMENTS:
+        return None
+    columns = [column.times(1.0 / final.clip) for column in final.made_of]
+    found = made_up_of(columns, whole, played.epsilon, len(played.basis))
+    if found is None or not (found[3].fits and found[3].checked):
+        return None
+    return found[0], found[1]
+
+
+def _joined(held: Held) -> tuple[int, ...]:
+    """The ranks whose gradients came together in what this one holds: equal for shards of one gradient, and not for
+    those of replicas that nothing joined."""
+    reduced = [entry for entry in held.replay.history(held.rank) if isinstance(entry.event, Reduce)]
+    return tuple(sorted({source for entry in reduced for source in entry.sources}))
+
+
+def _optimized(data: StepData, track: Track) -> bool:
+    """Whether an optimizer of this rank owns the parameter. Before any optimizer step all are taken to be owned."""
+    steps = [event for event in data.events[track.rank] if isinstance(event, OptimizerStep)]
+    return not steps or any(track.param.id in data.params_of(track.rank, event.params) for event in steps)
+
+
+def _left_to_others(data: StepData, track: Track, others: Mapping[int, Track]) -> bool:
+    """Whether an optimizer that lists all parameters (fairscale's OSS) has others inside of it step them, each rank
+    some: one of another rank steps this one, and none of this rank's does."""
+    inner = any(isinstance(event, OptimizerStep) and event.inside is not None for event in data.events[track.rank])
+    return inner and not _steps_inside(data, track) and any(_steps_inside(data, each) for each in others.values())
+
+
+def _steps_inside(data: StepData, track: Track) -> bool:
+    steps = (event for event in data.events[track.rank] if isinstance(event, OptimizerStep))
+    of_inner = (data.params_of(track.rank, event.params) for event in steps if event.inside is not None)
+    return any(track.param.id in params for params in of_inner)
+
+
+def _transfer(key: ParamKey, track: Track, played: Replay) -> Held:
+    held = Held(key, track.rank, played, partial=bool(track.points) and track.points[-1].values.partial)
+    held.visible = (np.isfinite(played.basis.values) & _part(track)).any(axis=1).tolist()
+    final = played.final(track.rank)
+    if final is None or not final.sampled:
+        if not any(isinstance(entry.event, OptimizerStep) for entry in played.entries.get(track.rank, ())):
+            held.reason = "the step ended before the optimizer read it"
+            return held
+        zeros = np.zeros(len(played.basis))  # .grad was None when the optimizer came
+        held.observed, held.stderr = zeros, zeros
+        held.nominal = final.nominal / final.clip if final is not None else zeros
+    elif final.observed is None or final.stderr is None:
+        held.reason = _why_unsolved(final, played)
+        held.nominal = final.nominal / final.clip
+    else:
+        held.observed, held.stderr = final.observed / final.clip, final.stderr / final.clip
+        held.nominal = final.nominal / final.clip
+    return held
+
+
+def _part(track: Track) -> np.ndarray:
+    """Which of a parameter's sampled positions a rank holds at the end: of the sharded gradient, else of the leaves."""
+    last = [track.points[-1].values] if track.points else [values for _, values in track.leaves.values()]
+    held = np.zeros(track.param.num_positions, dtype=bool)
+    for values in last:
+        held |= ~np.isnan(values.data)
+    return held
+
+
+def _why_unsolved(final: Entry, played: Replay) -> str:
+    if played.incomplete:
+        missing = ", ".join(map(str, sorted(played.incomplete)))
+        return f"a reduction needed rank(s) {missing}, whose trace is missing"
+    if final.solution is not None and not final.solution.fits:
+        return (
+            f"its gradient is no combination of the recorded contributions (residual {final.solution.residual:.1e}): "
+            "something that no probe saw added to it"
+        )
+    return TOO_FEW
