@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradcheck_dist.ledger.solve import EPSILON
+
 Parts = dict[int, list[np.ndarray]]
 """By rank: the sampled elements of each part."""
 
@@ -11,6 +13,11 @@ ALIKE = 1e-4
 """Relative difference within which float32 tensors are copies of one another."""
 APART = 0.05
 """From which they are not, whatever they were computed in."""
+
+
+def nearness(dtype: str) -> float:
+    """Relative difference within which tensors that were computed in a type are copies of one another."""
+    return max(ALIKE, 4 * EPSILON.get(dtype, EPSILON["bfloat16"]))
 
 
 def total_of(parts: Parts, place: int) -> np.ndarray:

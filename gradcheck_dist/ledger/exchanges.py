@@ -28,8 +28,8 @@ from gradcheck_dist.events import (
     Exchange,
 )
 from gradcheck_dist.ledger.exchange_masks import is_mask, kept_apart, of_what_is_kept
+from gradcheck_dist.ledger.exchange_parts import APART as APART
 from gradcheck_dist.ledger.exchange_parts import (
-    ALIKE,
     Parts,
     are_alike,
     are_apart,
@@ -37,10 +37,9 @@ from gradcheck_dist.ledger.exchange_parts import (
     as_one,
     could_be_one,
     flat,
+    nearness,
     total_of,
 )
-from gradcheck_dist.ledger.exchange_parts import APART as APART
-from gradcheck_dist.ledger.solve import EPSILON
 
 OTHERWISE = 0.2
 """Share of a gradient that is not explained from which it is another one, and no rounded or compressed one."""
@@ -90,13 +89,13 @@ class Passed:
 
 def passed(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
     """The exchanges of a step that all ranks of their group recorded, as far as forward could be recognised."""
-    for of_group in _matched(events):
+    for of_group in matched(events):
         one = _judge(of_group)
         if one is not None:
             yield one
 
 
-def _matched(events: Mapping[int, list[Event]]) -> Iterator[dict[int, Exchange]]:
+def matched(events: Mapping[int, list[Event]]) -> Iterator[dict[int, Exchange]]:
     """The exchanges that all ranks of their group recorded, by rank."""
     found: dict[tuple[object, ...], dict[int, Exchange]] = defaultdict(dict)
     for rank, of_rank in events.items():
@@ -110,47 +109,6 @@ def _matched(events: Mapping[int, list[Event]]) -> Iterator[dict[int, Exchange]]
             yield {rank: of_group[rank] for rank in first.group}
 
 
-def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:
-    """Whether what leads from the output of an exchange enters a sum of inputs that are alike on all ranks: what ranks
-    compute there with shards that were drawn from one seed. Backward comes to that sum just before."""
-    place = (one.first.group, one.first.accumulation_step, one.first.microbatch)
-    before: dict[int, Exchange] = {}
-    for rank, own in one.events.items():
-        same = [e for e in events[rank] if isinstance(e, Exchange) and e.seq < own.seq
-                and (e.group, e.accumulation_step, e.microbatch) == place]  # fmt: skip
-        if not same or not same[-1].collectives or same[-1].operation:
-            return False
-        before[rank] = same[-1]
-    read = {rank: sides_of(event) for rank, event in before.items()}
-    if len({(event.function, event.index) for event in before.values()}) > 1 or None in read.values():
-        return False
-    given, made = ({rank: parts[i] for rank, parts in read.items() if parts} for i in range(2))
-    near = max(ALIKE, 4 * EPSILON.get(next(iter(before.values())).dtype, EPSILON["bfloat16"]))
-    wanted = {
-        rank: [len(before) * given[rank][at if len(parts) > 1 else 0]] for at, (rank, parts) in enumerate(given.items())
-    }
-    return are_alike(given, near) and are_near(made, wanted, near) and bool(flat(made).any())
-
-
-def fed_alike(events: Mapping[int, list[Event]]) -> set[tuple[int, int]]:
-    """By (rank, set of parameters): from what something was computed that a function combined over ranks, though it was
-    alike on all of them. Of copies that would be of no use; shards of one seed begin so."""
-    return {
-        (rank, event.params)
-        for of_group in _matched(events)
-        if all(event.collectives for event in of_group.values()) and _given_alike(of_group)
-        for rank, event in of_group.items()
-        if event.params is not None
-    }
-
-
-def _given_alike(events: Mapping[int, Exchange]) -> bool:
-    read = {rank: sides_of(event) for rank, event in events.items()}
-    given = {rank: parts[0] for rank, parts in read.items() if parts}
-    near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
-    return len(given) == len(events) > 1 and are_alike(given, near) and bool(flat(given).any())
-
-
 def _judge(events: dict[int, Exchange]) -> Passed | None:
     if all(event.put_back for event in events.values()):
         return Passed(events, GATHER, "kept")
@@ -162,7 +120,7 @@ def _judge(events: dict[int, Exchange]) -> Passed | None:
     if any(one is None for one in read.values()):
         return None
     given, made, arrived, back = ({rank: one[i] for rank, one in read.items() if one} for i in range(4))
-    near = max(ALIKE, 4 * EPSILON.get(next(iter(events.values())).dtype, EPSILON["bfloat16"]))
+    near = nearness(next(iter(events.values())).dtype)
     if all(np.isnan(flat({0: parts})).all() for parts in made.values()):
         forward = _unread(events, given, near)
     elif any(event.collectives == (SENT,) for event in events.values()):
@@ -247,8 +205,7 @@ def _given_and_arrived(events: dict[int, Exchange]) -> tuple[Parts, Parts, float
         if parts is None:
             return None
         given[rank], arrived[rank] = parts
-    dtype = next(iter(events.values())).dtype
-    return given, arrived, max(ALIKE, 4 * EPSILON.get(dtype, EPSILON["bfloat16"]))
+    return given, arrived, nearness(next(iter(events.values())).dtype)
 
 
 def _documented(events: dict[int, Exchange]) -> Passed | None:

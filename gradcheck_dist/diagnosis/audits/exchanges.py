@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.audits.whole_shares import (
 )
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import HANDED_ON, Event, Exchange, Loss, LossGradient, LossTerm
+from gradcheck_dist.ledger.combined_copies import summed_copies, sums_alike
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import (
     APART,
@@ -31,9 +32,7 @@ from gradcheck_dist.ledger.exchanges import (
     SWAP,
     Passed,
     passed,
-    sums_alike,
 )
-from gradcheck_dist.ledger.summed_copies import summed_copies
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 VERIFY = "`gradcheck run --verify` compares"

@@ -9,7 +9,8 @@ from functools import cached_property
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Exchange
-from gradcheck_dist.ledger.exchanges import SCATTER, SUM, fed_alike
+from gradcheck_dist.ledger.combined_copies import fed_alike
+from gradcheck_dist.ledger.exchanges import SCATTER, SUM
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.parted import MANY, module_of, sizes_of
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track

@@ -27,7 +27,8 @@ def without_uncounted(
         recorded: the contributions as losses tell them; `counted`: as the step is judged.
     """
     known = {key for key, one in counted.by_key.items() if one.num_tokens is not None}
-    if not known or all(one.num_tokens is not None or key in known for key, one in recorded.by_key.items()):
+    all_count = all(one.num_tokens is not None or key in known for key, one in recorded.by_key.items())
+    if not cases or not known or all_count:
         return cases
     cells: dict[ContributionKey, list[HeldCell]] = defaultdict(list)
     for held in judged:

@@ -3,7 +3,8 @@
 ## What it does
 Finds contributions that never reached a rank that holds the parameter: other ranks' tokens weigh nothing there, the
 own rank's keep the weight that they had before the reduction that did not come, or whose result was left aside: in a
-copy that nobody wrote back to `.grad`, or on its way, as nobody waited for it.
+copy that nobody wrote back to `.grad`, or on its way, as nobody waited for it. So it finds a wrapper whose reduction
+changed nothing: a model that is moved or converted once it is wrapped loses the wrapper's hooks.
 
 ## Why it matters
 Every rank now trains its own model on its own data. Replicas drift apart, each prints a plausible norm and loss, and
@@ -22,6 +23,7 @@ module (not through `module.module` or torch.autograd.grad); do not list a train
 
 ## References
 - karpathy/build-nanogpt#30; modelscope/FunASR#3472; pytorch/pytorch#144530; transformers 4.46.2 (measured).
+- Without its hooks: pytorch/pytorch#104336; Lightning-AI/pytorch-lightning#17937.
 - Lightning-AI/pytorch-lightning#4916. Unverified: huggingface/transformers#34645.
 """
 
@@ -64,8 +66,8 @@ def judge(case: Case) -> Answer | None:
     if _did_nothing(case):
         return Answer(
             explanation="Other ranks' contributions never reach this gradient: the reduction that its wrapper was to "
-            f"do in this backward left it as it was ({case.pattern.text}). Its hooks are not called: parameters that "
-            "are moved to another device or type, or replaced, once they are wrapped no longer have them.",
+            f"do in this backward left it as it was ({case.pattern.text}). Most likely its hooks are not called: "
+            "parameters that are moved to another device or type, or replaced, once they are wrapped lose them.",
             fix="Move the model, convert it and replace its parameters before it is wrapped, or wrap it anew.",
         )
     if not case.culprit.absent:

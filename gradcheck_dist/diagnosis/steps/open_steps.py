@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import COUNTS_NOTHING, MAX_SPREAD, Held
-from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.diagnosis.words import in_short, numbered
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
@@ -107,7 +107,7 @@ def _without(run: Run) -> list[str]:
     ]
     absent = [rank for rank in run.missing_ranks if rank not in refused]
     return [
-        f"the trace of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}: "
+        f"the trace of {numbered('rank', ranks)} {what}: "
         f"{'their' if len(ranks) > 1 else 'its'} tokens and gradients are unknown"
         for ranks, what in ((refused, FORBIDDEN), (absent, "is missing"))
         if ranks
