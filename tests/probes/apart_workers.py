@@ -36,7 +36,7 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
                 (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()
             optimizer.step()
             if empties:
-                optimizer.zero_grad()
+                model.zero_grad()
             if how != "never" and (step + 1) % every == 0:
                 average(how, list(model.parameters()), start, rank, world)
     dist.barrier()
