@@ -56,6 +56,23 @@ def test_what_a_sum_owes_follows_from_what_arrives() -> None:
         assert (found.outcome, found.factor) == (expected[0], pytest.approx(expected[1], rel=1e-5))
 
 
+def test_a_sum_by_hand_of_what_was_gathered_is_a_sum() -> None:
+    """It is recorded in as many parts as an all-to-all that is made of a gather."""
+    given, gradients = ([drawn(seed + rank, 30) for rank in RANKS] for seed in (0, 10))
+    total, whole = sum(given), sum(gradients)
+    found = outcome(
+        *(
+            exchange(
+                *(np.split(side, len(RANKS)) for side in (given[rank], total, gradients[rank], 0.5 * whole)),
+                collectives=("all_gather",),
+            )
+            for rank in RANKS
+        )
+    )
+    assert found is not None and (found.forward, found.outcome) == ("sum", "scaled")
+    assert found.factor == pytest.approx(0.5)
+
+
 def test_what_cannot_be_told_is_left_out() -> None:
     parts = [drawn(10 + rank) for rank in RANKS]
     assert a_sum(parts, parts, given=[drawn(0)] * 3) is None, "inputs that are alike tell no sum from a copy"
