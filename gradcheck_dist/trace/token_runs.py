@@ -15,23 +15,19 @@ NUM_LOOKED_AT = 4 * NUM_KEPT  # so many of the smallest hold as many different o
 FACTOR = 6364136223846793005  # Knuth's MMIX multiplier
 NONE = np.iinfo(np.int64).max
 """In the place of a run that holds a label without a loss."""
+_POWERS = np.cumprod(np.array([1, *[FACTOR] * (NUM_TOKENS - 1)], np.int64))[::-1]  # modulo 2**64
+_ONES = np.ones(NUM_TOKENS, np.int8)
 
 
 def runs(tokens: np.ndarray) -> np.ndarray:
     """The smallest checksums of runs, ascending, shape (up to NUM_KEPT,), of tokens of any shape; negative ones are
     labels without a loss."""
-    flat = tokens.reshape(-1).astype(np.int64)
+    flat = np.ascontiguousarray(tokens.reshape(-1), np.int64)
     if len(flat) < NUM_TOKENS:
         return np.empty(0, np.int64)
-    num = len(flat) - NUM_TOKENS + 1
-    found = np.zeros(num, np.int64)
-    whole = np.ones(num, bool)
-    with np.errstate(over="ignore"):
-        for place in range(NUM_TOKENS):
-            part = flat[place : place + num]
-            found = found * np.int64(FACTOR) + part + 1
-            whole &= part >= 0
-    found = found[whole]
+    found = np.correlate(flat, _POWERS) + _POWERS.sum()  # the sum: a token counts one more than its number
+    if flat.min() < 0:
+        found = found[np.correlate((flat < 0).astype(np.int8), _ONES) == 0]
     if len(found) > NUM_LOOKED_AT:
         smallest = np.unique(np.partition(found, NUM_LOOKED_AT)[:NUM_LOOKED_AT])
         if len(smallest) >= NUM_KEPT:
