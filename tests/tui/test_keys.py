@@ -65,6 +65,17 @@ def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapsh
     drive(snapshot, steps)
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_ctrl_c_says_how_to_close_and_of_a_training_only_where_one_may_run(snapshot: Snapshot, live: bool) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        (told,) = (one.message for one in app._notifications)
+        assert told == f"Ctrl-C does nothing here: q closes the screens{', and the training goes on' * live}."
+
+    drive(replace(snapshot, live=live), steps)
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline(tmp_path: Path, shown: bool) -> None:
     """`shown`: the step has the event that the finding stands on; one that is judged again after it was verified may

@@ -27,7 +27,7 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("ctrl+o", "what the command prints (gradcheck run --live)"),
             ("t", "next theme: dark, light, high contrast; all others in the palette"),
             ("ctrl+p", "command palette: screens, themes, screenshot as SVG"),
-            ("? q", "this help; quit (the training goes on; open again at any time); ctrl+c does nothing"),
+            ("? q", "this help; quit (never the training; open again at any time); ctrl+c does nothing"),
         ),
     ),
     (
