@@ -27,11 +27,17 @@ class AxisGauges(Static):
     _report: object = None
     _step: object = None
     _width = 0
+    _shown: Snapshot | None = None
 
     def on_mount(self) -> None:
         self.border_title = "axes: ratio 1/8 … 8"
 
+    def on_resize(self) -> None:
+        if self._shown is not None:
+            self.show(self._shown)
+
     def show(self, snapshot: Snapshot) -> None:
+        self._shown = snapshot
         report = snapshot.report
         width = self.size.width
         if report is self._report and snapshot.step is self._step and width == self._width:

@@ -17,7 +17,14 @@ class CellBox(Static):
 
     DEFAULT_CSS = "CellBox { height: 6; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
 
+    _shown: tuple[Slice, int, int] | None = None
+
+    def on_resize(self) -> None:
+        if self._shown is not None:
+            self.show(*self._shown)
+
     def show(self, part: Slice, row: int, column: int) -> None:
+        self._shown = part, row, column
         if not (row < part.shape[0] and column < part.shape[1]):
             self.update("")
             return
