@@ -22,7 +22,8 @@ VERDICT_WORDS = {"clean": "CLEAN", "findings": "FOUND", "undetermined": "COULD N
 
 @dataclass(frozen=True)
 class FindingText:
-    """One finding in words. `code`, `name` and `severity` are for programs that read the report."""
+    """One finding in words. `code`, `name` and `severity` are for programs that read the report; `facts` begin with the
+    `consequences` for this run."""
 
     code: str
     name: str
@@ -32,6 +33,7 @@ class FindingText:
     where: str
     explanation: str
     fix: str
+    consequences: tuple[str, ...]
     facts: tuple[str, ...]
     culprit: Culprit | None
 
@@ -180,7 +182,8 @@ def _next(report: Report) -> str:
 
 
 def _finding(finding: Finding, total: int) -> FindingText:
-    facts = [prose(line) for line in finding.consequence.split("\n")[:MAX_CONSEQUENCES] if line]
+    consequences = [prose(line) for line in finding.consequence.split("\n")[:MAX_CONSEQUENCES] if line]
+    facts = [*consequences]
     others = _rivals(finding)
     if others:
         facts.append("also explained by " + "; ".join(_candidate(other) for other in others[:3]))
@@ -205,6 +208,7 @@ def _finding(finding: Finding, total: int) -> FindingText:
         where=where,
         explanation=prose(finding.explanation),
         fix=prose(finding.fix),
+        consequences=tuple(consequences),
         facts=tuple(facts),
         culprit=culprit(finding.first_event) if finding.first_event else None,
     )

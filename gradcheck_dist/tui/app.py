@@ -289,8 +289,10 @@ class WatchApp(App[None]):
         self.push_screen(OutputScreen(Path(self.shown.path) / LOG_NAME))
 
     def action_help_quit(self) -> None:
-        """Ctrl-C: neither the screens nor the training end by it."""
-        self.notify("Ctrl-C does nothing here: q closes the screens, and the training goes on.", markup=False)
+        """Ctrl-C: neither the screens nor a training end by it."""
+        trains = self.shown.live or self.shown.phase in ("waiting", "recording")
+        goes_on = ", and the training goes on" if trains else ""
+        self.notify(f"Ctrl-C does nothing here: q closes the screens{goes_on}.", markup=False)
 
     def command_ended(self, exit_code: int) -> None:
         """The command that `gradcheck run --live` started has ended."""

@@ -150,6 +150,8 @@ def build_grid(weights: Sequence[Weight], step: int, tolerance: float) -> Weight
 
 def param_grid(verdict: StepVerdict, tolerance: float) -> WeightGrid:
     """The grid of one step by single parameters."""
+    from gradcheck_dist.diagnosis.steps.units import by_contribution
+
     entries = [
         Entry(
             (held.param[1] if held.param[0] < 0 else f"stage {held.param[0]}: {held.param[1]}", held.rank),
@@ -160,7 +162,7 @@ def param_grid(verdict: StepVerdict, tolerance: float) -> WeightGrid:
             held.alike,
         )
         for held in verdict.held
-        for cell in held.cells
+        for cell in by_contribution(held)
     ]
     return fill(entries, verdict.context.step, tolerance)
 
@@ -177,7 +179,7 @@ class Entry(NamedTuple):
 
 
 def fill(entries: Sequence[Entry], step: int, tolerance: float, *, documented: bool = False) -> WeightGrid:
-    """Arrays out of single weights; of several for one cell (partial sums) the last stays."""
+    """Arrays out of single weights."""
     alike = {entry.row: entry.alike for entry in entries}
     repeated = {(name, other): (name, rank) for (name, rank), ranks in alike.items() for other in ranks}
     rows = sorted({**repeated, **alike})

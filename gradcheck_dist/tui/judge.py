@@ -187,12 +187,15 @@ class Judge:
         self.now = self._with_step(self.now, step)
 
     def _choose(self, wanted: int | None, judged: Judged) -> int:
-        """The wanted step, -1 for the newest, else the one that tells most."""
+        """The wanted step; else, or where -1 asks for the newest, the one that tells most. Of a run that was cut off
+        inside a step, that is no step which some rank did not end, while there is a whole one."""
         steps, report = judged.recorded, judged.report
         if wanted is not None and wanted in steps:
             return wanted
         found = report.findings if report is not None else []
-        return steps[-1] if wanted == -1 or not found else found[0].step
+        if found and wanted != -1:
+            return found[0].step
+        return self._run.last_ended(steps)
 
     def _keep_shown(self, verdicts: Sequence[StepVerdict], step: int, report: Report) -> None:
         """The step that will be shown was judged a moment ago."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +189,27 @@ class LiveRun:
     def whole_steps(self) -> list[int]:
         """Steps that every rank seen so far has recorded to their end; once all is read of a run that nobody writes
         any more, all steps."""
-        num = sum(one.trace is not None or one.waiting > 0 for one in self._ranks.values())
+        num = self._num_begun
         if not num:
             return []
         if not self.live and self.share_read == 1.0:
             return sorted(self._steps)
         return sorted(step for step in self._steps if len(self._ended.get(step, ())) >= num)
+
+    @property
+    def _num_begun(self) -> int:
+        return sum(one.trace is not None or one.waiting > 0 for one in self._ranks.values())
+
+    def last_ended(self, steps: Sequence[int]) -> int:
+        """The last of these ascending steps that every rank recorded to its end; the very last where none is."""
+        num, until = self._num_begun, self.columns.whole_until
+        for step in reversed(steps):
+            if self.in_columns(step):
+                if until is not None and step <= until:
+                    return step
+            elif len(self._ended.get(step, ())) >= num:
+                return step
+        return steps[-1]
 
     def column_steps(self) -> list[int]:
         """Steps in columns that were compared over all ranks."""

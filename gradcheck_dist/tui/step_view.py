@@ -11,6 +11,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.units import by_contribution
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import (
     AmpUnscale,
@@ -132,7 +133,7 @@ class StepView:
         return tuple(self._param_line(key, helds) for key, helds in sorted(of_param.items()))
 
     def _param_line(self, key: ParamKey, helds: list[Held]) -> ParamLine:
-        cells = [cell for held in helds for cell in held.cells]
+        cells = [cell for held in helds for cell in by_contribution(held)]
         worst = max(cells, key=lambda cell: distance(cell.ratio), default=None)
         return ParamLine(
             key=key,

@@ -18,7 +18,7 @@ from spoiled import forge, spoil
 from still_source import StillSource, first_snapshot, screen_text, settled
 from tiny_runs import header, records, write_run
 
-from gradcheck_dist.events import SCHEMA_VERSION, Site
+from gradcheck_dist.events import SCHEMA_VERSION, Clip, Site
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui.app import SCREENS, WatchApp
@@ -126,6 +126,29 @@ def test_a_dead_rank_with_a_cut_trace_is_shown_as_such(tmp_path: Path) -> None:
     text = unwrapped(screens(snapshot, size=(200, 40))["overview"])
     assert "rank 1 dead" in text
     assert "cut inside a frame" in text
+
+
+@pytest.mark.parametrize("fault, end, shown", [(None, False, 1), (None, True, 2), ("repeated", False, 0)])
+def test_a_run_that_was_cut_off_opens_on_its_last_whole_step(
+    tmp_path: Path, fault: str | None, end: bool, shown: int
+) -> None:
+    folder = create_run_dir(tmp_path / "run", {"id": "run", "world_size": 2})
+    for rank in (0, 1):
+        writer = TraceWriter(trace_path(folder, rank), header(rank), background=False)
+        batch = [one for part in records(rank, steps=3, fault=fault) for one in part]
+        cut = next(at for at, one in enumerate(batch) if isinstance(one, Clip) and one.step == 2)
+        for record in batch if end or rank == 0 else batch[:cut]:
+            writer.append(record)
+        writer.close()
+        make_old(trace_path(folder, rank))
+    snapshot = first_snapshot(folder)
+    assert snapshot.recorded == (0, 1, 2)
+    assert snapshot.step is not None
+    assert snapshot.step.step == shown
+    newest, cut_off = first_snapshot(folder, step=-1).step, first_snapshot(folder, step=2).step
+    assert newest is not None
+    assert cut_off is not None
+    assert (newest.step, cut_off.step) == (2 if end else 1, 2)
 
 
 @pytest.mark.parametrize("seed", [2, 3], ids=["checksums tell", "nothing tells"])

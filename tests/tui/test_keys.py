@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 from tiny_runs import SOURCE_LINE, SOURCE_TEXT, write_run, write_unsummed
 
-from gradcheck_dist.events import Exchange
+from gradcheck_dist.events import Exchange, Reduce
 from gradcheck_dist.tui.app import SCREENS, WatchApp
 from gradcheck_dist.tui.lanes import LETTERS, OTHER
 from gradcheck_dist.tui.screens.help import HelpScreen
@@ -65,6 +65,17 @@ def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapsh
     drive(snapshot, steps)
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_ctrl_c_says_how_to_close_and_of_a_training_only_where_one_may_run(snapshot: Snapshot, live: bool) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        (told,) = (one.message for one in app._notifications)
+        assert told == f"Ctrl-C does nothing here: q closes the screens{', and the training goes on' * live}."
+
+    drive(replace(snapshot, live=live), steps)
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_finding_that_no_weight_shows_has_its_line_and_a_place_on_the_timeline(tmp_path: Path, shown: bool) -> None:
     """`shown`: the step has the event that the finding stands on; one that is judged again after it was verified may
@@ -103,7 +114,7 @@ def test_what_a_finding_means_for_this_run_stands_on_the_event_and_explain_scree
             await pilot.pause()
             text = screen_text(app)
             assert "what it means for this run" in text
-            assert consequence.split(".")[0].split()[0] in text
+            assert text.count(consequence.split(":")[0] + ":") == 1
 
     drive(snapshot, steps, size=(160, 60))
 
@@ -380,6 +391,80 @@ def test_the_event_screen_walks_over_contributions_parameters_and_holders(snapsh
         assert app.selection.holder != before.holder
 
     drive(snapshot, steps, mode="event")
+
+
+def test_the_jump_of_a_path_without_an_accused_event_says_what_it_finds_there(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        stops = app.screen.query_one(StopsList)
+        told = {}
+        for _ in range(3):
+            await pilot.press("home", "j")
+            await pilot.pause()
+            assert app.selection.key is not None
+            of_it = [one.message for one in app._notifications]
+            told[app.selection.key[1]] = (of_it[-1:], stops.stops[stops.cursor].event)
+            app.clear_notifications()
+            await pilot.press("k")
+        for k in (0, 1):
+            words, event = told[k]
+            assert words == ["No event on this path is accused. Here its ratio changes for the last time."]
+            assert isinstance(event, Reduce)
+            assert event.accumulation_step == 2
+        assert told[2][0] == ["This contribution arrives right: there is no divergence on its path."]
+
+    assert snapshot.step is not None
+    verdict = replace(snapshot.step.verdict, findings=[])
+    drive(replace(snapshot, step=replace(snapshot.step, verdict=verdict)), steps, mode="event")
+
+
+def test_a_key_that_changes_nothing_says_why(tmp_path: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        for key, words in (
+            ("k", "No other contribution reaches this parameter here."),
+            ("u", "Of no other parameter on rank 0 a weight is known."),
+            ("h", "No other rank than 0 holds this parameter."),
+        ):
+            await pilot.press(key)
+            assert [one.message for one in app._notifications][-1] == words
+        await pilot.press("7", "n")
+        assert [one.message for one in app._notifications][-1] == "There is no other finding."
+
+    run = write_run(tmp_path / "run", world=1, accumulation=1, names=("head.weight",), fault=None)
+    drive(first_snapshot(run), steps, mode="event")
+
+
+def test_on_sixty_columns_nothing_is_cut_that_tells_where_one_is_or_what_is_wrong(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        texts = {}
+        for key in "127":
+            await pilot.press(key)
+            await pilot.pause()
+            texts[key] = screen_text(app)
+        assert texts["7"].splitlines()[0].split() == ["1", "2", "3", "4", "5", "6", "7", "Explain"]
+        lines = [line for line in texts["1"].splitlines() if "dp_replicate  " in line or "accumulation_steps" in line]
+        assert [line.split("│")[1].split()[:2] for line in lines] == [
+            ["dp_replicate", "2"],
+            ["accumulation_steps", "3"],
+        ]
+        assert "▲ more" in texts["2"]
+        await pilot.click("TopBar", offset=(texts["7"].splitlines()[0].index("3"), 0))
+        await pilot.pause()
+        assert app.current_mode == "timeline"
+
+    drive(snapshot, steps, size=(60, 20))
+
+
+def test_summands_are_one_weight_of_their_parameter_and_stand_apart_on_its_way(tmp_path: Path) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        assert "d0 k0 m0  summand 1 of 2" in screen_text(app)
+        await pilot.press("5")
+        await pilot.pause()
+        assert f"▼  {ratio:.3g}" in screen_text(app)
+
+    summands = first_snapshot(write_unsummed(tmp_path / "run"))
+    assert summands.report is not None
+    (ratio,) = {round(weight.ratio or 0, 6) for weight in summands.report.weights}
+    drive(summands, steps, mode="event", size=(120, 40))
 
 
 def test_the_next_contribution_of_a_gradient_with_a_summand_on_each_rank_is_another(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ def unit_of(held: list[Held]) -> dict[ParamKey, str]:
     """Parameters that came out alike, within tolerance, share a unit, named by what its parameters have in common."""
     cells: dict[ParamKey, Ratios] = defaultdict(dict)
     for one in held:
-        shares = {key: _share(summands) for key, summands in _by_contribution(one).items()}
-        cells[one.param].update({(one.rank, key): (share.ratio, share.margin) for key, share in shares.items()})
+        cells[one.param].update({(one.rank, cell.key): (cell.ratio, cell.margin) for cell in by_contribution(one)})
     groups: dict[int, list[tuple[Ratios, list[ParamKey]]]] = defaultdict(list)
     for param, ratios in sorted(cells.items(), key=lambda item: _looseness(item[1])):
         for reference, members in groups[param[0]]:
@@ -98,8 +97,8 @@ def weights(
     for one in held:
         if one.alike and one.cells:
             alike[names[one.param], one.rank].update(one.alike)
-        for key, summands in _by_contribution(one).items():
-            rows[names[one.param], one.rank, key].append(_share(summands))
+        for cell in by_contribution(one):
+            rows[names[one.param], one.rank, cell.key].append(cell)
     result = []
     for (unit, rank, key), cells in sorted(rows.items()):
         nominal = median(cell.nominal for cell in cells)
@@ -123,11 +122,12 @@ def weights(
     return result
 
 
-def _by_contribution(held: Held) -> dict[ContributionKey, list[Cell]]:
+def by_contribution(held: Held) -> list[Cell]:
+    """One cell a contribution, also where its gradient arrived as several summands."""
     cells: dict[ContributionKey, list[Cell]] = defaultdict(list)
     for cell in held.cells:
         cells[cell.key].append(cell)
-    return cells
+    return [_share(summands) for summands in cells.values()]
 
 
 def _share(summands: list[Cell]) -> Cell:

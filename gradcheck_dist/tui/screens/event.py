@@ -18,7 +18,7 @@ from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.step_view import Stop
 from gradcheck_dist.tui.widgets.event_card import EventCard
 from gradcheck_dist.tui.widgets.rows import Rows
-from gradcheck_dist.tui.widgets.stops_list import StopsList
+from gradcheck_dist.tui.widgets.stops_list import SAME, StopsList
 
 
 class EventScreen(RunScreen):
@@ -99,9 +99,23 @@ class EventScreen(RunScreen):
         culprits = step.culprits if step is not None else frozenset()
         at = next((i for i, stop in enumerate(self._stops) if (stop.rank, stop.seq) in culprits), None)
         if at is None:
-            self.notify("No divergence on this path.", markup=False)
-        else:
+            at, words = self._last_change()
+            self.notify(words, markup=False)
+        if at is not None:
             self.query_one(StopsList).cursor = at
+
+    def _last_change(self) -> tuple[int | None, str]:
+        """Where a path that passes no accused event goes wrong, and words for it."""
+        step, chosen = self.watch_app.shown.step, self.watch_app.selection
+        cell = None
+        if step is not None and chosen.param is not None and chosen.holder is not None and chosen.key is not None:
+            cell = step.cell(chosen.param, chosen.holder, chosen.key)
+        if cell is not None and cell.right:
+            return None, "This contribution arrives right: there is no divergence on its path."
+        changes = [at for at, stop in enumerate(self._stops) if abs(stop.after - stop.before) > SAME * abs(stop.before)]
+        if cell is None or not changes:
+            return None, "No event on this path is accused."
+        return changes[-1], "No event on this path is accused. Here its ratio changes for the last time."
 
     def action_next_key(self, by: int) -> None:
         step, selection = self.watch_app.shown.step, self.watch_app.selection
@@ -112,6 +126,8 @@ class EventScreen(RunScreen):
         if keys:
             at = keys.index(selection.key) if selection.key in keys else -1
             self.watch_app.open_path(selection.param, selection.holder, keys[(at + by) % len(keys)])
+            if len(keys) == 1:
+                self.notify("No other contribution reaches this parameter here.", markup=False)
 
     def action_next_param(self, by: int) -> None:
         step, selection = self.watch_app.shown.step, self.watch_app.selection
@@ -121,6 +137,8 @@ class EventScreen(RunScreen):
         if params and selection.holder is not None:
             at = params.index(selection.param) if selection.param in params else -1
             self.watch_app.open_path(params[(at + by) % len(params)], selection.holder, selection.key)
+            if len(params) == 1:
+                self.notify(f"Of no other parameter on rank {selection.holder} a weight is known.", markup=False)
 
     def action_next_holder(self, by: int) -> None:
         step, selection = self.watch_app.shown.step, self.watch_app.selection
@@ -130,6 +148,8 @@ class EventScreen(RunScreen):
         if holders:
             at = holders.index(selection.holder) if selection.holder in holders else -1
             self.watch_app.open_path(selection.param, holders[(at + by) % len(holders)], selection.key)
+            if len(holders) == 1:
+                self.notify(f"No other rank than {holders[0]} holds this parameter.", markup=False)
 
 
 def _finding(snapshot: Snapshot, selection: Selection) -> Finding | None:

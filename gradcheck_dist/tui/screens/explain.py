@@ -67,7 +67,7 @@ class Explain(RunScreen):
             text.append("where\n", "bold underline").append(f"{words.culprit.line}\n")
             for fact in words.culprit.facts:
                 text.append(f"{fact}\n", "dim")
-        for fact in words.facts[1 if finding.consequence else 0 :]:
+        for fact in words.facts[len(words.consequences) :]:
             text.append(f"\n{fact}\n")
         self.query_one("#finding", Static).update(text)
         rule = find_rule(finding.code)
@@ -84,7 +84,9 @@ class Explain(RunScreen):
 
     def action_finding(self, by: int) -> None:
         report = self.watch_app.shown.report
-        if report is not None and report.findings:
+        if report is None or len(report.findings) < 2:
+            self.notify("There is no other finding.", markup=False)
+        else:
             self.watch_app.select_finding((self.watch_app.selection.finding + by) % len(report.findings))
 
     def action_export(self) -> None:

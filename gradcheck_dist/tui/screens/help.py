@@ -27,13 +27,13 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("ctrl+o", "what the command prints (gradcheck run --live)"),
             ("t", "next theme: dark, light, high contrast; all others in the palette"),
             ("ctrl+p", "command palette: screens, themes, screenshot as SVG"),
-            ("? q", "this help; quit (the training goes on; open again at any time); ctrl+c does nothing"),
+            ("? q", "this help; quit (never the training; open again at any time); ctrl+c does nothing"),
         ),
     ),
     (
         "Weights",
         (
-            ("arrows, click", "move over the cells; the box below shows the three ledgers"),
+            ("arrows, click", "move over the cells; below: the weight expected, documented (nominal), observed"),
             ("n", "numbers on or off"),
             ("r c", "what rows and columns are; a merged cell shows the worst of those it stands for"),
             ("/ enter", "search units and ranks; open the cell's way event by event"),
@@ -52,8 +52,8 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "Event",
         (
             ("← →", "step back and forth: the ledger is replayed event by event"),
-            ("k u h", "next contribution, parameter, rank that holds it"),
-            ("j tab", "jump to the first divergence on this path; tab to the card: ↑ ↓ scroll it"),
+            ("k u h", "next contribution, parameter, holder (a rank that holds it)"),
+            ("j tab", "jump to where this path goes wrong; tab to the card: ↑ ↓ scroll it"),
         ),
     ),
     ("Parameters", (("enter ← →", "fold, unfold; on a parameter: open its way"), ("/", "search"))),
@@ -66,6 +66,8 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "Signs",
         (
             ("= ▼ ▲ 0 ?", "right, too small, too large, nothing arrived, not known"),
+            ("d1 k0 m2", "what data rank 1 gave in accumulation step 0, microbatch 2"),
+            ("~1/2", "not measured there: carried on by the factors that the events document"),
             ("● ○ ✗", "rank writes, has ended, is gone"),
         ),
     ),

@@ -15,22 +15,34 @@ _HALF = 4
 """Cells on either side of the middle of a gauge; the ends stand for 1/8 and 8."""
 
 
+BESIDE_RATIO = 18 + 1 + 2 + 1 + (2 * _HALF + 1) + 1
+"""Cells of a line before its ratio: name, degree, gauge."""
+
+
 class AxisGauges(Static):
-    """Axes with a degree above 1, then accumulation steps and microbatches."""
+    """Axes with a degree above 1, then accumulation steps and microbatches; without the gauges where it is narrow."""
 
     DEFAULT_CSS = "AxisGauges { height: 1fr; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
 
     _report: object = None
     _step: object = None
+    _width = 0
+    _shown: Snapshot | None = None
 
     def on_mount(self) -> None:
         self.border_title = "axes: ratio 1/8 … 8"
 
+    def on_resize(self) -> None:
+        if self._shown is not None:
+            self.show(self._shown)
+
     def show(self, snapshot: Snapshot) -> None:
+        self._shown = snapshot
         report = snapshot.report
-        if report is self._report and snapshot.step is self._step:
+        width = self.size.width
+        if report is self._report and snapshot.step is self._step and width == self._width:
             return
-        self._report, self._step = report, snapshot.step
+        self._report, self._step, self._width = report, snapshot.step, width
         if report is None:
             self.update("")
             return
@@ -40,14 +52,17 @@ class AxisGauges(Static):
             counts = {"accumulation_steps": context.num_accumulation, "microbatches": context.num_microbatches}
             degrees |= {name: count for name, count in counts.items() if count > 1}
         text, blamed = Text(no_wrap=True, overflow="ellipsis"), set[str]()
+        ratios = {name: _ratio(snapshot, name) for name in degrees}
+        longest = max((len(scale.short(ratio)) for ratio in ratios.values() if ratio is not None), default=1)
+        narrow = width < BESIDE_RATIO + longest
         for name, degree in degrees.items():
-            ratio = _ratio(snapshot, name)
+            ratio = ratios[name]
             if ratio is not None:
                 blamed.add(name)
-            text.append(f"{name:<18} {degree:>2} ").append_text(gauge(1.0 if ratio is None else ratio))
-            text.append(
-                f" {scale.short(ratio)}\n" if ratio is not None else " 1\n", "bold" if ratio is not None else ""
-            )
+            text.append(f"{name:<18} {degree:>2} ")
+            if not narrow:
+                text.append_text(gauge(1.0 if ratio is None else ratio)).append(" ")
+            text.append(f"{scale.short(1.0 if ratio is None else ratio)}\n", "bold" if ratio is not None else "")
         if not degrees:
             alone = report.run.world_size == 1
             text.append("one rank, one contribution a step\n" if alone else "no mesh axis is known (--axes)\n", "dim")

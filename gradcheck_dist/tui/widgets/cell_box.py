@@ -17,7 +17,14 @@ class CellBox(Static):
 
     DEFAULT_CSS = "CellBox { height: 6; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
 
+    _shown: tuple[Slice, int, int] | None = None
+
+    def on_resize(self) -> None:
+        if self._shown is not None:
+            self.show(*self._shown)
+
     def show(self, part: Slice, row: int, column: int) -> None:
+        self._shown = part, row, column
         if not (row < part.shape[0] and column < part.shape[1]):
             self.update("")
             return
@@ -38,19 +45,21 @@ class CellBox(Static):
         merged = part.num_merged(row, column)
         text.append(f", worst of {merged}\n" if merged > 1 else "\n", "italic")
         exact = part.grid.exact.get(key)
-        wide = self.size.width > 95 and exact
-        text.append("expected ").append(exact if exact else _number(expected), "bold")
+        wide, narrow = self.size.width > 95 and exact, self.size.width < 76
+        digits = 3 if narrow else 5
+        text.append("expected ").append(exact if exact else _number(expected, digits), "bold")
         text.append(f" = {_number(expected)}" if wide else "")
-        text.append("  nominal ").append(_number(nominal), "bold")
-        text.append("  observed ").append(_number(observed), "bold")
-        text.append("  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
+        text.append("  nominal ").append(_number(nominal, digits), "bold")
+        text.append("  observed ").append(_number(observed, digits), "bold")
+        text.append("\nratio " if narrow else "  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
         text.append(" right\n" if right else " not known\n" if math.isnan(ratio) else " WRONG\n", "bold")
-        text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch\n", "dim")
+        if not narrow:
+            text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch\n", "dim")
         for piece, style in scale.legend():
             text.append(piece, style)
-        text.append(" ratio: = right ▼ too small ▲ too large", "dim")
+        text.append(" = right ▼ less ▲ more" if narrow else " ratio: = right ▼ too small ▲ too large", "dim")
         self.update(text, layout=False)
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else number(value)
+def _number(value: float, digits: int = 5) -> str:
+    return "-" if math.isnan(value) else number(value, digits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.text import Text
 from textual.widgets import Static
 
@@ -19,6 +21,7 @@ from gradcheck_dist.events import (
     Reduce,
     ScaleGrads,
 )
+from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.reports.culprit import culprit as in_words
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import Excerpt, excerpt, modified_s, short_path
@@ -150,9 +153,9 @@ def _tokens(count: int | None) -> str:
 
 def _factors(text: Text, stop: Stop, cell: Cell | None) -> None:
     right = cell is not None and abs(stop.after - 1) <= cell.tolerance
-    measured = number(stop.measured) if stop.measured is not None else "not measured here"
+    measured = f"measured {number(stop.measured)}" if stop.measured is not None else "not measured here"
     nominal = number(stop.nominal) if stop.nominal is not None else "unknown"
-    text.append("factor: documented ").append(nominal, "bold").append(", measured ").append(measured, "bold")
+    text.append("factor: documented ").append(nominal, "bold").append(", ").append(measured, "bold")
     text.append("\nratio: before ").append(f" {scale.short(stop.before)} ", scale.style(stop.before, _one(stop.before)))
     text.append(" after ").append(f" {scale.short(stop.after)} ", scale.style(stop.after, right or _one(stop.after)))
     if cell is not None:
@@ -165,9 +168,13 @@ def _one(ratio: float) -> bool:
 
 
 def _ledger(text: Text, ledger: list[tuple[Cell, float | None]]) -> None:
+    sizes = Counter(cell.key for cell, _ in ledger)
+    seen: Counter[ContributionKey] = Counter()
     for cell, ratio in ledger[:MAX_LEDGER]:
         data_rank, step, microbatch = cell.key
-        text.append(f"  d{data_rank} k{step} m{microbatch}  ")
+        seen[cell.key] += 1
+        summand = f"summand {seen[cell.key]} of {sizes[cell.key]}  " if sizes[cell.key] > 1 else ""
+        text.append(f"  d{data_rank} k{step} m{microbatch}  {summand}")
         if ratio is None:
             text.append("not yet\n", "dim")
         else:

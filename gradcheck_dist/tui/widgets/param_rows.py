@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from gradcheck_dist.reports.text import plural
+from gradcheck_dist.reports.text import clip, plural
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.step_view import ParamLine
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
@@ -97,6 +97,10 @@ class ParamRows(Rows):
     def _name_width(self) -> int:
         return max(20, min(60, self.size.width - 44))
 
+    @property
+    def _rest_width(self) -> int:
+        return max(1, self.size.width - self._name_width - 23)  # but for name, ratio, norm, and the scrollbar
+
     def header(self, row: int) -> Iterable[Piece]:
         yield fit("module / parameter", self._name_width), "head"
         yield f"{'ratio':>8}  {'norm':>10}  observed", "head"
@@ -112,12 +116,12 @@ class ParamRows(Rows):
             yield f"{scale.sign(ratio, node.right)}{scale.short(ratio):>7}", scale.style(ratio, node.right)
         yield f"  {'-' if norm is None else format(norm, '.4g'):>10}  ", "plain"
         if node.line is None:
-            yield f"{node.num_seen} of {plural(len(node.leaves), 'parameter')}", "dim"
+            yield clip(f"{node.num_seen} of {plural(len(node.leaves), 'parameter')}", self._rest_width), "dim"
         elif not node.line.num_cells:
-            yield f"unidentifiable: {node.line.reason or 'no gradient of it was seen'}", "warn"
+            yield clip(f"unidentifiable: {node.line.reason or 'no gradient of it was seen'}", self._rest_width), "warn"
         else:
             unknown = f", {node.line.num_unknown} unidentifiable" if node.line.num_unknown else ""
-            yield f"{plural(node.line.num_cells, 'weight')}{unknown}", "dim"
+            yield clip(f"{plural(node.line.num_cells, 'weight')}{unknown}", self._rest_width), "dim"
 
     def empty(self) -> str:
         return "no parameter matches" if self._filter else "no parameter was recorded"

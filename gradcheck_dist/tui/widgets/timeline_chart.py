@@ -198,7 +198,8 @@ class TimelineChart(Rows):
         yield fit("ms since start", LABEL_WIDTH), "dim"
         ticks = ""
         while len(ticks) < self.plot_width:
-            ticks += fit(f"{(self._offset + len(ticks) * self._per_cell) / 1e6:.4g}", 12)
+            tick = f"{(self._offset + len(ticks) * self._per_cell) / 1e6:.4g}"
+            ticks += fit(tick if len(ticks) + len(tick) <= self.plot_width else "", 12)
         yield ticks, "head"
 
     def pieces(self, index: int) -> Iterable[Piece]:

@@ -11,7 +11,7 @@ TABS = ("Overview", "Weights", "Timeline", "Event", "Parameters", "Compare", "Ex
 
 
 class TopBar(Widget):
-    """One line of tabs."""
+    """One line of tabs; where their names do not fit, the others' keys only."""
 
     COMPONENT_CLASSES = {"top--here", "top--key"}
     DEFAULT_CSS = """
@@ -32,7 +32,10 @@ class TopBar(Widget):
         self._here = here
 
     def _labels(self) -> list[str]:
-        return [f"{index} {name}" for index, name in enumerate(TABS, 1)]
+        labels = [f"{index} {name}" for index, name in enumerate(TABS, 1)]
+        if sum(map(len, labels)) + len(TABS) - 1 <= self.size.width:
+            return labels
+        return [label if label[2:].lower() == self._here else label[0] for label in labels]
 
     def render(self) -> Text:
         text, gap = Text(no_wrap=True, overflow="ellipsis"), self._gap()
@@ -52,5 +55,5 @@ class TopBar(Widget):
         start, gap = 0, len(self._gap())
         for label in self._labels():
             if start <= event.x < start + len(label):
-                self.post_message(self.Picked(label[2:].lower()))
+                self.post_message(self.Picked(TABS[int(label[0]) - 1].lower()))
             start += len(label) + gap
