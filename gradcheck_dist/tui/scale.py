@@ -76,14 +76,28 @@ def short(ratio: float) -> str:
     """A ratio in at most six characters: "4", "1/4", "0.853", "1.64"."""
     if math.isnan(ratio):
         return "?"
-    if ratio == 0:
-        return "0"
+    if ratio == 0 or math.isinf(ratio):
+        return f"{ratio:.0f}"
     for value, prefix in ((ratio, ""), (1 / ratio, "1/")):
         whole = round(value)
         if 1 <= abs(whole) < 1000 and abs(value - whole) < 5e-4 * abs(whole):
             return f"{prefix}{whole}" if prefix == "" or whole != 1 else f"{whole}"
     text = f"{ratio:.3g}"
     return text if len(text) <= 7 else f"{ratio:.1e}"
+
+
+@lru_cache(maxsize=4096)
+def brief(ratio: float, width: int) -> str:
+    """A ratio in at most `width` characters, four or more, rounded to what fits: never a piece of it."""
+    texts = [short(ratio), f"{ratio:.3g}", f"{ratio:.2g}", _without_zero(f"{ratio:.2g}"), _without_zero(f"{ratio:.1g}")]
+    if math.isfinite(ratio):
+        mantissa, exponent = f"{ratio:.0e}".split("e")
+        texts.append(f"{mantissa}e{int(exponent)}")
+    return next((text for text in texts if len(text) <= width), "≈0" if abs(ratio) < 1 else "huge")
+
+
+def _without_zero(text: str) -> str:
+    return text.replace("0.", ".", 1) if text.lstrip("-").startswith("0.") else text
 
 
 def distance(ratio: float) -> float:

@@ -316,6 +316,22 @@ def test_where_nothing_was_found_the_key_to_it_says_which_of_three_that_is(snaps
         drive(shown, steps)
 
 
+def test_a_weight_that_differs_is_called_wrong_only_where_the_run_has_a_finding(snapshot: Snapshot) -> None:
+    assert snapshot.report is not None
+    unclear = msgspec.structs.replace(snapshot.report, verdict="undetermined", findings=[], reasons=["a clip by hand"])
+    for shown, words, others in (
+        (snapshot, " WRONG", " differs"),
+        (replace(snapshot, report=unclear), " differs", " WRONG"),
+    ):
+
+        async def steps(app: WatchApp, _pilot: Pilot[None], words: str = words, others: str = others) -> None:
+            text = screen_text(app)
+            assert words in text
+            assert others not in text
+
+        drive(shown, steps, mode="weights")
+
+
 def test_a_click_on_a_cell_selects_it(snapshot: Snapshot) -> None:
     async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
         heatmap = app.screen.query_one(Heatmap)

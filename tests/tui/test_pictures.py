@@ -15,9 +15,10 @@ from still_source import StillSource, first_snapshot, screen_text
 
 from gradcheck_dist.reports import source
 from gradcheck_dist.tui.app import SCREENS, WatchApp
-from gradcheck_dist.tui.scale import legend, short, sign, style
+from gradcheck_dist.tui.scale import brief, legend, short, sign, style
 from gradcheck_dist.tui.screenshot import render
 from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.tui.widgets.heatmap import NUMBER_WIDTH, _cell, _chosen
 
 PICTURES = Path(__file__).parent / "pictures"
 
@@ -109,11 +110,34 @@ def test_the_scale_tells_too_small_right_and_too_large_apart_by_colour_and_by_si
         (0.0, "0"),
         (1e-9, "1e-09"),
         (-2.0, "-2"),
+        (float("inf"), "inf"),
     ],
 )
 def test_a_ratio_is_short(ratio: float, text: str) -> None:
     assert short(ratio) == text
     assert len(short(ratio)) <= 7
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (0.0143, ".014"),
+        (1 / 128, ".008"),  # the first four characters of 1/128 are another number
+        (1 / 16, "1/16"),
+        (0.853, "0.85"),
+        (-0.0123, "-.01"),
+        (1234.0, "1e3"),
+        (1.2e-4, "1e-4"),
+        (-1e-9, "≈0"),
+        (-1e12, "huge"),
+    ],
+)
+def test_a_ratio_in_a_cell_is_rounded_and_never_cut(ratio: float, text: str) -> None:
+    assert brief(ratio, 4) == text
+    body, _ = _cell(ratio, False, NUMBER_WIDTH, True)
+    assert len(body) == NUMBER_WIDTH - 1
+    assert len(_chosen(body)) == NUMBER_WIDTH - 1
+    assert text in _chosen(body)
 
 
 def test_the_readme_s_picture_is_the_weights_screen(faulty_run: Path) -> None:

@@ -40,6 +40,7 @@ class Weights(RunScreen):
         yield CellBox()
 
     def show(self, snapshot: Snapshot, selection: Selection) -> None:
+        self.query_one(CellBox).accused = bool(snapshot.report is not None and snapshot.report.findings)
         if self.rows.startswith("param") and snapshot.step is not None:
             self._slice(snapshot.step.param_grid)
         elif snapshot.grid is not None:

@@ -13,10 +13,14 @@ from gradcheck_dist.tui.grid import Slice
 
 
 class CellBox(Static):
-    """Expected, nominal, observed, ratio; below it the colour scale."""
+    """Expected, nominal, observed, ratio; below it the colour scale.
+
+    `accused`: whether the run has findings. Of one that could not be judged, a weight that differs may be meant.
+    """
 
     DEFAULT_CSS = "CellBox { height: 6; border: round $primary; padding: 0 1; text-wrap: nowrap; }"
 
+    accused = False
     _shown: tuple[Slice, int, int] | None = None
 
     def on_resize(self) -> None:
@@ -52,7 +56,8 @@ class CellBox(Static):
         text.append("  nominal ").append(_number(nominal, digits), "bold")
         text.append("  observed ").append(_number(observed, digits), "bold")
         text.append("\nratio " if narrow else "  ratio ").append(f" {scale.short(ratio)} ", scale.style(ratio, right))
-        text.append(" right\n" if right else " not known\n" if math.isnan(ratio) else " WRONG\n", "bold")
+        wrong = " WRONG\n" if self.accused else " differs\n"
+        text.append(" right\n" if right else " not known\n" if math.isnan(ratio) else wrong, "bold")
         if not narrow:
             text.append(f"tolerance {part.grid.tolerance:.1g}; d data rank, k accumulation step, m microbatch\n", "dim")
         for piece, style in scale.legend():

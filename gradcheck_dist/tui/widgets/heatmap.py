@@ -131,7 +131,7 @@ class Heatmap(Rows):
             ratio = part.ratio(index, column)
             body, style = _cell(ratio, abs(ratio - 1.0) <= tolerance, width, numbers)
             if column == here:
-                yield f"[{body[1:-1]}]", style + Style(bold=True, underline=True)
+                yield _chosen(body), style + Style(bold=True, underline=True)
             else:
                 yield body, style
             yield " ", "plain"
@@ -146,5 +146,10 @@ class Heatmap(Rows):
 def _cell(ratio: float, right: bool, width: int, numbers: bool) -> tuple[str, Style]:
     """A cell without the gap behind it."""
     sign = scale.sign(ratio, right)
-    body = f" {sign} {scale.short(ratio)}" if numbers else f" {sign}"
-    return body.ljust(width - 1)[: width - 1], scale.style(ratio, right)
+    body = f" {sign} {scale.brief(ratio, width - 4)}" if numbers else f" {sign}"
+    return body.ljust(width - 1), scale.style(ratio, right)
+
+
+def _chosen(body: str) -> str:
+    """A cell in brackets; a number that fills it moves up to its sign."""
+    return f"[{body[1:-1]}]" if body.endswith(" ") else f"[{body[1]}{body[3:]}]"
