@@ -36,6 +36,7 @@ PRELOAD = (
     "torch.distributed.pipelining",
     "gradcheck_dist.trainer.elastic",
     "gradcheck_dist.trainer.loop",
+    "gradcheck_dist.probes.session",
 )
 """Modules that the fork server imports before it forks the first rank."""
 
