@@ -9,7 +9,6 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
-from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
 from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
@@ -19,6 +18,7 @@ from gradcheck_dist.stream.trusted import Records
 from gradcheck_dist.stream.watch import Deviation, Watch
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import size_of
+from gradcheck_dist.wording import numbered
 
 FIRST_BYTES, PLAIN_BYTES = 256 << 10, 64 << 10
 """Read of each rank at a time where the first step that is off is all that is wanted, and where single events are read:
@@ -146,7 +146,9 @@ def add_to(
     report.reasons += watched.reasons
     for why, of_reason in left_open.items():
         steps = sorted({step for finding in of_reason for step in finding.steps})
-        report.reasons.append(f"{steps_in_words(steps)}: off as documented, {why}. {of_reason[0].suggested_experiment}")
+        report.reasons.append(
+            f"{numbered('step', steps)}: off as documented, {why}. {of_reason[0].suggested_experiment}"
+        )
     accused = [finding for finding in report.findings if finding.severity != "info"]
     if accused:
         report.verdict = "findings"

@@ -43,10 +43,10 @@ from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.diagnosis.words import numbered
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.replay import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
+from gradcheck_dist.wording import numbered
 
 CODE = "GS103"
 NAME = "missing-reduction"

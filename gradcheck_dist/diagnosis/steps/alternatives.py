@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.ledger.apart import averaged, share_updates
 from gradcheck_dist.ledger.expected import TOTALS
-from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import numbered
 
 LOST = "GS401"
 SKIPPED_APART = frozenset({"GS607", "GS609"})
@@ -52,7 +52,7 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
         return verdicts, []
     if only_first and _were_counted(verdicts, chosen):
         return verdicts, []
-    where = steps_in_words([verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
+    where = numbered("step", [verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
     if only_first:
         note = f"{where}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
     else:

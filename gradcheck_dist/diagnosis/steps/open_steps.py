@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import COUNTS_NOTHING, MAX_SPREAD, Held
-from gradcheck_dist.diagnosis.words import in_short, numbered
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
@@ -33,6 +33,7 @@ from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contri
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import FORBIDDEN
+from gradcheck_dist.wording import numbered
 
 UNCOUNTED = (
     "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
