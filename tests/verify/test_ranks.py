@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     first = Exchange(0, (0, 1, 2), store)
     store.set("gradcheck/verify//early/1", "2")  # what rank 1 would say
     assert first.of((0, 1)).gather("early", 1) == [1, 2]
-    with pytest.raises(exchange.OutOfStepError, match=r"rank\(s\) 1, 2 did not come to 'late'"):
+    with pytest.raises(exchange.OutOfStepError, match="ranks 1 and 2 did not come to 'late'"):
         first.gather("late", 1)
 
 
