@@ -30,10 +30,10 @@ def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[st
     if not behind:
         return verdicts, []
     kept = [*verdicts[: first + 1], *(verdict for verdict in verdicts[first + 1 :] if skipped_apart(verdict))]
-    left_out = [str(verdict.context.step) for verdict in behind]
+    left_out = numbered("step", [verdict.context.step for verdict in behind])
     return kept, [
-        f"step(s) {', '.join(left_out)} came after step {verdicts[first].context.step}, which only some ranks took: "
-        "parts of the model are a step apart there, and these steps are left out"
+        f"{left_out} came after step {verdicts[first].context.step}, which only some ranks took: "
+        "parts of the model are a step apart there: left out"
     ]
 
 
