@@ -99,7 +99,7 @@ def test_a_bias_of_which_each_rank_adds_a_part_is_named(tmp_path: Path) -> None:
     assert gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run ")).verdict == "clean"
     report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run bias divided"))
     (reason,), (finding,) = report.reasons, report.findings
-    assert "layers.1.bias is right only as a summand of ranks 0, 1" in reason and "x 1/2" in reason
+    assert "layers.1.bias is right only as a summand of ranks 0 and 1" in reason and "x 1/2" in reason
     assert (finding.code, finding.factor.exact) == ("GS703", "1/2") and "layers.1.bias" in finding.explanation
 
 
