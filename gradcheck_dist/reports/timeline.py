@@ -127,7 +127,7 @@ def describe(event: Event) -> str:
     elif isinstance(event, OptimizerStep):
         what = event.optimizer
     elif isinstance(event, PipelineStep):
-        what = f"{event.schedule}, {event.num_microbatches} microbatches"
+        what = f"{event.schedule}, {plural(event.num_microbatches, 'microbatch')}"
     elif isinstance(event, Backward) and event.sync is False:
         what = "no sync"
     return printable(" ".join([what, *place]).strip(), 160)
