@@ -94,7 +94,7 @@ def scale(results: dict[str, Any]) -> Iterator[str]:
     yield f"{size}, steps in columns, {results['trace_bytes'] / 1e9:.2f} GB. Interpreter start and imports not counted;"
     rounds = next(iter(results["engines"].values()))["times_read"]["num_rounds"]
     goals = results["goals"]
-    yield f"goals: {goals['times_read']:g} times the read, {goals['mib']:g} MiB. {rounds} round(s).\n"
+    yield f"goals: {goals['times_read']:g} times the read, {goals['mib']:g} MiB. Rounds: {rounds}.\n"
     rows = [
         [name, f"{of['cpu_s']:.2f}", ratio(of["times_read"]), f"{of['ns_per_contribution']}", str(of["peak_mib"])]
         for name, of in results["engines"].items()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from gradcheck_dist.errors import GradcheckError
-
-MAX_RUNS = 8
-"""Of steps, that are told one by one."""
 
 
 def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
@@ -31,17 +27,3 @@ def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
             code="E712",
         )
     return range(low, high)
-
-
-def ranges(steps: Sequence[int]) -> str:
-    """Ascending step numbers in words: "0 to 9, 12"; of many runs only how many steps there are, and where."""
-    known = set(steps)
-    firsts = [step for step in steps if step - 1 not in known]
-    lasts = [step for step in steps if step + 1 not in known]
-    runs = [f"{one}" if one == two else f"{one} to {two}" for one, two in zip(firsts, lasts, strict=True)]
-    return ", ".join(runs) if len(runs) <= MAX_RUNS else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-
-
-def steps_in_words(steps: Sequence[int]) -> str:
-    """ "step 3", "steps 3 to 5"."""
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {ranges(steps)}"

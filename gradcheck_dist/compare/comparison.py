@@ -14,7 +14,8 @@ from gradcheck_dist.compare.sources import Source
 from gradcheck_dist.compare.statistics import Aligned, Ratio, align, align_by_tokens, ratio, seen_tokens
 from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
+from gradcheck_dist.wording import plural
 
 SAME = 0.01
 """Closer to 1 than this nobody needs to look, whatever the band says."""

@@ -13,7 +13,8 @@ from gradcheck_dist.reports import markdown
 from gradcheck_dist.reports.figure import COLOURS, Figure, bins, label, layout
 from gradcheck_dist.reports.page import PlotlyJs, escape, figure_html, page, prose_html
 from gradcheck_dist.reports.plain import paragraph
-from gradcheck_dist.reports.text import number, plural
+from gradcheck_dist.reports.text import number
+from gradcheck_dist.wording import plural
 
 HEADS = ("test", "quantity", "points", "ratio", "what it says")
 MAX_POINTS = 1500

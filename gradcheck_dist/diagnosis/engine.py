@@ -37,8 +37,8 @@ from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps, steps_of
 from gradcheck_dist.objectives import DEFAULT_OBJECTIVE, check_objective
-from gradcheck_dist.steps import ranges
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import numbered
 
 
 def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
@@ -66,7 +66,8 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
 def not_recorded(recorded: list[int]) -> GradcheckError:
     """The error for steps that nobody recorded."""
     return GradcheckError(
-        f"none of the steps asked for was recorded; recorded are {ranges(recorded)}. Name some of these.", code="E402"
+        f"none of the steps asked for was recorded; recorded: {numbered('step', recorded)}. Name some of these.",
+        code="E402",
     )
 
 
@@ -78,9 +79,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
-        notes.append(
-            f"{'step' if len(cut) == 1 else 'steps'} {ranges(cut)} did not reach the optimizer on every rank: left out"
-        )
+        notes.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))

@@ -20,11 +20,6 @@ def in_short(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """One or several by their numbers: "accumulation step 2", "accumulation steps 0, 1"."""
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
-
-
 def reduction(event: Reduce) -> str:
     """What reduces: "FSDP reduction", "reduction by Gather"."""
     return f"reduction by {event.hook}" if event.impl == GATHERED else f"{event.impl.upper()} reduction"

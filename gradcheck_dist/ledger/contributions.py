@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcheck_dist.events import DATA_PARALLEL, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
+from gradcheck_dist.wording import numbered
 
 ContributionKey = tuple[int, int, int]
 """(data coordinate, accumulation step, microbatch)"""
@@ -134,10 +135,9 @@ def collect(
     owner = _loss_owners(events, losses) | by_hand
     result = Contributions()
     if by_hand:
-        earlier, last = (", ".join(map(str, sorted(set(ranks)))) for ranks in (by_hand, by_hand.values()))
         result.problems.append(
-            f"rank(s) {earlier} differentiate what other ranks sent and have no loss: taken for earlier stages of "
-            f"pipelines by hand that end on rank(s) {last}"
+            f"what other ranks sent is differentiated on {numbered('rank', by_hand)}, without a loss: taken for "
+            f"earlier stages of pipelines by hand that end on {numbered('rank', by_hand.values())}"
         )
     signatures: dict[int, Signature] = {
         rank: tuple(
@@ -155,12 +155,12 @@ def collect(
     representative = {rank: shares.get(owner.get(rank, rank), owner.get(rank, rank)) for rank in sorted(events)}
     if same_data is None:
         result.coordinate_from = _inferred(representative, owner, signatures, strangers)
-    numbered = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
-    result.coordinate = {rank: numbered[of] for rank, of in representative.items()}
+    data_rank_of = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
+    result.coordinate = {rank: data_rank_of[of] for rank, of in representative.items()}
     seen = {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Reduce)}
     groups = {tuple(sorted({result.coordinate.get(rank, 0) for rank in group})) for group in seen}
-    result.groups = tuple(sorted(group for group in groups if 1 < len(group) < len(numbered)))
-    for own, data_rank in numbered.items():
+    result.groups = tuple(sorted(group for group in groups if 1 < len(group) < len(data_rank_of)))
+    for own, data_rank in data_rank_of.items():
         ranks = tuple(rank for rank, of in representative.items() if of == own)
         for slot, pairs in losses.get(own, {}).items():
             key = (data_rank, *slot)

@@ -13,6 +13,7 @@ from gradcheck_dist.events import Event, OptimizerStep, Reduce, Replica, RunEnd,
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 
 def lost(run: Run, data: StepData) -> dict[int, str]:
@@ -42,11 +43,11 @@ def _uncounted(trace: RankTrace, step: int, events: Sequence[Event]) -> Iterator
     told = sum(event.seq <= end.seq and not isinstance(event, Replica) for event in events)
     rows = sum(int((seqs <= end.seq).sum()) for seqs, _ in _rows(trace, step))
     norms = sum(one.step == step and one.seq <= end.seq for one in trace.norms)
-    for words, meant, there in (
-        ("event(s)", end.num_events, told), ("sample(s)", end.num_rows, rows), ("norm(s)", end.num_norms, norms)
+    for noun, meant, there in (
+        ("event", end.num_events, told), ("sample", end.num_rows, rows), ("norm", end.num_norms, norms)
     ):  # fmt: skip
         if meant is not None and there < meant:
-            yield f"{meant - there} of {meant} {words}"
+            yield f"{meant - there} of {plural(meant, noun)}"
 
 
 def _unnamed(trace: RankTrace, step: int, events: Sequence[Event]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.misplaced import misplaced, slots, unused
 from gradcheck_dist.ledger.solve import EPSILON, ROUNDING
 from gradcheck_dist.ledger.tracks import Slot, StepData
+from gradcheck_dist.wording import numbered
 
 MIN_ELEMENTS = 8
 """Elements other than zero that must be multiples of one another with one factor: fewer prove nothing."""
@@ -92,29 +93,29 @@ class Transits:
         for places, words in (
             (
                 self.misplaced,
-                f"give {OF_OTHERS}: what the next stage was given of such an output has another gradient",
+                f"backward gives {OF_OTHERS}: what the next stage was given of such an output has another gradient",
             ),
             (
                 self.unused,
-                f"send gradients for several activations that they were given, of which {SOME_ALONE}: what comes back "
-                "for the others is lost",
+                f"gradients are sent for several activations that were received, of which {SOME_ALONE}: what comes "
+                "back for the others is lost",
             ),
         ):
             if places:
-                ranks = ", ".join(map(str, sorted({rank for rank, _, _ in places})))
-                found.append(f"rank(s) {ranks} {words}: pass {', '.join(slots(places, MAX_TOLD))}")
+                ranks = numbered("rank", {rank for rank, _, _ in places})
+                found.append(f"on {ranks}, {words}: pass {', '.join(slots(places, MAX_TOLD))}")
         return found
 
     @property
     def _strange(self) -> list[str]:
         if not self.strange:
             return []
-        ranks = ", ".join(map(str, sorted({rank for rank, _, _ in self.strange})))
+        ranks = numbered("rank", {rank for rank, _, _ in self.strange})
         return [
-            f"rank(s) {ranks} differentiate gradients of other stages that are none of those which left these, times "
-            f"one number for all, or one of them again: pass {', '.join(slots(self.strange, MAX_TOLD))}. Where they "
-            "are compressed on the way, that is meant; else look at which microbatch's is received, and at what is "
-            "done to it"
+            f"on {ranks}, backward begins with gradients of other stages that are none of those which left these, "
+            f"times one number for all, or one of them again: pass {', '.join(slots(self.strange, MAX_TOLD))}. Where "
+            "they are compressed on the way, that is meant; else look at which microbatch's is received, and at what "
+            "is done to it"
         ]
 
     @property
@@ -122,10 +123,10 @@ class Transits:
         """What was not seen, in words."""
         if not self.unmatched:
             return []
-        ranks = ", ".join(map(str, sorted(self.unmatched)))
+        ranks = numbered("rank", self.unmatched)
         return [
-            f"rank(s) {ranks} differentiate gradients that match none that was seen to leave another stage: what was "
-            "done to them on the way between ranks is not known"
+            f"on {ranks}, backward begins with gradients that match none that was seen to leave another stage: what "
+            "was done to them on the way between ranks is not known"
         ]
 
     @property

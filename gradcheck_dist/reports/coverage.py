@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcheck_dist.diagnosis.finding import Report, Unverified
-from gradcheck_dist.reports.text import data_ranks, plural, printable, prose, some
+from gradcheck_dist.reports.text import data_ranks, printable, prose, some
+from gradcheck_dist.wording import plural
 
 
 def coverage_lines(report: Report) -> list[str]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Report
 from gradcheck_dist.reports.source import Excerpt, excerpt, short_path
-from gradcheck_dist.reports.text import number, plural, printable, some, spans
+from gradcheck_dist.reports.text import number, printable, some, spans
+from gradcheck_dist.wording import plural
 
 ALL_PARAMETERS = "all parameters"
 

@@ -9,8 +9,9 @@ from gradcheck_dist.diagnosis.finding import Candidate, Finding, Report, Scenari
 from gradcheck_dist.diagnosis.rules import find_rule
 from gradcheck_dist.reports.coverage import coverage_lines
 from gradcheck_dist.reports.culprit import Culprit, culprit, units_of, whereabouts
-from gradcheck_dist.reports.text import number, plural, printable, prose, some, spans
+from gradcheck_dist.reports.text import number, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
+from gradcheck_dist.wording import plural
 
 MAX_CONSEQUENCES = 8
 MIN_HEADLINE, MAX_HEADLINE = 20, 140

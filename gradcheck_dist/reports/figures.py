@@ -11,8 +11,9 @@ from typing import Any
 from gradcheck_dist.diagnosis.finding import Report, Weight
 from gradcheck_dist.reports.along import Place, contribution_places, known_weights, mesh_places
 from gradcheck_dist.reports.figure import COLOURS, Figure, bins, distinct, label, layout
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.reports.weights import shown_step
+from gradcheck_dist.wording import plural
 
 MAX_ROWS = 48
 MAX_COLUMNS = 64

@@ -15,7 +15,8 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
+from gradcheck_dist.wording import plural
 
 GOLDEN_SCHEMA_VERSION = 1
 MAX_TOLD = 20

@@ -10,10 +10,11 @@ from gradcheck_dist.reports.document import Document, FindingText, build, scenar
 from gradcheck_dist.reports.figure import Figure
 from gradcheck_dist.reports.figures import norms_figure, ratio_figure, weights_figure
 from gradcheck_dist.reports.page import PlotlyJs, escape, figure_html, page, prose_html
-from gradcheck_dist.reports.text import plural, printable
+from gradcheck_dist.reports.text import printable
 from gradcheck_dist.reports.timeline import timeline_figure
 from gradcheck_dist.reports.weights import Cell, WeightTable
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 MAX_FINDINGS = 200
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport
 from gradcheck_dist.reports.culprit import Culprit
 from gradcheck_dist.reports.document import Document, FindingText, build, scenario_summary
-from gradcheck_dist.reports.text import plural, printable
+from gradcheck_dist.reports.text import printable
 from gradcheck_dist.reports.weights import WeightTable
+from gradcheck_dist.wording import plural
 
 MAX_BYTES = 58_000
 MARK = "<!-- gradcheck -->"

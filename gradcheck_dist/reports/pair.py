@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.reports.document import Document, build
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.reports.weights import shown_step, tolerance
+from gradcheck_dist.wording import plural
 
 MAX_STEPS = 10
 WEIGHTS, NORM = "weights, observed / expected", "gradient norm"

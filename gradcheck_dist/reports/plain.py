@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from gradcheck_dist.reports.culprit import Culprit
 from gradcheck_dist.reports.document import Document
-from gradcheck_dist.reports.text import clip, plural
+from gradcheck_dist.reports.text import clip
 from gradcheck_dist.reports.weights import WeightTable
+from gradcheck_dist.wording import plural
 
 WIDTH = 100
 

@@ -66,8 +66,3 @@ def data_ranks(groups: Sequence[Sequence[int]]) -> str:
         return ""
     shown = [",".join(map(str, group[:8])) + (",..." if len(group) > 8 else "") for group in groups[:16]]
     return " | ".join([*shown, "..."] if len(groups) > 16 else shown)
-
-
-def plural(count: int, noun: str) -> str:
-    """1 parameter, 2 parameters."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -26,9 +26,10 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.reports.figure import COLOURS, Figure, label, layout
-from gradcheck_dist.reports.text import plural, printable
+from gradcheck_dist.reports.text import printable
 from gradcheck_dist.reports.weights import shown_step
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 MAX_LANES = 16
 MAX_SPANS = 4000
@@ -126,7 +127,7 @@ def describe(event: Event) -> str:
     elif isinstance(event, OptimizerStep):
         what = event.optimizer
     elif isinstance(event, PipelineStep):
-        what = f"{event.schedule}, {event.num_microbatches} microbatches"
+        what = f"{event.schedule}, {plural(event.num_microbatches, 'microbatch')}"
     elif isinstance(event, Backward) and event.sync is False:
         what = "no sync"
     return printable(" ".join([what, *place]).strip(), 160)

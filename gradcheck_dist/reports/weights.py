@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gradcheck_dist.diagnosis.finding import Report, Weight
-from gradcheck_dist.reports.text import number, plural, some, spans
+from gradcheck_dist.reports.text import number, some, spans
+from gradcheck_dist.wording import plural
 
 MAX_TABLES = 3
 MAX_ROWS = 12

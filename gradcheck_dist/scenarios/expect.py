@@ -9,11 +9,12 @@ from fractions import Fraction
 
 from gradcheck_dist.diagnosis.finding import ExpectedFinding, Finding, Report, Weight
 from gradcheck_dist.reports.source import line_text, short_path
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.jobs import sizes_of
 from gradcheck_dist.scenarios.schema import Expectation, ExpectedCulprit
 from gradcheck_dist.trainer.config import TrainConfig
+from gradcheck_dist.wording import plural
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative, of every observed ratio against the formula. bfloat16 sums round at 2^-8."""

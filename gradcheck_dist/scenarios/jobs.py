@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports.text import plural
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.schema import RIGHT, Scenario, Variant
 from gradcheck_dist.trace.run import trace_files
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.documents import read_documents
+from gradcheck_dist.wording import plural
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.markdown import text as escaped
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.scenarios.expect import mismatch
 from gradcheck_dist.scenarios.runner import MIB, WORKER, judge, peak_memory_bytes
 from gradcheck_dist.scenarios.table import said
@@ -27,6 +27,7 @@ from gradcheck_dist.trace.run import create_run_dir, read_run
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.launch import launch
 from gradcheck_dist.trainer.result import TrainResult
+from gradcheck_dist.wording import plural
 
 OBJECTIVE = "global-token-mean"
 TIMEOUT_S = 300.0

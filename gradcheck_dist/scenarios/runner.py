@@ -11,7 +11,6 @@ from pathlib import Path
 
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport, Tool, VariantReport
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.reports.text import plural
 from gradcheck_dist.scenarios.expect import mismatch, published
 from gradcheck_dist.scenarios.jobs import Overrides, check
 from gradcheck_dist.scenarios.schema import Scenario, Variant
@@ -19,6 +18,7 @@ from gradcheck_dist.trace.run import Run, create_run_dir, read_run
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.trainer.launch import launch
 from gradcheck_dist.trainer.result import TrainResult
+from gradcheck_dist.wording import plural
 
 WORKER = "gradcheck_dist.scenarios.worker:run_rank"
 TIMEOUT_S = 300.0

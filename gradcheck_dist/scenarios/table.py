@@ -12,8 +12,9 @@ from gradcheck_dist.diagnosis.finding import Finding, VariantReport
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.markdown import text as escaped
 from gradcheck_dist.reports.source import short_path
-from gradcheck_dist.reports.text import number, plural, printable
+from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.scenarios.runner import MIB, Cost, Result
+from gradcheck_dist.wording import plural
 
 COLUMNS = ("scenario", "variant", "found", "factor", "culprit", "seconds", "MiB", "as the file says")
 

@@ -16,6 +16,7 @@ from gradcheck_dist.stream.summaries import Block, BlockReader, detail
 from gradcheck_dist.stream.watch import Deviation
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import Place
+from gradcheck_dist.wording import numbered
 
 MAX_GROUPS = 200
 MAX_RANKS = 4
@@ -152,20 +153,13 @@ def _size(ratios: list[float], uniform: bool) -> str:
 
 
 def _where(deviation: Deviation, wrong: list[DocumentedCell], cells: list[DocumentedCell]) -> str:
-    ranks = deviation.ranks
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({_ranges(ranks)})"
+    who = numbered("rank", deviation.ranks)
     slots = sorted({cell.slot for cell in wrong})
     if not slots or len(wrong) == len(cells):
         return f"all contributions of {who}"
     shown = ", ".join(f"(accumulation step {k}, microbatch {m})" for k, m in slots[:3])
     more = f" and {len(slots) - 3} more" if len(slots) > 3 else ""
     return f"{shown}{more} of {who}"
-
-
-def _ranges(ranks: tuple[int, ...]) -> str:
-    if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    return ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
 
 
 def _account(wrong: list[DocumentedCell]) -> str:

@@ -9,7 +9,6 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
-from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
 from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
@@ -19,6 +18,7 @@ from gradcheck_dist.stream.trusted import Records
 from gradcheck_dist.stream.watch import Deviation, Watch
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import size_of
+from gradcheck_dist.wording import numbered, plural
 
 FIRST_BYTES, PLAIN_BYTES = 256 << 10, 64 << 10
 """Read of each rank at a time where the first step that is off is all that is wanted, and where single events are read:
@@ -113,14 +113,15 @@ def _say(watch: Watch, groups: Groups, result: Watched) -> None:
         off = "1 step is off" if groups.num_steps == 1 else f"{groups.num_steps} steps are off"
         result.notes.append(
             f"steps {watch.first_step} to {watch.last_step}, {_how(groups)}: documented weights of "
-            f"{watch.num_judged} steps ({watch.num_contributions} contributions) were compared, {off}"
+            f"{plural(watch.num_judged, 'step')} "
+            f"({plural(watch.num_contributions, 'contribution')}) were compared, {off}"
         )
     if watch.num_skipped:
-        result.notes.append(f"{watch.num_skipped} steps in columns never reached an optimizer")
+        result.notes.append(f"{plural(watch.num_skipped, 'step')} in columns never reached an optimizer")
     if groups.num_left_out:
-        result.notes.append(f"{groups.num_left_out} steps are off in yet other ways")
+        result.notes.append(f"off in yet other ways: {plural(groups.num_left_out, 'step')}")
     result.reasons = [
-        f"{count} step(s) {_how(groups)} cannot be judged: {reason}" for reason, count in watch.reasons.items()
+        f"{plural(count, 'step')} {_how(groups)} cannot be judged: {reason}" for reason, count in watch.reasons.items()
     ]
 
 
@@ -146,7 +147,9 @@ def add_to(
     report.reasons += watched.reasons
     for why, of_reason in left_open.items():
         steps = sorted({step for finding in of_reason for step in finding.steps})
-        report.reasons.append(f"{steps_in_words(steps)}: off as documented, {why}. {of_reason[0].suggested_experiment}")
+        report.reasons.append(
+            f"{numbered('step', steps)}: off as documented, {why}. {of_reason[0].suggested_experiment}"
+        )
     accused = [finding for finding in report.findings if finding.severity != "info"]
     if accused:
         report.verdict = "findings"
@@ -183,7 +186,7 @@ def _take_over(report: Report, watched: Watched) -> list[tuple[Finding, Deviatio
                 continue
             if not _same((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
                 continue
-            more = f" As documented, it was the same in {len(finding.steps)} step(s) that were not measured."
+            more = f" As documented, it was the same in {plural(len(finding.steps), 'step')} without a measurement."
             named = msgspec.structs.replace(
                 causes[0],
                 steps=sorted({*causes[0].steps, *finding.steps}),

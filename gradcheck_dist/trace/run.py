@@ -17,6 +17,7 @@ from gradcheck_dist.events import SCHEMA_VERSION
 from gradcheck_dist.trace.frames import MAGIC, iter_frames
 from gradcheck_dist.trace.reader import RankTrace, read_header, read_trace
 from gradcheck_dist.trace.store import Place, Where, forbidden, place_of, refuse_url
+from gradcheck_dist.wording import numbered, plural
 
 SomePlace = TypeVar("SomePlace", bound=Place)
 
@@ -176,8 +177,8 @@ def unrecorded(run_dir: Place) -> list[str]:
         if match:
             found[int(match[1])] = found.get(int(match[1]), 0) + 1
     return [
-        f"rank {rank}: {count} further training(s) under the same command were not recorded: each needs a run folder "
-        "of its own"
+        f"rank {rank} did not record {plural(count, 'further training')} under the same command: each needs a run "
+        "folder of its own"
         for rank, count in sorted(found.items())
     ]
 
@@ -312,5 +313,5 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
         run.problems.append(wrong_axes)
     if strange := sorted(rank for ranks in run.same_data or () for rank in ranks if rank >= run.world_size):
         run.problems.append(
-            f"--same-data names rank(s) {', '.join(map(str, strange))}, and the run has {run.world_size}, from 0 up"
+            f"--same-data names {numbered('rank', strange)}, and the run has {run.world_size}, from 0 up"
         )

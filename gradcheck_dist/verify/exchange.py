@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradcheck_dist.wording import numbered
+
 TIMEOUT = timedelta(seconds=120)
 _PREFIX = "gradcheck/verify"
 
@@ -62,7 +64,7 @@ class Exchange:
         except (RuntimeError, dist.DistError) as error:
             missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
             raise OutOfStepError(
-                f"rank(s) {', '.join(map(str, missing)) or '?'} did not come to {tag!r} within "
+                f"{numbered('rank', missing) if missing else 'a rank'} did not come to {tag!r} within "
                 f"{TIMEOUT.seconds} s: ranks must step their optimizers together to be checked together"
             ) from error
         return [json.loads(self._store.get(key)) for key in keys]

@@ -31,6 +31,7 @@ from gradcheck_dist.verify.result import FunctionAt, Result, Skipped
 from gradcheck_dist.verify.tape import Tape
 from gradcheck_dist.verify.targets import WHOLE
 from gradcheck_dist.verify.twin import NotVerifiableError, Twin
+from gradcheck_dist.wording import plural
 
 _counter = itertools.count()
 NOT_MET = "declared as meant, but nothing of this name differs from its derivative"
@@ -89,7 +90,7 @@ def _say(world: Exchange, calls: list[RootCall]) -> None:
     if world.rank == world.ranks[0] and count:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(
-                f"gradcheck: verifying {count} modules by central differences; training goes on after it\n"
+                f"gradcheck: verifying {plural(count, 'module')} by central differences; training goes on after it\n"
             )
 
 

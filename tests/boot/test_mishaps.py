@@ -199,4 +199,4 @@ if len(sys.argv) < 2:
     assert "training needs a run folder of its own" in done.stdout
     assert "CLEAN" in done.stderr
     (told,) = (problem for problem in diagnose_run(done.folder).coverage.problems if "further training" in problem)
-    assert told.startswith("rank 0: 1 further")
+    assert told.startswith("rank 0 did not record 1 further training under")

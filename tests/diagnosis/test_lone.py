@@ -35,13 +35,15 @@ def step(trained: dict[int, set[str]], reduced: set[str], untrained: dict[int, s
 def test_a_matrix_that_came_untied_on_a_rank_is_told_with_the_one_it_was_tied_to() -> None:
     tied = DRAWN | {"head": DRAWN["embed"]}
     (said,) = trained_alone(step({0: {"embed", "norm"}, 1: set(NAMES)}, {"embed", "norm"}, began=tied), APART)
-    assert said.startswith("head is on rank(s) 1 alone, and began with the values of embed; rank(s) 0")
+    assert said.startswith(
+        "head is on rank 1 alone, and began with the values of embed; nothing of that name is on rank 0"
+    )
 
 
 def test_copies_that_stay_behind_where_others_use_them_are_told() -> None:
     unused = step({0: {"embed", "norm"}, 1: set(NAMES)}, {"embed", "norm"}, untrained={0: {"head"}})
     (said,) = trained_alone(unused, APART)
-    assert said.startswith("head is trained on rank(s) 1 alone")
+    assert said.startswith("head is trained on rank 1 alone")
     assert ALONE in said
 
 

@@ -110,4 +110,4 @@ def test_declared_degrees_that_fit_are_taken(tmp_path: Path) -> None:
 def test_ranks_that_do_not_exist_cannot_share_their_tokens(tmp_path: Path) -> None:
     report = diagnose(read_run(write_run(tmp_path / "run", fault=None, declared={"same_data": ((0,), (1, 2))})))
     assert report.verdict == "clean"
-    assert any("--same-data names rank(s) 2" in problem for problem in report.coverage.problems)
+    assert any("--same-data names rank 2," in problem for problem in report.coverage.problems)

@@ -115,7 +115,7 @@ def parts(*, missing: int | None = 1, reduced: tuple[int, ...] = (0,), root: int
 
 def test_what_was_reduced_as_zeros_and_never_given_to_the_parameter_leaves_a_step_open() -> None:
     [reason] = not_attached(parts())
-    assert "rank 1 steps without a gradient for 1 parameter(s) whose gradients rank(s) 0 reduced" in reason
+    assert "rank 1 steps without a gradient for 1 parameter whose gradients rank 0 reduced" in reason
 
 
 @pytest.mark.parametrize(

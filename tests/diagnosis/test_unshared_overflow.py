@@ -63,7 +63,7 @@ def test_steps_behind_one_that_only_some_ranks_took_are_its_consequence() -> Non
     ]
     kept, notes = until_apart(verdicts)
     assert [verdict.context.step for verdict in kept] == [0, 1, 4]
-    assert notes[0].startswith("step(s) 2, 3 came after step 1, which only some ranks took")
+    assert notes[0].startswith("steps 2 and 3 came after step 1, which only some ranks took")
     assert until_apart(verdicts[:2]) == (verdicts[:2], [])
 
 

@@ -44,7 +44,7 @@ def test_what_is_attentions_gradient_is_clean(reports: dict[str, Report], varian
 def test_what_cannot_be_leaves_the_verdict_open(reports: dict[str, Report], variant: str, says: list[str]) -> None:
     report = reports[variant]
     assert (report.verdict, report.findings) == ("undetermined", [])
-    (reason,) = [reason for reason in report.reasons if "attention over ranks 0, 1" in reason]
+    (reason,) = [reason for reason in report.reasons if "attention over ranks 0 and 1" in reason]
     assert all(one in reason for one in says) and ("(x " in reason) == ("divided" in variant)
     assert "--verify" in report.next_step
 

@@ -75,7 +75,7 @@ def test_what_is_changed_on_its_way_to_the_body_is_not_called_right(tmp_path: Pa
     report = trained(tmp_path, body_divided_by=NUM_CHUNKS, by_function=by_function)
     assert (report.verdict, report.findings) == ("undetermined", [])
     first, second = report.reasons
-    assert "2 parameter(s) (0.bias, 0.weight) get gradients only from backward passes that no loss begins" in first
+    assert "2 parameters (0.bias, 0.weight) come only from backward passes that no loss begins" in first
     assert "hands on x 0.25 of the gradient that earlier passes left" in second
     assert "in one pass" in report.next_step
 
@@ -83,7 +83,7 @@ def test_what_is_changed_on_its_way_to_the_body_is_not_called_right(tmp_path: Pa
 def test_a_gradient_from_elsewhere_has_nobodys_tokens(tmp_path: Path) -> None:
     report = trained(tmp_path, noise=0.1)
     assert (report.verdict, report.findings) == ("undetermined", [])
-    assert "get gradients only from backward passes that no loss begins" in report.reasons[0]
+    assert "come only from backward passes that no loss begins" in report.reasons[0]
 
 
 def test_tied_weights_are_not_counted_twice(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_clip_by_hand_with_one_stages_norm_on_all_ranks_names_these_ranks(tmp_
     config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1)
     (finding,) = judged(tmp_path / "run", "train_with_one_stages_norm", config, str(tmp_path / "run")).findings
     assert (finding.code, finding.ranks) == ("GS601", [0, 1])
-    assert "leaves norm 0.1 of what lies on rank(s) 0, where all gradients" in finding.explanation
+    assert "leaves norm 0.1 of what lies on rank 0, where all gradients" in finding.explanation
     assert finding.factor.observed is not None and finding.factor.observed < 0.99
 
 
@@ -62,7 +62,7 @@ def test_a_clip_by_each_tensor_parallel_ranks_own_norm_is_local(clip: str, tmp_p
 def test_a_clip_by_the_mean_of_the_ranks_norms_is_told_by_the_norm_that_it_leaves(tmp_path: Path) -> None:
     (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "averaged").findings
     assert (finding.code, finding.ranks) == ("GS602", [0, 1])
-    assert "where 0.1 is the mean of the ranks' own norms (ranks 0, 1)" in finding.explanation
+    assert "where 0.1 is the mean of the ranks' own norms (ranks 0 and 1)" in finding.explanation
     assert "cuts too little" in finding.explanation
 
 

@@ -291,7 +291,7 @@ def test_gradients_that_overflowed_and_stay_leave_the_verdict_open(tmp_path: Pat
     report = judged(tmp_path)
     if left == "kept":
         assert (report.verdict, report.run.steps, report.run.skipped_steps) == ("undetermined", [0], [1, 2, 3])
-        assert any("steps 2 to 3 backward added to gradients that had overflowed" in one for one in report.reasons)
+        assert any("steps 2 and 3 backward added to gradients that had overflowed" in one for one in report.reasons)
         assert report.next_step.startswith("Call optimizer.zero_grad()")
     else:
         assert (report.verdict, report.run.skipped_steps) == ("clean", [1])

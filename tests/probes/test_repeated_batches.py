@@ -24,7 +24,7 @@ def repeated(reports: dict[str, Report], variant: str) -> list[str]:
 
 def test_a_batch_that_all_ranks_compute_whole_is_found(reports: dict[str, Report]) -> None:
     (finding,) = reports["one batch"].findings
-    assert (finding.code, finding.ranks, finding.pattern) == ("GS701", [0, 1], "ranks 0, 1 repeat one another")
+    assert (finding.code, finding.ranks, finding.pattern) == ("GS701", [0, 1], "ranks 0 and 1 repeat one another")
     assert finding.first_event is not None and finding.first_event.kind == "loss"
     assert "DistributedSampler" in finding.fix
 

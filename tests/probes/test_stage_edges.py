@@ -83,7 +83,7 @@ def test_gradients_that_are_none_of_those_that_were_sent_leave_the_verdict_open(
     report = reports[f"by hand, {variant}"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = (one for one in report.reasons if "none of those which left these" in one)
-    assert reason.count("(accumulation step") == num and "rank(s) 0 differentiate" in reason
+    assert reason.count("(accumulation step") == num and "on rank 0, backward begins with gradients" in reason
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_gradients_of_other_activations_leave_the_verdict_open(
     report = reports[f"by hand, {variant}"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = (one for one in report.reasons if "the gradients of others" in one)
-    assert reason.count("(accumulation step") == num and "rank(s) 0 give outputs" in reason
+    assert reason.count("(accumulation step") == num and "on rank 0, backward gives outputs" in reason
     assert "order" in report.next_step
 
 
@@ -109,7 +109,7 @@ def test_a_gradient_that_nobody_differentiates_leaves_the_verdict_open(reports: 
     report = reports["by hand, a skip beside, lost"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = report.reasons
-    assert "rank(s) 1 send gradients for several activations" in reason
+    assert "on rank 1, gradients are sent for several activations" in reason
     assert "requires_grad" in report.next_step
 
 

@@ -41,7 +41,7 @@ def test_a_divisor_that_is_the_tokens_of_several_steps_is_told(tmp_path: Path) -
     (finding,) = train(tmp_path, mean=False).findings
     assert (finding.code, finding.steps) == ("GS303", [0, 1, 2])
     assert finding.factor.expression == "num_tokens/num_tokens of steps 0 to 2"
-    assert "it steps after 1 backward pass(es)" in finding.fix
+    assert "it steps after 1 backward pass here" in finding.fix
 
 
 def test_a_divisor_that_could_be_accumulation_steps_is_told(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_term_is_weighed_and_accuses_nobody(tmp_path: Path, loss: Loss, told: 
     report = run_of(tmp_path / "run", loss)
     assert (report.verdict, report.findings) == ("clean", [])
     (problem,) = report.coverage.problems  # the same in every step: once
-    assert "1 other term(s)" in problem and told in problem
+    assert "1 other term beside" in problem and told in problem
 
 
 def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_step_that_one_rank_skips_is_one_finding(variant: str, line: str, tmp_
     assert report.verdict == ("findings" if line else "clean")
     if line:
         (finding,) = report.findings
-        assert (finding.steps, finding.pattern) == ([1], "skipped on rank(s) 1, taken on rank(s) 0")
+        assert (finding.steps, finding.pattern) == ([1], "skipped on rank 1, taken on rank 0")
         assert line_of(report) == line
 
 
@@ -62,4 +62,4 @@ def test_a_mean_over_the_ranks_that_gave_something_accuses_nobody(
     assert report.verdict == verdict
     assert bool(report.findings) == (verdict == "findings")
     if verdict == "undetermined":
-        assert any("the mean over theirs alone" in reason for reason in report.reasons)
+        assert any("the mean over what was given alone" in reason for reason in report.reasons)

@@ -18,7 +18,7 @@ def test_a_denominator_over_a_ranks_own_shard_of_the_vocabulary_leaves_the_verdi
     launch("vocabulary_workers:train", (str(tmp_path / "run"), summed), 2, timeout_s=60)
     report = diagnose_run(tmp_path / "run")
     assert (report.verdict, report.findings) == ("clean" if summed else "undetermined", []), report.reasons
-    assert summed == (not any("ranks 0, 1 exchange activations" in reason for reason in report.reasons))
+    assert summed == (not any("ranks 0 and 1 exchange activations" in reason for reason in report.reasons))
     if not summed:
         assert "Compute the loss of one batch on one process" in report.next_step
         assert any("backward begins at" in problem for problem in report.coverage.problems)

@@ -215,7 +215,7 @@ def test_a_coefficient_beside_a_term_that_counts_nothing_is_no_normaliser(tmp_pa
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean", [])
-    assert any("1 other term(s) enter a backward pass" in problem for problem in report.coverage.problems)
+    assert any("a backward pass holds 1 other term beside" in problem for problem in report.coverage.problems)
     assert any("0.7 x stands before the loss" in problem for problem in report.coverage.problems)
 
 

@@ -60,7 +60,7 @@ def test_other_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_chosen_steps_and_unknown_ones(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=5)
     assert as_json(diagnose_run(run, steps=range(1, 3))) == as_json(diagnose(read_run(run), steps=range(1, 3)))
-    with pytest.raises(GradcheckError, match="recorded are 0 to 4") as error:
+    with pytest.raises(GradcheckError, match="recorded: steps 0 to 4") as error:
         diagnose_run(run, steps=[7])
     assert error.value.code == "E402"
 

@@ -64,7 +64,7 @@ def test_steps_that_are_off_as_a_measured_one_is_have_its_cause(family: str, tmp
     [finding] = diagnose_run(run).findings
     assert finding.steps == [0, 1, 2, 3]
     assert [(one.code, one.first_event) for one in measured.findings] == [(finding.code, finding.first_event)]
-    assert "in 3 step(s) that were not measured" in finding.explanation
+    assert "in 3 steps without a measurement" in finding.explanation
 
 
 def test_steps_that_are_off_otherwise_than_a_measured_one_have_a_finding_of_their_own(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_bias_of_which_each_rank_adds_a_part_is_named(tmp_path: Path) -> None:
     assert gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run ")).verdict == "clean"
     report = gradcheck_dist.diagnose(gradcheck_dist.read_run(tmp_path / "run bias divided"))
     (reason,), (finding,) = report.reasons, report.findings
-    assert "layers.1.bias is right only as a summand of ranks 0, 1" in reason and "x 1/2" in reason
+    assert "layers.1.bias is right only as a summand of ranks 0 and 1" in reason and "x 1/2" in reason
     assert (finding.code, finding.factor.exact) == ("GS703", "1/2") and "layers.1.bias" in finding.explanation
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     first = Exchange(0, (0, 1, 2), store)
     store.set("gradcheck/verify//early/1", "2")  # what rank 1 would say
     assert first.of((0, 1)).gather("early", 1) == [1, 2]
-    with pytest.raises(exchange.OutOfStepError, match=r"rank\(s\) 1, 2 did not come to 'late'"):
+    with pytest.raises(exchange.OutOfStepError, match="ranks 1 and 2 did not come to 'late'"):
         first.gather("late", 1)
 
 

@@ -6,6 +6,7 @@ from gradcheck_dist.diagnosis.audits.exchanges import BY_VERIFY
 from gradcheck_dist.events import Site
 from gradcheck_dist.ledger.attention import Unbalanced, unbalanced
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.wording import numbered
 
 WRITTEN = 0.002
 """Relative distance from a whole number within which a factor is taken for it."""
@@ -26,8 +27,8 @@ def _reason(one: Unbalanced) -> str:
     wholes = [_whole(ratio) for ratio in (one.of_values, one.of_keys) if ratio is not None]
     times = next((f" (x {whole:.4g})" for whole in wholes if whole is not None), "")
     return (
-        f"the gradients that {first.function} ({where}) gives back are not those of attention over ranks "
-        f"{', '.join(map(str, sorted(one.events)))}: <gradient, values> is not <gradient, output>, or <gradient, keys> "
+        f"the gradients that {first.function} ({where}) gives back are not those of attention over "
+        f"{numbered('rank', one.events)}: <gradient, values> is not <gradient, output>, or <gradient, keys> "
         f"not <gradient, queries>, summed over these ranks{times}. If it is attention, its "
         f"backward{written} loses, or counts more than once, what other ranks want: "
         f"{BY_VERIFY}"

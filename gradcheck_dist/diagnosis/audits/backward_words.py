@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from gradcheck_dist.diagnosis.audits.verified import ALL_PARAMETERS, Wrong
 from gradcheck_dist.events import GradientCheck, Site
+from gradcheck_dist.wording import numbered
 
 RECEIVED = "a collective"
 SIZE = 1e-3
@@ -72,7 +73,7 @@ def _which_calls(wrong: Wrong) -> str:
     calls = sorted({one.call for _, one in wrong.checks if one.module == check.module})
     if check.num_calls == 1 or len(calls) == check.num_calls:
         return ""
-    return f" in call {', '.join(map(str, calls))} of {check.num_calls}"
+    return f" in {numbered('call', calls)} of {check.num_calls}"
 
 
 def explain(wrong: Wrong) -> str:
@@ -91,7 +92,7 @@ def explain(wrong: Wrong) -> str:
         )
     if check.shape == "apart":
         return (
-            f"On ranks {', '.join(map(str, check.group))} what {check.module} ({check.module_type}) computes depends "
+            f"On {numbered('rank', check.group)} what {check.module} ({check.module_type}) computes depends "
             f"on {_what(check)} of the other ranks too, and each rank's gradient is that of its own share alone: "
             f"what the others want of it is lost. In sum over these ranks {_numbers(check)}."
         )
@@ -103,7 +104,7 @@ def explain(wrong: Wrong) -> str:
         )
     if check.shape == "partial":
         return (
-            f"All of ranks {', '.join(map(str, check.group))} hold the same output of {check.module} "
+            f"All of {numbered('rank', check.group)} hold the same output of {check.module} "
             f"({check.module_type}) and get the same gradient there, but what leaves at {_what(check)} is each rank's "
             "own summand, and what comes before takes it for the whole."
         )
@@ -146,7 +147,7 @@ def _by_function(check: GradientCheck) -> str:
 
 
 def _numbers(check: GradientCheck) -> str:
-    ranks = f", checked together on ranks {', '.join(map(str, check.group))}" if len(check.group) > 1 else ""
+    ranks = f", checked together on {numbered('rank', check.group)}" if len(check.group) > 1 else ""
     if check.observed is None or check.numerical is None or check.error is None:
         return "autograd and central differences part"
     return (

@@ -18,6 +18,7 @@ from gradcheck_dist.events import Exchange, RootValue
 from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.wording import numbered
 
 SAME = 1e-3
 """Relative difference of one loss on ranks that computed it together; with the same numbers it is equal bits."""
@@ -37,16 +38,16 @@ def unequal_losses(data: StepData, contributions: Contributions) -> tuple[list[s
             low, high = min(of_group.values(), default=0.0), max(of_group.values(), default=0.0)
             if high - low <= _allowed(one) * max(abs(low), abs(high)):
                 continue
-            ranks = ", ".join(map(str, of_group))
+            among = numbered("rank", of_group)
             shown = ", ".join(f"{value:.6g}" for value in of_group.values())
             where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
             reason = (
-                f"ranks {ranks} exchange activations for the same tokens, and {ONE_LOSS}{where}: where they compute "
+                f"{among} exchange activations for the same tokens, and {ONE_LOSS}{where}: where they compute "
                 "one loss together (over shards of the vocabulary), a sum or maximum over them is missing, and what "
                 "backward gives is the gradient of another function"
             )
             place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
-            return [reason], [f"{place}: backward begins at {shown} on ranks {ranks}"]
+            return [reason], [f"{place}: backward begins at {shown} on {among}"]
     return [], []
 
 
@@ -68,15 +69,15 @@ def unequal_weights(data: StepData, contributions: Contributions, norms: StepNor
             for values in zip(*of_group.values(), strict=True):
                 if max(values) - min(values) <= _allowed(one) * max(map(abs, values)):
                     continue
-                names = ", ".join(map(str, of_group))
+                among = numbered("rank", of_group)
                 shown = ", ".join(f"{value:.6g}" for value in values)
                 where = f" ({one.loss.site.short})" if one.loss is not None and one.loss.site is not None else ""
                 reason = (
-                    f"ranks {names} hold shards of the same parameters and {ONE_WEIGHT}{where}: what each rank's "
+                    f"{among} hold shards of the same parameters and {ONE_WEIGHT}{where}: what each rank's "
                     "shards get is the gradient of a loss of that rank's own weight"
                 )
                 place = f"step {data.step}, accumulation step {one.key[1]}, microbatch {one.key[2]}"
-                return [reason], [f"{place}: the loss enters backward with {shown} on ranks {names}"]
+                return [reason], [f"{place}: the loss enters backward with {shown} on {among}"]
     return [], []
 
 

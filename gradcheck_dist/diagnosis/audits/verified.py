@@ -11,10 +11,11 @@ import numpy as np
 from gradcheck_dist.diagnosis.finding import Unverified
 from gradcheck_dist.events import Event, GradientCheck, NotChecked, Reduce
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.wording import numbered, plural
 
 SHOWN = 3
 ALL_PARAMETERS = "all parameters"
-SUMMAND = "is right only as a summand of ranks"
+SUMMAND = "is right only as a summand of"
 """In the reason why such parameters leave a verdict open."""
 
 
@@ -131,7 +132,8 @@ def verified(events: Mapping[int, Iterable[Event]]) -> str:
     """How much `--verify` decided, in words; "" where it was not asked for."""
     decided = [check for _, check in _checks(events) if check.outcome in ("right", "wrong")]
     calls = {(check.module, check.call) for check in decided if check.target not in ("leaf", "boundary", "outside")}
-    return f"verify: {len(calls)} calls of {len({module for module, _ in calls})} modules checked" if decided else ""
+    modules = {module for module, _ in calls}
+    return f"verify: {plural(len(calls), 'call')} of {plural(len(modules), 'module')} checked" if decided else ""
 
 
 def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
@@ -164,7 +166,7 @@ def not_summed(data: StepData) -> list[str]:
     """The same in words."""
     return [
         f"verify: the gradient of {_some(sorted(names))} {SUMMAND} "
-        f"{', '.join(map(str, group))}, which hold equal values of it, and nothing adds them up: right if these are "
+        f"{numbered('rank', group)}, which hold equal values of it, and nothing adds them up: right if these are "
         f"shards that began alike, x 1/{len(group)} if they are copies of one parameter"
         for group, names in unsummed(data).items()
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.ledger.vocabulary_shards import shards_of_vocabularies
+from gradcheck_dist.wording import numbered
 
 NO_DISTRIBUTION = "their softmax does not sum to 1"
 
@@ -22,15 +23,15 @@ def no_distribution(data: StepData) -> tuple[list[str], list[str]]:
         if function in reasons or not one.sums_to_another:
             continue
         called = f" (called at {one.first.site.short})" if one.first.site else ""
-        ranks = ", ".join(map(str, sorted(one.events)))
+        ranks = numbered("rank", one.events)
         reasons[function] = (
-            f"the losses of {function}{called} over shards of the vocabulary on ranks {ranks} are no cross-entropies: "
+            f"the losses of {function}{called} over shards of the vocabulary on {ranks} are no cross-entropies: "
             f"{NO_DISTRIBUTION} over all shards. A sum or a maximum of the ranks' logits is missing, or averaged, and "
             "what backward gives is the gradient of another function"
         )
         low, high = f"{one.sums.min():.4g}", f"{one.sums.max():.4g}"
         sums.append(
             f"step {data.step}: the softmax of {function} sums to {low if low == high else f'{low} to {high}'} "
-            f"over the shards of ranks {ranks}"
+            f"over the shards of {ranks}"
         )
     return list(reasons.values()), sums

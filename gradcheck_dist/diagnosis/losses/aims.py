@@ -32,6 +32,7 @@ from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, C
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.wording import plural
 
 SAME = 1e-3
 """Transfers nearer to one another than this, relative, are the same."""
@@ -52,8 +53,8 @@ def aim(
     result = _of_passes(objective, data, without(contributions, aside), measured, drop_lost)
     if looked:
         result.remarks.append(
-            f"{len(looked)} pass(es) handed their gradients to the caller, and nothing of these is in what the "
-            "optimizer reads: an inner step, an adversary or a look, and no part of the step"
+            f"the gradients of {plural(len(looked), 'pass')} were handed to the caller, and nothing of these is in "
+            "what the optimizer reads: an inner step, an adversary or a look, and no part of the step"
         )
     return result
 
@@ -78,16 +79,16 @@ def _of_passes(
             seen = any(by_key[key].label_hash is not None for key in untold)
             labels = "that are the same numbers in every batch (0 to n-1, or zeros)" if seen else "that nobody saw"
             meant.reasons.append(
-                f"the gradients of {len(untold)} pass(es) were emptied before the optimizer came{emptied_at(data)}, "
-                f"and labels {labels} do not tell whether the same batch was evaluated again, as in sharpness-aware "
-                "training, or these passes are lost"
+                f"the gradients of {plural(len(untold), 'pass')} were emptied before the optimizer "
+                f"came{emptied_at(data)}, and labels {labels} do not tell whether the same batch was evaluated "
+                "again, as in sharpness-aware training, or these passes are lost"
             )
         return meant
     if not wrong or kept.relative or _wrong(kept, measured) - lost - left_out:
         meant.reasons.append(
-            f"{len(left_out)} contribution(s) were multiplied by zero at the loss, or their gradients emptied before "
-            f"the optimizer came{emptied_at(data)} and their labels not seen: whether that was meant, or their tokens "
-            "are missing in the step, cannot be told"
+            f"{plural(len(left_out), 'contribution')} without weight: multiplied by zero at the loss, or emptied "
+            f"before the optimizer came{emptied_at(data)} and labels not seen. Whether that was meant, or tokens are "
+            "missing in the step, cannot be told"
         )
         return meant
     return kept

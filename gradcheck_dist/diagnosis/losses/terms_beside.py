@@ -17,6 +17,7 @@ from typing import NamedTuple
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Event, LossTerm
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
+from gradcheck_dist.wording import plural
 
 SAME = 1e-3
 """Weights nearer to one another than this, relative, are one number that was written."""
@@ -40,8 +41,8 @@ def losses_beside(
         where = f"; backward at {site.file}:{site.line}" if site is not None else ""
         weighs = f"with all constants, {told.of(False)}" if told.of(False) else "what they weigh is not judged"
         problems.append(
-            f"{max(one.other_losses for one in beside)} other term(s) enter a backward pass beside the losses that "
-            f"count tokens: {weighs}. gradcheck_dist.mark_loss(..., term=, coefficient=) on each tells what is "
+            f"a backward pass holds {plural(max(one.other_losses for one in beside), 'other term')} beside the losses "
+            f"that count tokens: {weighs}. gradcheck_dist.mark_loss(..., term=, coefficient=) on each tells what is "
             f"meant{where}"
         )
     if told.of(True):

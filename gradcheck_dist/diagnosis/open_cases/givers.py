@@ -7,6 +7,7 @@ from fractions import Fraction
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.wording import numbered
 
 EXACT = 1e-5
 """Relative: how near a ratio of counts must be."""
@@ -28,16 +29,15 @@ def mean_of_givers(case: Case, data: StepData) -> str | None:
         return None
     (ranks,) = set(givers.values())
     names = _counted(case, ranks) if ranks else None
-    if names is None:
+    if ranks is None or names is None:
         return None
     shown = in_short(sorted({name for _, name in givers}))
-    listed = ", ".join(map(str, sorted(ranks or ())))
     line = case.culprit.write.site if case.culprit.write is not None else None
     where = f" ({line.short})" if line is not None else ""
     return (
-        f"{shown}: only data rank(s) {listed} gave a gradient in step {data.step}, and what they gave is x "
-        f"{case.pattern.factor:.6g} of its part of the mean over all {names}: the mean over theirs alone{where}. Where "
-        "ranks without an image, or that heal, are not to count, that is meant, and whether it is is not known"
+        f"{shown}: only {numbered('data rank', ranks)} gave a gradient in step {data.step}, and it is x "
+        f"{case.pattern.factor:.6g} of its part of the mean over all {names}: the mean over what was given alone{where}"
+        ". Where ranks without an image, or that heal, are not to count, that is meant, and whether it is is not known"
     )
 
 

@@ -15,8 +15,8 @@ from gradcheck_dist.diagnosis.steps.open_steps import no_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
 from gradcheck_dist.diagnosis.steps.units import unit_list
 from gradcheck_dist.events import AmpUnscale
-from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import numbered
 
 
 def report_of(
@@ -29,7 +29,7 @@ def report_of(
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     reasons += _left_by_overflow(run)
     if not verdicts and skipped:
-        reasons.append(f"the GradScaler found an overflow in {steps_in_words(skipped)}: {ALL_SKIPPED}")
+        reasons.append(f"the GradScaler found an overflow in {numbered('step', skipped)}: {ALL_SKIPPED}")
     elif not verdicts:
         reasons.append(no_step(coverage))
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
@@ -73,6 +73,6 @@ def _left_by_overflow(run: Run) -> list[str]:
     if not steps:
         return []
     return [
-        f"in {steps_in_words(steps)} backward added to gradients that had overflowed in an earlier step, and no such "
+        f"in {numbered('step', steps)} backward added to gradients that had overflowed in an earlier step, and no such "
         f"step can come right: {NOT_EMPTIED}"
     ]

@@ -12,6 +12,7 @@ from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tied import ties
 from gradcheck_dist.ledger.tracks import ParamKey, param_key
 from gradcheck_dist.trace.run import Run, before_restart, unrecorded
+from gradcheck_dist.wording import numbered
 
 
 def coverage(run: Run, steps: list[list[Held]]) -> Coverage:
@@ -66,7 +67,7 @@ def gaps(steps: list[tuple[int, list[Held]]]) -> list[str]:
     reasons = []
     for (names, place), of_steps in found.items():
         shown = in_short(names)
-        when = "" if len(of_steps) == len(steps) else f" in step {', '.join(map(str, of_steps[:5]))}"
+        when = "" if len(of_steps) == len(steps) else f" in {numbered('step', of_steps)}"
         where = f": {place}" if place else ""
         reasons.append(f"the gradient of {shown} is no combination of the recorded contributions{when}{where}")
     return reasons

@@ -43,10 +43,10 @@ from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
-from gradcheck_dist.diagnosis.words import numbered
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.replay import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS103"
 NAME = "missing-reduction"
@@ -240,8 +240,9 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
     last = [event for event in passes if mine.intersection(facts.data.params_of(rank, event.params or 0))]
     yield Remark(
         answer=Answer(
-            explanation=f"Other ranks' contributions never reach the gradients of {len(params)} parameters, which "
-            "began alike on these ranks as copies do: no reduction followed their last backward, as others had one.",
+            explanation=f"Other ranks' contributions never reach the gradients of {plural(len(params), 'parameter')}, "
+            "which began alike on these ranks as copies do: no reduction followed their last backward, as others "
+            "had one.",
             fix="Reduce these gradients too, or, where they are of each rank's own (heads, experts), draw them from "
             "seeds of their own.",
         ),
@@ -280,12 +281,12 @@ def _left_to_one(facts: StepFacts) -> Iterator[Remark]:
     ranks = tuple(sorted({rank for rank, _ in culprits}))
     yield Remark(
         answer=Answer(
-            explanation=f"Gradients are reduced to rank {event.root} only, and rank(s) {', '.join(map(str, ranks))} "
-            "step an optimizer with what this left in their own buffers, which nobody documents.",
+            explanation=f"Gradients are reduced to rank {event.root} only, and on {numbered('rank', ranks)} "
+            "an optimizer steps with what this left in the buffers there, which nobody documents.",
             fix="Reduce to all ranks (dist.all_reduce), or broadcast the result, or step on that one rank only and "
             "broadcast its parameters.",
         ),
-        pattern=f"{len(found)} parameters hold no reduced gradient on rank(s) {', '.join(map(str, ranks))}",
+        pattern=f"no reduced gradient of {plural(len(found), 'parameter')} on {numbered('rank', ranks)}",
         params=frozenset(found),
         ranks=ranks,
         rank=rank,

@@ -46,6 +46,7 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import reduction
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.wording import plural
 
 CODE = "GS104"
 NAME = "wrong-divisor"
@@ -69,7 +70,7 @@ def judge(case: Case) -> Answer | None:
     wanted = case.pattern.factor / factor  # what it should divide by
     name = f" = {case.names[0].expression}" if case.names else ""
     return Answer(
-        explanation=f"The {reduction(event)} over {size} rank(s) multiplies by {factor:.6g}, where the "
+        explanation=f"The {reduction(event)} over {plural(size, 'rank')} multiplies by {factor:.6g}, where the "
         f"losses and the other reductions ask for 1/{wanted:.6g}: these weights are x {case.pattern.factor:.6g}{name}.",
         fix=f"Let this reduction divide by {wanted:.6g} in all: set_gradient_divide_factor({wanted:.6g}) on an FSDP "
         "module (on gloo with set_force_sum_reduction_for_comms(True)).",

@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS105"
 NAME = "mixed-parameters"
@@ -57,7 +58,6 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     groups = " | ".join(",".join(map(str, ranks)) for ranks in holders)
     shown = in_short(names)
     beside = f"; the other {len(found.alike)} that are reduced are equal on their ranks" if found.alike else ""
-    over = ", ".join(map(str, found.ranks))
     copies = facts.context.ranks_per_batch(event.group) if isinstance(event, Reduce) else 1
     # Not so where ranks of a batch hold summands (sequence parallel), or are averaged.
     counted = any(
@@ -85,15 +85,15 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 
     yield Remark(
         answer=Answer(
-            explanation=f"The gradients of {shown} are combined over ranks {over}, which hold different values under "
-            f"these names (ranks with equal ones: {groups}), from the first step on{beside}. They are experts, shards "
-            "or heads of their own, or copies that were never made equal; in both cases the "
+            explanation=f"The gradients of {shown} are combined over {numbered('rank', found.ranks)}, which hold "
+            f"different values under these names (ranks with equal ones: {groups}), from the first step on{beside}. "
+            "They are experts, shards or heads of their own, or copies that were never made equal; in both cases the "
             f"sum belongs to no parameter.{again}",
             fix=f"Reduce them over ranks that hold the same parameter only ({groups}"
             f"{' and those that are left out: another process group' * wrong_ranks}). If they are meant to be copies, "
             "broadcast them from one rank before the first step.",
         ),
-        pattern=f"gradients of {len(names)} parameter{'s' * (len(names) != 1)} are combined over ranks that hold "
+        pattern=f"gradients of {plural(len(names), 'parameter')} are combined over ranks that hold "
         f"different ones: {groups}",
         params=frozenset(one.param for one in found.unlike),
         ranks=found.concerned,

@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
+from gradcheck_dist.wording import numbered
 
 CODE = "GS106"
 NAME = "unequal-start"
@@ -50,7 +51,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     num = len(found.unlike)
     yield Remark(
         answer=Answer(
-            explanation=f"Ranks {', '.join(map(str, found.ranks))} reduce their gradients together and hold different "
+            explanation=f"{numbered('Rank', found.ranks)} reduce their gradients together and hold different "
             f"models: all {num} parameters whose values tell differ between them when the first recorded step begins, "
             "and when it is over. A gradient that is the mean over different models is the gradient of none.",
             fix="Broadcast parameters and buffers from one rank before the first step, or draw them from one seed on "

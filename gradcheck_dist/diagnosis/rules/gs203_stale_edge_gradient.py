@@ -33,6 +33,7 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
+from gradcheck_dist.wording import plural
 
 CODE = "GS203"
 NAME = "stale-edge-gradient"
@@ -48,7 +49,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         return
     first = found[0]
     ranks = sorted({one.place[0] for one in found})
-    number = "1 microbatch" if len(found) == 1 else f"{len(found)} microbatches"
+    number = plural(len(found), "microbatch")
     parts = " + ".join(f"{weight:.4g} x that of {_named(slot)}" for slot, weight in first.parts)
     yield Remark(
         answer=Answer(

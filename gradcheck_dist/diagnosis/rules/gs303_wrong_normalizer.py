@@ -36,6 +36,7 @@ from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.expected import TOTALS
+from gradcheck_dist.wording import plural
 
 CODE = "GS303"
 NAME = "wrong-normalizer"
@@ -75,7 +76,7 @@ SHARED = (
 UNNAMED = "Correct the normalisation where the loss is computed: no degree or count of the step makes this factor."
 DIVIDED = (
     "{unnamed} Where {number} is the number of accumulation steps, the optimizer is to step after the last of them: "
-    "this step holds {passes} backward pass(es)."
+    "this step holds {passes}."
 )
 COUNTED = (
     "Divide by the tokens that enter the loss, and look what was counted as {counted}: padding, labels before a shift, "
@@ -250,7 +251,9 @@ def _without_name(case: Case) -> str:
     number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
     if number < 1.5 or abs(number - round(number)) > EXACT * number:
         return UNNAMED
-    divided = DIVIDED.format(unnamed=UNNAMED, number=round(number), passes=case.context.num_accumulation)
+    divided = DIVIDED.format(
+        unnamed=UNNAMED, number=round(number), passes=plural(case.context.num_accumulation, "backward pass")
+    )
     return divided + _counted_by_several(case)
 
 

@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import ZeroGrad
 from gradcheck_dist.ledger.unadded import backward_of, unadded
+from gradcheck_dist.wording import plural
 
 CODE = "GS401"
 NAME = "zeroed-accumulation"
@@ -77,7 +78,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             fix="Add to `main_grad` in every pass. `grad_added_to_main_grad` is set from the first pass of a step on; "
             "it says that autograd is not to add `.grad` on top, and not that this pass has added something.",
         ),
-        pattern=f"{len(names)} parameters get nothing from {len(passes)} of {facts.context.num_accumulation} passes",
+        pattern=f"nothing from {len(passes)} of {plural(facts.context.num_accumulation, 'pass')} in "
+        f"{plural(len(names), 'parameter')}",
         params=frozenset(one.param for one in found),
         ranks=tuple(sorted({one.rank for one in found})),
         rank=first.rank,

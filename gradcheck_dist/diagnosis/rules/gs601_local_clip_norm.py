@@ -48,6 +48,7 @@ from gradcheck_dist.diagnosis.norms.clips import SHARDS, SOME, STAGE, JudgedClip
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import local_norm, own_error
 from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.wording import numbered
 
 CODE = "GS601"
 NAME = "local-clip-norm"
@@ -108,8 +109,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 def _by_hand(clip: HandNorm) -> Answer:
     if clip.meaning == SOME:
         return Answer(
-            explanation=f"A hand-written clip leaves norm {clip.norm:.4g} of what lies on rank(s) "
-            f"{', '.join(map(str, clip.over))}, where all gradients have norm {clip.truth:.6g}: every rank clips by "
+            explanation=f"A hand-written clip leaves norm {clip.norm:.4g} of what lies on "
+            f"{numbered('rank', clip.over)}, where all gradients have norm {clip.truth:.6g}: every rank clips by "
             "the norm of these ranks' parameters, and what the other stages hold adds nothing to it.",
             fix=FIX,
         )
@@ -128,7 +129,7 @@ def _answer(clips: list[JudgedClip]) -> Answer:
     what = {
         SHARDS: "its own shards",
         STAGE: "the parameters that lie on it (its pipeline stage, or its tensor-parallel shards)",
-        SOME: f"what lies on some of the ranks (of rank {worst.call.rank}: {', '.join(map(str, sorted(worst.ranks)))})",
+        SOME: f"what lies on some of the ranks (of rank {worst.call.rank}: {numbered('rank', worst.ranks)})",
     }[worst.meaning]
     return Answer(
         severity=severity_of(clips),

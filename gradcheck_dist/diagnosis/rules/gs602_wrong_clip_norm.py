@@ -32,7 +32,7 @@ Megatron-LM: mark them (`param_is_not_tensor_parallel_duplicate`), it leaves out
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.clip_words import effect, remark, remark_by_hand, severity_of
@@ -42,6 +42,7 @@ from gradcheck_dist.diagnosis.finding import Factor, Severity
 from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, UNNAMED, JudgedClip, judge_clips
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
+from gradcheck_dist.wording import numbered
 
 CODE = "GS602"
 NAME = "wrong-clip-norm"
@@ -78,13 +79,13 @@ def _by_hand(clip: HandNorm) -> Answer:
     if clip.meaning in COMBINED:
         return Answer(
             explanation=f"A hand-written clip leaves gradients of norm {clip.truth:.6g}, where {clip.norm:.4g} is "
-            f"{clip.meaning} ({_ranks(clip.over)}): it used x {clip.ratio:.6g} of the norm, and cuts "
+            f"{clip.meaning} ({numbered('rank', clip.over)}): it used x {clip.ratio:.6g} of the norm, and cuts "
             f"{'too much' if clip.ratio > 1 else 'too little'}.",
             fix=SQUARES,
         )
     return Answer(
         explanation=f"A hand-written clip leaves gradients of norm {clip.truth:.6g}, where {clip.norm:.4g} is the norm "
-        f"over {_ranks(clip.over)} with what each of them holds counted again: it used x "
+        f"over {numbered('rank', clip.over)} with what each of them holds counted again: it used x "
         f"{clip.ratio:.6g} of the norm, and cuts too much.",
         fix="Count what several ranks hold once, on one of them, before the squares are summed over ranks.",
     )
@@ -94,7 +95,7 @@ def _answer(clips: list[JudgedClip]) -> Answer:
     worst = max(clips, key=lambda one: abs(one.ratio - 1))
     meaning = ": that is the norm over all ranks, with copies counted once a rank" if worst.meaning == COPIES else ""
     if worst.meaning in COMBINED:
-        meaning = f": that is {worst.meaning} ({_ranks(sorted(one.call.rank for one in clips))})"
+        meaning = f": that is {worst.meaning} ({numbered('rank', (one.call.rank for one in clips))})"
     used = [one.call.event.total_norm for one in clips]
     alike = max(used) <= min(used) * (1 + 2 * worst.call.tolerance)
     meaning = meaning or ("" if alike else f"; it runs from {min(used):.6g} to {max(used):.6g} between ranks")
@@ -105,10 +106,6 @@ def _answer(clips: list[JudgedClip]) -> Answer:
         f"have {worst.truth.middle:.6g}, x {worst.ratio:.6g}{meaning}. {effect(clips)}",
         fix=SQUARES if worst.meaning in COMBINED else COMPLETE,
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _unequal(facts: StepFacts) -> Iterator[Remark]:

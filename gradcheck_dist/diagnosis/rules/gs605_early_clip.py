@@ -47,6 +47,7 @@ from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.events import Reduce
+from gradcheck_dist.wording import plural
 
 CODE = "GS605"
 NAME = "early-clip"
@@ -98,7 +99,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             f"multiplied by {used[0]:.6g}" + (f" to {used[-1]:.6g}" if used[-1] > used[0] * (1 + ACTS) else "") + ".",
             fix=FIX,
         ),
-        pattern=f"{len(early)} clips of unfinished gradients, coefficients {used[0]:.4g} to {used[-1]:.4g}",
+        pattern=f"{plural(len(early), 'clip')} of unfinished gradients, coefficients {used[0]:.4g} to {used[-1]:.4g}",
         **_concerned([one for one, _ in early]),
         rank=call.rank,
         event=call.event,

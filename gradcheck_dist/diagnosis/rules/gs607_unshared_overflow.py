@@ -33,6 +33,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.events import AmpUnscale, OptimizerStep, PipelineStep, Reduce
+from gradcheck_dist.wording import numbered
 
 CODE = "GS607"
 NAME = "unshared-overflow"
@@ -61,12 +62,12 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     others = sorted({other for rank in alone for other in together[rank]})
     yield Remark(
         answer=Answer(
-            explanation=f"Rank(s) {_listed(alone)} found an overflow in the gradients they hold and skipped the "
-            f"optimizer; rank(s) {_listed(others)}, which train the same model, found none and stepped. Parts of the "
+            explanation=f"{numbered('Rank', alone)} found an overflow in the gradients held there and skipped the "
+            f"optimizer; {numbered('rank', others)}, of the same model, found none and stepped. Parts of the "
             "model are a step apart from here on, and so are the loss scales.",
             fix="Share found_inf before scaler.step: all-reduce it (MAX) over all ranks that hold parts of the model.",
         ),
-        pattern=f"skipped on rank(s) {_listed(alone)}, taken on rank(s) {_listed(others)}",
+        pattern=f"skipped on {numbered('rank', alone)}, taken on {numbered('rank', others)}",
         params=frozenset(key for key, of_key in facts.data.tracks.items() if not of_key.keys().isdisjoint(alone)),
         ranks=tuple(sorted({*alone, *others})),
         rank=alone[0],
@@ -82,7 +83,3 @@ def _partners(facts: StepFacts, rank: int) -> set[int]:
         if isinstance(event, PipelineStep | Reduce):
             partners |= {*event.group, *getattr(event, "replicate_group", ())}
     return partners - {rank}
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

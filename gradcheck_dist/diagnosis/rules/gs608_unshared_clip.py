@@ -32,6 +32,7 @@ from gradcheck_dist.diagnosis.norms.clips import ACTS
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import numbered
 
 CODE = "GS608"
 NAME = "unshared-clip"
@@ -50,19 +51,19 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     if not found:
         return
     calls = [(rank, clips) for of_rank in found.values() for rank, clips in of_rank.items()]
-    clipped = ", ".join(map(str, sorted({rank for rank, clips in calls if clips})))
-    without = ", ".join(map(str, sorted({rank for rank, clips in calls if not clips})))
+    clipped = numbered("rank", {rank for rank, clips in calls if clips})
+    without = numbered("rank", {rank for rank, clips in calls if not clips})
     first, clip = min(
         ((rank, clips[0]) for rank, clips in calls if clips), key=lambda pair: (pair[1].coefficient, pair[0])
     )
     names = in_short(sorted({name for _, name in found}))
     yield Remark(
         answer=Answer(
-            explanation=f"Rank {first} clips the gradient of {names} (x {clip.coefficient:.4g}); rank(s) {without} "
-            "hold and step it as well, and call no clip for it. What ranks hold of it gets unequal updates.",
+            explanation=f"Rank {first} clips the gradient of {names} (x {clip.coefficient:.4g}); on {without} it "
+            "is held and stepped as well, and no clip is called for it. What ranks hold of it gets unequal updates.",
             fix="Call the clip on every rank, after the last reduction.",
         ),
-        pattern=f"clipped on rank(s) {clipped}, not on rank(s) {without}",
+        pattern=f"clipped on {clipped}, not on {without}",
         params=frozenset(found),
         ranks=tuple(sorted({rank for rank, _ in calls})),
         rank=first,

@@ -35,6 +35,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.events import Backward, Event, OptimizerStep, Reduce, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import numbered
 
 CODE = "GS609"
 NAME = "unshared-skip"
@@ -62,11 +63,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     took = sorted({rank for one in found for rank in one.took} - set(skipped))
     yield Remark(
         answer=Answer(
-            explanation=f"Rank(s) {_listed(skipped)} did not step with gradients that they had reduced with rank(s) "
-            f"{_listed(took)}, which did. What ranks hold of the model is a step apart from here on.",
+            explanation=f"{numbered('Rank', skipped)} did not step with gradients reduced with "
+            f"{numbered('rank', took)}, which did. What ranks hold of the model is a step apart from here on.",
             fix="Let all ranks that train one model decide alike: all-reduce (MAX) what the decision rests on.",
         ),
-        pattern=f"skipped on rank(s) {_listed(skipped)}, taken on rank(s) {_listed(took)}",
+        pattern=f"skipped on {numbered('rank', skipped)}, taken on {numbered('rank', took)}",
         params=frozenset(key for key, of_key in facts.data.tracks.items() if not of_key.keys().isdisjoint(skipped)),
         ranks=tuple(sorted({*skipped, *took})),
         rank=first.skipped[0],
@@ -121,7 +122,3 @@ def _emptied(facts: StepFacts, rank: int, events: Sequence[Reduce], least: int) 
     }
     gone = [cell for held in facts.held if rank in held.ranks for cell in held.cells if cell.key in passes]
     return last if all(abs(cell.ratio) <= cell.margin for cell in gone) else None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

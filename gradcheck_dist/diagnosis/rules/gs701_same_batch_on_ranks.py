@@ -40,6 +40,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, passed
 from gradcheck_dist.ledger.repeated_batches import repeating
+from gradcheck_dist.wording import numbered
 
 CODE = "GS701"
 NAME = "same-batch-on-ranks"
@@ -89,7 +90,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     yield Remark(
         answer=Answer(
             severity="warning",
-            explanation=f"Data ranks {', '.join(map(str, data_ranks))} were given the same tokens in this step: at "
+            explanation=f"{numbered('Data rank', data_ranks)} were given the same tokens in this step: at "
             f"{shown}{more} labels and losses are equal. {repeated} of {total} contributions repeat another one: the "
             f"step sees {total - repeated} different batches.",
             fix=_FIX,
@@ -109,16 +110,15 @@ def _repeated(facts: StepFacts) -> Iterator[Remark]:
     for ranks in repeating(facts.data, facts.contributions):
         place = facts.contributions.coordinate[ranks[0]]
         first = min((key, one) for key, one in facts.contributions.by_key.items() if key[0] == place)[1]
-        shown = ", ".join(map(str, ranks))
         yield Remark(
             answer=Answer(
                 severity="warning",
-                explanation=f"Ranks {shown} were given the same tokens in this step. Each computes the whole gradient "
-                "with a copy of the whole model, nothing is exchanged among them, and what they compute is the same in "
-                "every pass; then their gradients are reduced together.",
+                explanation=f"{numbered('Rank', ranks)} were given the same tokens in this step. Each computes the "
+                "whole gradient with a copy of the whole model, nothing is exchanged among them, and what they compute "
+                "is the same in every pass; then their gradients are reduced together.",
                 fix=_FIX,
             ),
-            pattern=f"ranks {shown} repeat one another",
+            pattern=f"{numbered('rank', ranks)} repeat one another",
             params=frozenset(held.param for held in facts.held),
             ranks=ranks,
             rank=ranks[0],

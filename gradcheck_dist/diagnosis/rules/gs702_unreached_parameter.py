@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep, PipelineStep
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS702"
 NAME = "unreached-parameter"
@@ -77,7 +78,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             "gradient. Either its output is not used by the loss, which may be meant, or something cuts it off.",
             fix="Look for a detach, item, numpy or no_grad after this module; freeze the parameter where it is meant.",
         ),
-        pattern=f"{len(names)} parameters without a gradient",
+        pattern=f"{plural(len(names), 'parameter')} without a gradient",
         params=frozenset(found),
         ranks=tuple(sorted({rank for ranks in found.values() for rank in ranks})),
         rank=rank,
@@ -100,11 +101,10 @@ def _whole_stages(facts: StepFacts, cut: set[ParamKey]) -> list[int]:
 
 
 def _stages_cut(stages: list[int]) -> Answer:
-    named = ", ".join(map(str, stages))
     return Answer(
-        explanation=f"The schedule ran backward on pipeline stage {named}, and not one parameter of it got a gradient "
-        "on any rank: the optimizer leaves the whole stage as it was. What earlier stages were sent cannot be trusted "
-        "either.",
+        explanation=f"The schedule ran backward on {numbered('pipeline stage', stages)}, and not one parameter there "
+        "got a gradient on any rank: the optimizer leaves it all as it was. What earlier stages were sent cannot be "
+        "trusted either.",
         fix="Look for what the stage's backward lost: with FSDP2 below a schedule that computes the gradients of "
         "weights apart, set reshard_after_forward=False; else a detach or no_grad in the stage.",
     )

@@ -46,6 +46,7 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.ledger.contributions import ContributionKey
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS703"
 NAME = "unsummed-parts"
@@ -65,7 +66,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ranks = found.sum.ranks
         yield Remark(
             answer=Answer(
-                explanation=f"Ranks {', '.join(map(str, ranks))} hold copies of {names[0]}"
+                explanation=f"{numbered('Rank', ranks)} hold copies of {names[0]}"
                 + (f" and {len(names) - 1} more" if len(names) > 1 else "")
                 + ", and each adds it to its own summand of what is then summed over them: in all it counts "
                 f"{len(ranks)} times, and its gradient is the sum of {len(ranks)} equal parts, of which each rank has "
@@ -102,7 +103,7 @@ def judge(case: Case) -> Answer | None:
     if all(held.replay.basis.origin[cell.column] < 0 for held, cell in wrong):
         share, pattern = _share(case, wrong, "copy", ())
         return Answer(
-            explanation=f"Rank(s) {', '.join(map(str, ranks))} hold two copies of one matrix, on two pipeline stages, "
+            explanation=f"On {numbered('rank', ranks)} lie two copies of one matrix, on two pipeline stages, "
             "each with the gradient of its own stage alone; the sum of both, which is the gradient, was never taken. "
             "The copies drift apart.",
             fix="Add up the gradients of the two copies after the last backward and give both the sum, or let both "
@@ -112,8 +113,8 @@ def judge(case: Case) -> Answer | None:
         )
     share, pattern = _share(case, wrong, "rank", DEGREES)
     return Answer(
-        explanation=f"Ranks {', '.join(map(str, ranks))} each hold their own summand of the gradient of "
-        f"{num} parameter{'s' * (num != 1)}; the sum over the ranks that share these tokens, which "
+        explanation=f"On {numbered('rank', ranks)} there is only each rank's own summand of the gradient of "
+        f"{plural(num, 'parameter')}; the sum over the ranks that share these tokens, which "
         "is the gradient, was never taken. The copies drift apart. (They began alike, as copies do; shards that every "
         "rank drew from one seed do so, too, and lack nothing.)",
         fix="All-reduce (sum) the gradients of these parameters over the ranks that share these tokens after the last "

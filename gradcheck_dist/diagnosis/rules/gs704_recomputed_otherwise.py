@@ -30,6 +30,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.events import Recompute
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import plural
 
 CODE = "GS704"
 NAME = "recomputed-otherwise"
@@ -50,7 +51,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             ids = facts.data.params_of(rank, event.params) if event.params is not None else ()
             params |= {keys[rank, param] for param in ids if (rank, param) in keys}
         rank, first = found[0]
-        regions = "1 checkpointed region" if len(found) == 1 else f"{len(found)} checkpointed regions"
+        regions = plural(len(found), "checkpointed region")
         yield Remark(
             answer=Answer(
                 explanation=f"{regions} drew random numbers in forward and ran again in backward from another state of "

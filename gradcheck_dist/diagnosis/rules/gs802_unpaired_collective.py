@@ -57,6 +57,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.events import HANDED_ON, HANDED_ON_SUMMED, OF_SHARDS, OF_SUMMANDS, SAID_ALIKE
 from gradcheck_dist.ledger.exchanges import COPY, GATHER, MASK, MOVE, OWN, OWN_PART, SCATTER, SLICE, SUM, SWAP
+from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS802"
 NAME = "unpaired-collective"
@@ -105,8 +106,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         parts = first.passed.outcome in ("own", "unlike") and first.shared and UNSUMMED in facts.found
         yield Remark(
             answer=Answer(
-                explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; ranks "
-                f"{', '.join(map(str, ranks))}). {_what(first)} Measured in {_num(len(found))} of this step."
+                explanation=f"{first.name} {_DOES[first.passed.forward]} ({first.where}; "
+                f"{numbered('rank', ranks)}). {_what(first)} Measured in "
+                f"{plural(len(found), 'application')} of this step."
                 + _followed_by([alike[later][0] for later in following.get(place, ())]),
                 fix=(
                     _whole(first)
@@ -222,10 +224,6 @@ _FUNCTIONAL = (
 def _is_torchs(fault: Faulty) -> bool:
     at = fault.passed.first.defined_at
     return at is not None and at.file.endswith("torch/distributed/nn/functional.py")
-
-
-def _num(count: int) -> str:
-    return f"{count} application{'s' * (count != 1)}"
 
 
 def _written(fault: Faulty) -> str:

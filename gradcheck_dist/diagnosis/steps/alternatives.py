@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.ledger.apart import averaged, share_updates
 from gradcheck_dist.ledger.expected import TOTALS
-from gradcheck_dist.steps import steps_in_words
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import numbered
 
 LOST = "GS401"
 SKIPPED_APART = frozenset({"GS607", "GS609"})
@@ -30,10 +30,10 @@ def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[st
     if not behind:
         return verdicts, []
     kept = [*verdicts[: first + 1], *(verdict for verdict in verdicts[first + 1 :] if skipped_apart(verdict))]
-    left_out = [str(verdict.context.step) for verdict in behind]
+    left_out = numbered("step", [verdict.context.step for verdict in behind])
     return kept, [
-        f"step(s) {', '.join(left_out)} came after step {verdicts[first].context.step}, which only some ranks took: "
-        "parts of the model are a step apart there, and these steps are left out"
+        f"{left_out} came after step {verdicts[first].context.step}, which only some ranks took: "
+        "parts of the model are a step apart there: left out"
     ]
 
 
@@ -52,7 +52,7 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
         return verdicts, []
     if only_first and _were_counted(verdicts, chosen):
         return verdicts, []
-    where = steps_in_words([verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
+    where = numbered("step", [verdict.context.step for verdict, gone in zip(verdicts, lost, strict=True) if gone])
     if only_first:
         note = f"{where}: a backward pass whose gradients were emptied, as in no later step, is taken for a warm-up"
     else:

@@ -45,6 +45,7 @@ from gradcheck_dist.events import Backward, Event, Reduce
 from gradcheck_dist.ledger.buffers import Entry
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.wording import numbered, plural
 
 LINES = "what runs "
 """Begins the words for lines of the user's, wherever they stand in a reason."""
@@ -340,7 +341,6 @@ def _words(kind: str, line: str, before: msgspec.Struct | None) -> str:
 
 def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
     steps = [verdict.context.step for verdict, _ in members]
-    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
     change = members[0][1]
     params = max(each.num_parameters for _, each in members)
     values = [factor for _, each in members for factor, _ in each.factors.values() if factor != 1] or [1.0]
@@ -353,7 +353,7 @@ def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
     if change.makes_up:
         until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
     return (
-        f"{change.words} changes gradients by no fixed factor ({size} on {params} parameter(s), step(s) {shown}): a "
-        "clip by parameter, a projection, a normalisation or a running mean does this, a forgotten constant does not. "
-        f"Whether it is meant is not known. {until}"
+        f"{change.words} changes gradients by no fixed factor ({size} on {plural(params, 'parameter')}, "
+        f"{numbered('step', steps)}): a clip by parameter, a projection, a normalisation or a running "
+        f"mean does this, a forgotten constant does not. Whether it is meant is not known. {until}"
     )

@@ -10,7 +10,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
-from gradcheck_dist.steps import ranges
+from gradcheck_dist.wording import numbered
 
 ALONE = "right for what is meant to be"
 """Stands in what is said of such parameters."""
@@ -67,16 +67,16 @@ def _words(
     verb = "is" if len(keys) == 1 else "are"
     if unused:
         return (
-            f"{names} {verb} trained on rank(s) {ranges(holders)} alone and reduced over no others: copies on rank(s) "
-            f"{ranges(without)}, which had no gradient of it in this step, stay behind ({ALONE} "
+            f"{names} {verb} trained on {numbered('rank', holders)} alone and reduced over no others: copies on "
+            f"{numbered('rank', without)}, which had no gradient of it in this step, stay behind ({ALONE} "
             "each rank's own; else reduce it on all of them, zeros where there is none)"
         )
     began = sorted({name for key in keys for name in _alike(data, key, holders[0])})
     origin = f", and began with the values of {in_short(began)}" if began else ""
     return (
-        f"{names} {verb} on rank(s) {ranges(holders)} alone{origin}; rank(s) {ranges(without)}, which reduce all that "
-        f"they have with these, have nothing of that name: {ALONE} these ranks' own, wrong for a "
-        "copy that the others lost (a matrix that is tied there, and no more here)"
+        f"{names} {verb} on {numbered('rank', holders)} alone{origin}; nothing of that name is on "
+        f"{numbered('rank', without)}, where all that there is is reduced with these: {ALONE} these ranks' own, wrong "
+        "for a copy that the others lost (a matrix that is tied there, and no more here)"
     )
 
 

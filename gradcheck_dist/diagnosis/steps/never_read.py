@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.wording import plural
 
-NEVER_READ = "get gradients that no optimizer reads"
+NEVER_READ = "no optimizer reads the gradients of"
 
 
 def leave_unread_open(verdicts: Sequence[StepVerdict]) -> None:
@@ -21,6 +22,6 @@ def leave_unread_open(verdicts: Sequence[StepVerdict]) -> None:
     names = sorted(name for _, name in made - read)
     if read and names:
         verdicts[0].reasons.append(
-            f"{len(names)} parameter(s) ({in_short(names)}) {NEVER_READ} in the recorded steps: they were given to "
-            "none, or to one that steps less often"
+            f"{NEVER_READ} {plural(len(names), 'parameter')} ({in_short(names)}) in the recorded steps: given to none, "
+            "or to one that steps less often"
         )

@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import COUNTS_NOTHING, MAX_SPREAD, Held
-from gradcheck_dist.diagnosis.words import in_short, numbered
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import (
     BEFORE,
     CUDA_GRAPHS,
@@ -33,6 +33,7 @@ from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contri
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trace.store import FORBIDDEN
+from gradcheck_dist.wording import numbered, plural
 
 UNCOUNTED = (
     "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
@@ -81,12 +82,11 @@ def not_finite(step: int, norms: StepNorms) -> list[str]:
     if not strange:
         return []
     names = in_short(sorted({part.key[1] for part in strange}))
-    ranks = ", ".join(map(str, sorted({part.rank for part in strange})))
-    number = sum(part.num_nonfinite for part in strange)
+    ranks = numbered("rank", {part.rank for part in strange})
+    number = plural(sum(part.num_nonfinite for part in strange), "element")
     return [
-        f"step {step}: {number} element(s) of the gradients of {names} {NOT_FINITE} on rank(s) {ranks}: "
-        f"what is measured there is of the others only. A reduction in a narrow type overflows so, and so "
-        "does a loss that divides by no tokens"
+        f"step {step}: gradients of {names} {NOT_FINITE} on {ranks} ({number}): what is measured there is of the "
+        "others only. A reduction in a narrow type overflows so, and so does a loss that divides by no tokens"
     ]
 
 
@@ -126,11 +126,10 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
     reasons += dict.fromkeys(data.told(GATHERED))
     if replayed(data):
         reasons.append(f"a part of the step {REPLAYED}")
-    alone = ", ".join(map(str, passes_unmatched(data)))
-    if alone:
+    if alone := passes_unmatched(data):
         reasons.append(
-            f"rank(s) {alone} step no optimizer of their own and run other backward passes than the ranks that do: "
-            "which of their tokens belong to which step is not known"
+            f"on {numbered('rank', alone)}, no optimizer steps, and other backward passes run than on the ranks where "
+            "one does: which tokens from there belong to which step is not known"
         )
     if not contributions.by_key:
         tells = "call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
@@ -266,7 +265,8 @@ def uncounted(held: list[Held], data: StepData, coordinate: dict[int, int]) -> l
     if not alone or not weighed:
         return []
     return [
-        f"{len(alone)} parameter(s) ({in_short(sorted(name for _, name in alone))}) get gradients only from {UNCOUNTED}"
+        f"gradients of {plural(len(alone), 'parameter')} ({in_short(sorted(name for _, name in alone))}) come only "
+        f"from {UNCOUNTED}"
     ]
 
 
@@ -291,6 +291,6 @@ def foreign(run: Run, data: StepData) -> list[str]:
     if not ranks:
         return []
     return [
-        f"the optimizer on rank(s) {', '.join(map(str, sorted(ranks)))} owns {num} tensor(s) that are neither "
-        "parameters of the model nor copies of them as they were first seen: what it reads is not known"
+        f"the optimizer on {numbered('rank', ranks)} owns what is neither a parameter of the model nor a copy of "
+        f"one as it was first seen ({plural(num, 'tensor')}): what it reads is not known"
     ]

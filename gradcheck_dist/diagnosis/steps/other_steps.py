@@ -21,6 +21,7 @@ from gradcheck_dist.diagnosis.words import OF_THE_DATA
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.wording import plural
 
 if TYPE_CHECKING:
     from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -212,8 +213,8 @@ def _name_window(finding: Finding, verdict: StepVerdict, first: int, last: int, 
     )
     finding.explanation += f" {count} tokens are those of steps {first} to {last} together; this step has {tokens}."
     finding.fix = (
-        f"Let the optimizer step once in a window that the loss is divided by: it steps after {passes} backward "
-        "pass(es) here. Or divide by the tokens of these alone."
+        f"Let the optimizer step once in a window that the loss is divided by: it steps after "
+        f"{plural(passes, 'backward pass')} here. Or divide by the tokens of these alone."
     )
 
 

@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.causes.account import Gap, account, route
 from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
+from gradcheck_dist.wording import plural
 
 LEAST = 1e-2
 """Factors nearer to 1 than this are not told: correct runs are asked in every number format."""
@@ -28,7 +29,7 @@ def unexplained(verdict: StepVerdict) -> list[str]:
                 told.append("what other ranks brought came by no recorded reduction")
             for words in told:
                 found[words] = found.get(words, 0) + 1
-    return [f"{words} ({count} weights)" for words, count in found.items()]
+    return [f"{words} ({plural(count, 'weight')})" for words, count in found.items()]
 
 
 def _came_beside(verdict: StepVerdict, held: Held, cell: Cell) -> bool:

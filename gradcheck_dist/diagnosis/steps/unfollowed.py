@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held
 from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, OptimizerStep, ProbeStatus, Reduce
 from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.wording import numbered, plural
 
 NOT_ATTACHED = "was never put into its own .grad"
 ABSENT = 1e-3
@@ -36,7 +37,7 @@ def from_before(measured: Sequence[Held]) -> str | None:
     if not delayed:
         return None
     return (
-        f"on rank(s) {', '.join(map(str, sorted(delayed)))} the optimizer reads gradients of passes that were emptied "
+        f"on {numbered('rank', delayed)} the optimizer reads gradients of passes that were emptied "
         "from their buffers before, and nothing of those that came afterwards: where gradients are applied a step late "
         "(to overlap their reduction), that is meant, and which tokens belong to which step is not known"
     )
@@ -109,8 +110,8 @@ def not_attached(data: StepData) -> list[str]:
             if num:
                 found.setdefault((rank, num), []).append(other)
     return [
-        f"rank {rank} steps without a gradient for {num} parameter(s) whose gradients rank(s) "
-        f"{', '.join(map(str, others))} reduced together with it: what it gave to that reduction {NOT_ATTACHED}, so "
+        f"rank {rank} steps without a gradient for {plural(num, 'parameter')} whose gradients "
+        f"{numbered('rank', others)} reduced together with it: what it gave to that reduction {NOT_ATTACHED}, so "
         "its copies stay as they are while the others move"
         for (rank, num), others in sorted(found.items())
     ]

@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.windows import all_off_by, why_and_fix
 from gradcheck_dist.events import StepEnd, Unrecorded
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 LOSS_RULE = "GS303"
 MOST_TOLD = 3
@@ -72,8 +73,8 @@ def tell_unlike(passes: Passes) -> list[str]:
         return []
     have = " or ".join(map(str, known))
     return [
-        f"{_steps(passes.num_steps[one])} not recorded {_has(passes.num_steps[one])} {_passes(one)}, those judged "
-        f"{have}: --steps {passes.first[one]}:{passes.first[one] + 1} records the first of them"
+        f"{_steps(passes.num_steps[one])} not recorded {_has(passes.num_steps[one])} {plural(one, 'backward pass')}, "
+        f"those judged {have}: --steps {passes.first[one]}:{passes.first[one] + 1} records the first of them"
         for one in unlike
     ]
 
@@ -107,7 +108,7 @@ def _unusual(found: Finding, verdict: StepVerdict, loss: FirstEvent, ratio: Frac
     assert counted is not None
     in_each = begun // accumulated if accumulated and begun % accumulated == 0 else 1  # a pipeline's microbatches
     begun, usual = begun // in_each, Fraction(counted, in_each)
-    words = f"{_passes(begun)} of {usual}"
+    words = f"{plural(begun, 'backward pass')} of {usual}"
     others = [one for one in found.factor.candidates if one.expression != words]
     window, fix = why_and_fix(verdict.context.step, short=ratio < 1)
     first = passes.first[counted]
@@ -123,8 +124,9 @@ def _unusual(found: Finding, verdict: StepVerdict, loss: FirstEvent, ratio: Frac
             candidates=[Candidate(expression=words, value=factor, exact=str(ratio)), *others],
         ),
         first_event=msgspec.structs.replace(loss, observed_factor=factor),
-        explanation=f"{_passes(begun)} {'adds' if begun == 1 else 'add'} up in this step, and {usual} in "
-        f"{_steps(passes.num_steps[counted])} not recorded. The loss divides as if there were {usual}: {window}.{also}",
+        explanation=f"{plural(begun, 'backward pass')} {'adds' if begun == 1 else 'add'} up in this step, and {usual} "
+        f"in {_steps(passes.num_steps[counted])} not recorded. The loss divides as if there were {usual}: {window}."
+        f"{also}",
         fix=fix,
         suggested_experiment=f"record a step of {usual} passes as well, gradcheck run --steps "
         f"{first}:{first + 1}: where that one is right, it is the window",
@@ -132,12 +134,8 @@ def _unusual(found: Finding, verdict: StepVerdict, loss: FirstEvent, ratio: Frac
 
 
 def _steps(number: int) -> str:
-    return "1 step that was" if number == 1 else f"{number} steps that were"
+    return f"{plural(number, 'step')} that {'was' if number == 1 else 'were'}"
 
 
 def _has(number: int) -> str:
     return "has" if number == 1 else "have"
-
-
-def _passes(number: int) -> str:
-    return "1 backward pass" if number == 1 else f"{number} backward passes"

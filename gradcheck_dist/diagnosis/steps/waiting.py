@@ -15,7 +15,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
-from gradcheck_dist.steps import ranges
+from gradcheck_dist.wording import numbered
 
 SELDOM = "whose optimizer steps less often than others"
 
@@ -74,7 +74,7 @@ def name_waiting(steps: Sequence[tuple[int, Unread, Sequence[Held]]], lost: str)
             of = sorted(set[int]().union(*(waiting.get((held.param, rank), ()) for rank in held.ranks)))
             if lost in held.reason and of:
                 held.changed_in = (
-                    f"it holds the passes of step {ranges(of)} as well, which no optimizer had read, being of a "
+                    f"it holds the passes of {numbered('step', of)} as well, which no optimizer had read, being of a "
                     f"parameter {SELDOM}: what it should be a mean over is not judged"
                 )
         for copy in unread.cleared:

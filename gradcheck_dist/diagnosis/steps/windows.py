@@ -14,6 +14,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.wording import plural
 
 LOSS_RULE = "GS303"
 EXACT = 1e-3
@@ -69,7 +70,7 @@ def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, cons
     return msgspec.structs.replace(
         found,
         factor=Factor(observed=factor, exact=str(ratio), tolerance=found.factor.tolerance),
-        pattern=f"every contribution x {factor:.6g}, in a step of {passes} pass(es) instead of {usual}",
+        pattern=f"every contribution x {factor:.6g}, in a step of {plural(passes, 'pass')} instead of {usual}",
         units=sorted(set(verdict.units.values())),
         num_parameters=len(verdict.units),
         ranks=sorted({rank for held in verdict.held if held.cells for rank in held.ranks}),

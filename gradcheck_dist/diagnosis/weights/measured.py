@@ -16,6 +16,7 @@ from gradcheck_dist.ledger.replay import replay
 from gradcheck_dist.ledger.solve import solve
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 from gradcheck_dist.ledger.transit import Transits, gain
+from gradcheck_dist.wording import numbered
 
 LEAST_ELEMENTS = 64
 """Of a smaller parameter (a bias) its larger neighbours tell."""
@@ -190,8 +191,7 @@ def _part(track: Track) -> np.ndarray:
 
 def _why_unsolved(final: Entry, played: Replay) -> str:
     if played.incomplete:
-        missing = ", ".join(map(str, sorted(played.incomplete)))
-        return f"a reduction needed rank(s) {missing}, whose trace is missing"
+        return f"a reduction needed {numbered('rank', played.incomplete)}, whose trace is missing"
     if final.solution is not None and not final.solution.fits:
         return (
             f"its gradient is no combination of the recorded contributions (residual {final.solution.residual:.1e}): "

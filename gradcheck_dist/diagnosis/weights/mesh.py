@@ -12,6 +12,7 @@ from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import DATA_PARALLEL, SHARDING, Event, Exchange, PipelineStep, Reduce
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.trace.run import Run
+from gradcheck_dist.wording import plural
 
 SETTING = "--axes of `gradcheck run` sets them"
 DATA = "dp"
@@ -74,7 +75,7 @@ def infer_mesh(run: Run, events: dict[int, list[Event]], contributions: Contribu
         groups |= {(axis, group) for axis, found in named.items() for group in found}
         seen.add("names of process groups")
     if not seen:
-        nothing = f"no reduction or pipeline was seen among {run.world_size} rank(s)"
+        nothing = f"no reduction or pipeline was seen among {plural(run.world_size, 'rank')}"
         by_hands = "reductions by hand, which were seen, name no axis"
         return Mesh(axes, f"inferred: {by_hands if by_hand else nothing}; {SETTING}")
     return Mesh(axes, f"inferred from {', '.join(sorted(seen))}; {SETTING}", _in_order(axes, groups))

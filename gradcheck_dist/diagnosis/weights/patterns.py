@@ -16,9 +16,9 @@ from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import SPAN, SURE, name_number
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.diagnosis.weights.written import VAGUE, is_written
-from gradcheck_dist.diagnosis.words import numbered
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
+from gradcheck_dist.wording import numbered
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.reports.culprit import culprit as in_words
 from gradcheck_dist.reports.culprit import end_of, last_line_of
 from gradcheck_dist.reports.source import Excerpt, excerpt, modified_s, short_path
-from gradcheck_dist.reports.text import by_line, clip, number, plural, printable, prose, spans
+from gradcheck_dist.reports.text import by_line, clip, number, printable, prose, spans
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.lanes import Mark
 from gradcheck_dist.tui.step_view import Stop
 from gradcheck_dist.tui.widgets.mark_box import describe
+from gradcheck_dist.wording import plural
 
 MAX_LEDGER = 64
 

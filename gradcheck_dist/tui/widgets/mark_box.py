@@ -10,6 +10,7 @@ from gradcheck_dist.reports.source import line_text, short_path
 from gradcheck_dist.reports.text import printable
 from gradcheck_dist.tui.lanes import Mark
 from gradcheck_dist.tui.step_view import StepView
+from gradcheck_dist.wording import plural
 
 
 class MarkBox(Static):
@@ -34,7 +35,7 @@ class MarkBox(Static):
             took += " (inferred: a forward ends with its loss and has no event of its own)"
         text.append(f"\nevent {mark.seq} of rank {mark.rank}, {mark.start_ns / 1e6:.4g} ms after the step began{took}")
         if mark.params is not None:
-            text.append(f", {len(mark.params)} parameters")
+            text.append(f", {plural(len(mark.params), 'parameter')}")
         site = mark.event.site
         if site is not None:
             source = line_text(site.file, site.line)

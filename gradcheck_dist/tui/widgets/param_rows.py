@@ -9,10 +9,11 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from gradcheck_dist.reports.text import clip, plural
+from gradcheck_dist.reports.text import clip
 from gradcheck_dist.tui import scale
 from gradcheck_dist.tui.step_view import ParamLine
 from gradcheck_dist.tui.widgets.rows import Piece, Rows, fit
+from gradcheck_dist.wording import plural
 
 
 @dataclass

@@ -7,8 +7,9 @@ from collections import Counter
 from rich.text import Text
 from textual.widgets import Static
 
-from gradcheck_dist.reports.text import plural, prose, spans
+from gradcheck_dist.reports.text import prose, spans
 from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.wording import plural
 
 MAX_SIGNS = 64
 _SIGNS = {"running": "●", "ended": "○", "waiting": "…", "dead": "✗", "missing": "✗", "unreadable": "✗"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.text import Text
 from textual.widgets import Static
 
-from gradcheck_dist.reports.text import plural, printable
+from gradcheck_dist.reports.text import printable
 from gradcheck_dist.tui.snapshot import Snapshot
+from gradcheck_dist.wording import plural
 
 
 class StatusBar(Static):
