@@ -113,22 +113,28 @@ class Buffer:
 @dataclass
 class Replay:
     """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not.
-    `unwritten`: by rank, a reduction whose result never came to the gradient, which is no part of the history."""
+    `unwritten`: by rank, a reduction whose result never came to the gradient, which is no part of the history.
+    `inside`: by rank, the numbers of reductions that an optimizer ran in its own step and whose results were seen."""
 
     basis: Basis
     epsilon: float
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)
     unwritten: dict[int, Event] = field(default_factory=dict)
+    inside: dict[int, frozenset[int]] = field(default_factory=dict)
     _histories: dict[int, list[Entry]] = field(default_factory=dict)
 
     def history(self, rank: int) -> list[Entry]:
-        """What happened on a rank up to and with the last optimizer step. Asked for when the replay is over."""
+        """What happened on a rank up to and with the last optimizer step, and reductions inside of that whose results
+        were seen. Asked for when the replay is over."""
         found = self._histories.get(rank)
         if found is None:
             entries = self.entries.get(rank, [])
             steps = [index for index, entry in enumerate(entries) if isinstance(entry.event, OptimizerStep)]
-            found = self._histories[rank] = entries[: steps[-1] + 1] if steps else entries
+            end = steps[-1] + 1 if steps else len(entries)
+            inside = self.inside.get(rank, frozenset())
+            behind = [index + 1 for index, entry in enumerate(entries) if entry.seq in inside]
+            found = self._histories[rank] = entries[: max([end, *behind])]
         return found
 
     def final(self, rank: int) -> Entry | None:

@@ -26,6 +26,7 @@ from gradcheck_dist.events import (
 from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
 from gradcheck_dist.ledger.composed import Measured, made_up_of
 from gradcheck_dist.ledger.copies import Copies
+from gradcheck_dist.ledger.inside_steps import seen_inside
 from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import EPSILON, Solution
 from gradcheck_dist.ledger.tracks import Point, StepData, Track
@@ -47,6 +48,7 @@ def replay(data: StepData, tracks: dict[int, Track], basis: Basis) -> Replay:
     copies = Copies(result)
     machines = {rank: _Machine(data, track, copies) for rank, track in tracks.items()}
     result.unwritten = {rank: track.unwritten for rank, track in tracks.items() if track.unwritten is not None}
+    result.inside = {rank: inside for rank, track in tracks.items() if (inside := seen_inside(data, track))}
     reductions = [op for machine in machines.values() for _, _, op in machine.ops if isinstance(op, Reduce)]
     result.epsilon = max([epsilon, *(EPSILON.get(_summed_in(event), 0.0) for event in reductions)])
     while True:

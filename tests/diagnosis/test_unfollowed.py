@@ -79,7 +79,7 @@ def test_what_is_too_large_where_an_optimizer_reduces_may_be_divided_there(
         pattern=N(kind="uniform", factor=factor),
         terms=(),
         context=N(contributions=N(coordinate={0: 0, 1: 1})),
-        held=[N(rank=0, cells=cells)],
+        held=[N(rank=0, cells=cells, replay=N(inside={}))],
     )
     assert ("own passes weigh x 32" in str(reduced_inside(case, step(seqs)))) == is_open
 
@@ -93,6 +93,13 @@ def test_an_optimizer_that_moves_unlike_gradients_alike_combines_something_itsel
     assert "moves the parameters alike" in str(stepped_together(step((0, 4), (1, 1, 2, 2), reduces=False)))
     assert stepped_together(step((0, 4), (1, 1, 2, 3), reduces=False)) is None
     assert stepped_together(step((0, 4), (1, 1, 1, 1), reduces=False)) is None  # a learning rate of zero
+
+
+def test_of_several_optimizers_the_last_shows_what_they_moved() -> None:
+    data = step((0, 4), (1, 1, 3, 3), reduces=False)
+    for rank, of_rank in data.events.items():
+        of_rank.insert(-2, Replica(seq=6, fingerprint=5 + rank, after=True, **NOW))
+    assert "moves the parameters alike" in str(stepped_together(data))
 
 
 def parts(*, missing: int | None = 1, reduced: tuple[int, ...] = (0,), root: int | None = None) -> StepData:

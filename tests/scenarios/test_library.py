@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcheck_dist.scenarios import runner
-from gradcheck_dist.scenarios import jobs
+from gradcheck_dist.scenarios import jobs, runner
 from gradcheck_dist.scenarios.jobs import Overrides
 from gradcheck_dist.scenarios.runner import run_scenario
 from gradcheck_dist.scenarios.schema import library, load

@@ -3,27 +3,60 @@ backward of a function that combines parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.events import GATHERED, Event, OptimizerStep, Reduce, Replica, StepEnd
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import GATHERED, Reduce, Replica
+from gradcheck_dist.ledger import inside_steps
 from gradcheck_dist.ledger.tracks import StepData
 
 
 def reduced_inside(case: Case, data: StepData) -> str | None:
     """Why a reduction that never came accuses nobody, and neither a factor that what comes inside may divide by."""
-    if case.culprit.absent:
+    followed = [held for held in case.held if held.replay.inside.get(held.rank)]
+    if case.culprit.absent and len(followed) < len(case.held):
         return stepped_together(data)
+    if followed:
+        return _divided_behind(case, followed[0], data)
     too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1 and not case.terms
-    reason = stepped_together(data) if too_large and _are_own_alone(case) else None
+    place = case.context.contributions.coordinate
+    reason = stepped_together(data) if too_large and all(_is_own_alone(held, place) for held in case.held) else None
     return (
         reason
         and f"each rank's own passes weigh x {case.pattern.factor:.6g} when the optimizer reads them, and {reason}"
     )
 
 
-def _are_own_alone(case: Case) -> bool:
-    """Whether the gradients that optimizers read hold nothing of other ranks' passes."""
+def _divided_behind(case: Case, one: Held, data: StepData) -> str | None:
+    """An optimizer that reduces gradients in its own step may divide what came; it multiplies by nothing."""
     place = case.context.contributions.coordinate
-    others = [cell for held in case.held for cell in held.cells if cell.key[0] != place.get(held.rank, held.rank)]
+    unfollowed = (held for held in case.held if not held.replay.inside.get(held.rank))
+    if not all(_is_own_alone(held, place) for held in unfollowed):
+        return None
+    if not all(_is_too_large(held) for held in case.held if held.replay.inside.get(held.rank)):
+        return None
+    inside = one.replay.inside[one.rank]
+    step, event, _ = next(found for found in inside_steps.reduced_inside(data, one.rank) if found[1].seq in inside)
+    line = f" ({event.site.short})" if event.site is not None else ""
+    return (
+        f"all weights are x {one.cells[0].ratio:.6g} behind the reduction that {step.optimizer} runs in its own "
+        f"step{line}: whether it divides by that number as it updates parameters is not known. Divide the loss or what "
+        "is reduced, and not the result, to have that judged"
+    )
+
+
+def _is_too_large(held: Held) -> bool:
+    """Whether all weights are one and the same, and above 1."""
+    first = held.cells[0]
+    return first.ratio > 1 + first.margin and all(
+        abs(cell.ratio - first.ratio) <= cell.margin + first.margin for cell in held.cells
+    )
+
+
+def _is_own_alone(held: Held, place: Mapping[int, int]) -> bool:
+    """Whether the gradient that an optimizer reads holds nothing of other ranks' passes."""
+    others = [cell for cell in held.cells if cell.key[0] != place.get(held.rank, held.rank)]
     return bool(others) and all(abs(cell.ratio) <= cell.margin for cell in others)
 
 
@@ -36,8 +69,8 @@ def stepped_together(data: StepData) -> str | None:
     """Why ranks whose gradients nothing joins before their optimizers read them may be right all the same: these reduce
     them inside of `step`, or something else there (momentum, compressed updates), as their parameters show, which were
     moved and are equal afterwards. None where nothing tells of it."""
-    inside = [_reduced_inside(data, rank, events) for rank, events in data.events.items()]
-    reduced = [event for event in inside if event is not None]
+    inside = [next(inside_steps.reduced_inside(data, rank), None) for rank in data.events]
+    reduced = [event for _, event, _ in filter(None, inside)]
     if len(reduced) == len(inside) > 1:
         site = reduced[0].site
         line = f" at {site.short}" if site is not None else ""
@@ -49,29 +82,20 @@ def stepped_together(data: StepData) -> str | None:
     return f"{how}: what it combines over ranks is not followed, so how much they weigh in its update is not judged"
 
 
-def _reduced_inside(data: StepData, rank: int, events: list[Event]) -> Reduce | None:
-    """A reduction of gradients that an optimizer ran between the begin and the end of its own step."""
-    mine: set[int] | None = None  # the parameters of the optimizer that is stepping
-    for event in events:
-        if isinstance(event, OptimizerStep):
-            mine = set(data.params_of(rank, event.params))
-        elif isinstance(event, StepEnd):
-            mine = None
-        elif isinstance(event, Reduce) and mine and not mine.isdisjoint(data.params_of(rank, event.params)):
-            return event
-    return None
-
-
 def _moved_alike(data: StepData) -> bool:
     """Whether parameters were equal on all ranks, were changed in this step and are equal again behind its optimizer,
     and no gradient was reduced: of many parameters a few are looked at, and one that was left out may not be one."""
-    before, after = (
-        [{e.fingerprint for e in events if isinstance(e, Replica) and e.after is when and not e.num_steps_later}
-         for events in data.events.values()] for when in (False, True))  # fmt: skip
+    looks = [
+        [event for event in events if isinstance(event, Replica) and not event.num_steps_later]
+        for events in data.events.values()
+    ]
+    before = {one.fingerprint for of_rank in looks for one in [e for e in of_rank if not e.after][:1]}
+    # Of several optimizers each ends with a look: the last one shows what all of them did.
+    after = {one.fingerprint for of_rank in looks for one in [e for e in of_rank if e.after][-1:]}
     return (
-        len(data.events) > 1
+        len(looks) > 1
+        and all(any(e.after for e in of_rank) and not all(e.after for e in of_rank) for of_rank in looks)
         and not any(isinstance(event, Reduce) for events in data.events.values() for event in events)
-        and all(len(one) == 1 for one in [*before, *after])
-        and len(set.union(*before)) == len(set.union(*after)) == 1
-        and before[0] != after[0]
+        and len(before) == len(after) == 1
+        and before != after
     )

@@ -11,6 +11,7 @@ from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
 from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.inside_steps import reduced_to_others
 from gradcheck_dist.ledger.leaves import build_basis
 from gradcheck_dist.ledger.replay import replay
 from gradcheck_dist.ledger.solve import solve
@@ -148,8 +149,11 @@ def _optimized(data: StepData, track: Track) -> bool:
 
 
 def _left_to_others(data: StepData, track: Track, others: Mapping[int, Track]) -> bool:
-    """Whether an optimizer that lists all parameters (fairscale's OSS) has others inside of it step them, each rank
-    some: one of another rank steps this one, and none of this rank's does."""
+    """Whether an optimizer lists all parameters and steps some on each rank: it has others inside of it step them
+    (fairscale's OSS), and of this one that is on another rank; or it reduced this one's gradient to another rank in its
+    own step."""
+    if reduced_to_others(data, track):
+        return True
     inner = any(isinstance(event, OptimizerStep) and event.inside is not None for event in data.events[track.rank])
     return inner and not _steps_inside(data, track) and any(_steps_inside(data, each) for each in others.values())
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +25,7 @@ from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.reductions import coalesced as coalescing
+from gradcheck_dist.probes.reductions.awaited import Awaited
 from gradcheck_dist.probes.reductions.coalesced import Coalesced
 from gradcheck_dist.probes.reductions.group_names import GroupNames
 
@@ -39,12 +40,13 @@ class _Pending:
     def __init__(self, step: int, seq: int, how: tuple[Any, ...], copy_size: int = 0) -> None:
         self.step, self.seq, self.how, self.copy_size = step, seq, how, copy_size
         self.length = 0
-        self.outputs: list[tuple[Region, Tensor]] = []
+        self.outputs: list[tuple[Region, Tensor, Any]] = []  # with what is to be waited for
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
     pending: dict[int, _Pending] = {}
     coalesced = coalescing.install(recorder, patches)
+    awaited = Awaited(recorder, patches)
     recorder.group_names = GroupNames(recorder)
 
     def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +59,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
-                after_manual(recorder, pending, opened, tensor, opened, async_op, coalesced, coalesced.holds(group))
+                behind = Behind(coalesced, coalesced.holds(group), awaited, result if async_op else None)
+                after_manual(recorder, pending, opened, tensor, opened, behind)
             return result
 
         return all_reduce
@@ -75,7 +78,33 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 low = dist.get_rank(group) * output.numel()
                 parts = [region.part(low, low + output.numel()) for region in opened]
                 own = [part for part in parts if part]
-                after_manual(recorder, pending, opened, output, own, async_op, coalesced, coalesced.holds(group))
+                behind = Behind(coalesced, coalesced.holds(group), awaited, result if async_op else None)
+                after_manual(recorder, pending, opened, output, own, behind)
+            return result
+
+        return reduce_scatter
+
+    def watch_reduce_scatter_list(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
+                return original(*args, **kwargs)
+            call = bound(recorder, signature, args, kwargs)
+            opened: list[tuple[Tensor | None, list[Region]]] = []
+            if call is not None:
+                ranks = dist.get_process_group_ranks(call["group"] or dist.group.WORLD)
+                for rank, tensor in zip(ranks, call["input_list"], strict=False):
+                    how = ("reduce_scatter", call["op"], call["group"])
+                    regions = before_manual(recorder, pending, tensor, *how, root=rank)
+                    if regions is not None:
+                        opened.append((call["output"] if rank == dist.get_rank() else None, regions))
+            result = original(*args, **kwargs)
+            if call is not None:
+                behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
+                for output, regions in opened:
+                    after_manual(recorder, pending, regions, output, [] if output is None else regions, behind)
             return result
 
         return reduce_scatter
@@ -94,7 +123,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 opened = before_manual(recorder, pending, tensor, "reduce", call["op"], group, root=root_of(call))
             result = original(*args, **kwargs)
             if opened is not None and call is not None:
-                after_manual(recorder, pending, opened, call["tensor"], opened, call["async_op"], coalesced)
+                behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
+                after_manual(recorder, pending, opened, call["tensor"], opened, behind)
             return result
 
         return reduce
@@ -117,7 +147,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             result = original(*args, **kwargs)
             for tensor, regions in opened:
                 if regions is not None and call is not None:
-                    after_manual(recorder, pending, regions, tensor, regions, call["async_op"], coalesced)
+                    behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
+                    after_manual(recorder, pending, regions, tensor, regions, behind)
             return result
 
         return all_reduce_coalesced
@@ -126,6 +157,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         _replace(patches, "all_reduce_coalesced", watch_coalesced)
     _replace(patches, "all_reduce", watch_all_reduce)
     _replace(patches, "reduce", watch_reduce)
+    _replace(patches, "reduce_scatter", watch_reduce_scatter_list)
     # The second is the older name; where both are, it calls the first through its module.
     names = ("reduce_scatter_single", "reduce_scatter_tensor")
     _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
@@ -239,23 +271,36 @@ def before_manual(
     return opened or None
 
 
+class Behind(NamedTuple):
+    """When a collective's result is there: at once, when a coalescing manager is left (`held`), or when somebody has
+    waited for `work`."""
+
+    coalesced: Coalesced
+    held: bool
+    awaited: Awaited
+    work: Any
+
+    @property
+    def now(self) -> bool:
+        return self.work is None and not self.held
+
+
 @guarded("collectives")
 def after_manual(
     recorder: Recorder,
     pending: dict[int, _Pending],
     opened: list[Region],
-    output: Tensor,
+    output: Tensor | None,
     regions: list[Region],
-    async_op: bool,
-    coalesced: Coalesced,
-    held: bool = False,
+    behind: Behind,
 ) -> None:
-    """A parameter's reduction is told when all pieces of its buffer are through. `held`: it runs only later."""
+    """A parameter's reduction is told when all pieces of its buffer are through."""
     for region in opened:
         pending[region.info.id].length += region.length
     for region in regions:
-        pending[region.info.id].outputs.append((region, output))
-    if (copied := pending[opened[0].info.id].copy_size) and not (async_op or held):
+        if output is not None:
+            pending[region.info.id].outputs.append((region, output, behind.work))
+    if (copied := pending[opened[0].info.id].copy_size) and behind.now and output is not None:
         recorder.places.by_value.came_out(opened, copied, output, regions)
     for region in opened:
         info = region.info
@@ -265,11 +310,13 @@ def after_manual(
         del pending[info.id]
         impl, op, group, root = done.how
         recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
-        if async_op:
-            continue
-        for part, tensor in done.outputs:
+        in_a_step = info.id in recorder.read.in_step(recorder.step)
+        for part, tensor, work in done.outputs:
             sample = functools.partial(recorder.sample_parts, done.seq, AFTER, info, [part], tensor)
-            coalesced.afterwards(held, sample)
+            if work is None:
+                behind.coalesced.afterwards(behind.held, sample)
+            elif in_a_step and isinstance(work, dist.Work):
+                behind.awaited.later(work, sample)
 
 
 def _local_size(info: ParamInfo) -> int:
