@@ -29,9 +29,12 @@ def train(
     return run
 
 
-@pytest.mark.parametrize(("how", "every"), [("parameters", 1), ("pseudo gradients", RECORDED + 2), ("neighbour", 2)])
+@pytest.mark.parametrize(
+    ("how", "every"),
+    [("parameters", 1), ("parameters", RECORDED), ("pseudo gradients", RECORDED + 2), ("neighbour", 2)],
+)
 def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, every: int) -> None:
-    """Also where the first average comes behind the recorded steps."""
+    """Also where the first average comes behind the recorded steps, or right behind the last of them."""
     run = train(tmp_path, how, every)
     report = diagnose(read_run(run))
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -90,7 +90,10 @@ class Replicas:
             recorder.copies.bring(values, functools.partial(self._write, event))
 
     def _write(self, event: Callable[..., Replica], host: Tensor) -> None:
-        self.recorder.writer.append(event(fingerprint=_checksum(host)))
+        noted = event(fingerprint=_checksum(host))
+        if noted.after:
+            self._left = noted.fingerprint  # with which the first look behind the recorded steps is compared
+        self.recorder.writer.append(noted)
 
     def _compare(self, after: bool, later: int, host: Tensor) -> None:
         found = _checksum(host)
