@@ -68,6 +68,28 @@ def test_the_exit_code_tells_right_from_wrong_from_not_run(
     assert "averaging: found GS101" in dead.out
 
 
+@pytest.mark.parametrize(("right", "kept"), [(True, False), (False, True)])
+def test_the_screens_open_over_the_runs_which_stay_where_something_was_wrong(
+    gradcheck: Gradcheck, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, right: bool, kept: bool
+) -> None:
+    seen: list[Path] = []
+
+    def open_screens(folder: Path) -> None:
+        assert folder.is_dir()
+        seen.append(folder)
+
+    monkeypatch.setattr("gradcheck_dist.cli.live.check_terminal", lambda _: None)
+    monkeypatch.setattr("gradcheck_dist.cli.live.open_screens", open_screens)
+    asked["answer"] = result(right=right, run_dir=Path("/told"))
+    outcome = gradcheck("scenario", "ddp-accum", "--tui")
+    assert outcome.code == int(not right)
+    assert seen == [asked["keep"]]
+    assert seen[0].is_dir() == kept
+    assert ("the runs are in" in outcome.err) == kept
+    if kept:
+        seen[0].rmdir()
+
+
 def test_the_result_is_a_summary_below_a_report_a_variant(gradcheck: Gradcheck, asked: dict[str, Any]) -> None:
     lines = gradcheck("scenario", "ddp-accum").out.splitlines()
     assert lines[1].split()[0] == "verdict"
