@@ -79,12 +79,26 @@ def all_but_one(params: list[Tensor]) -> Reduced:
     return and_mine
 
 
+def stacked(params: list[Tensor]) -> Reduced:
+    """A reduce-scatter of a copy of all gradients, which have one shape: the first goes to rank 0."""
+    copy = torch.stack([param.grad for param in params if param.grad is not None])
+    part = torch.empty_like(copy[:1])
+    work = dist.reduce_scatter_tensor(part, copy, op=AVERAGE, async_op=True)
+
+    def reduced() -> dict[Tensor, Tensor]:
+        work.wait()
+        return {params[dist.get_rank()]: part[0]}
+
+    return reduced
+
+
 HOW: dict[str, Callable[[list[Tensor]], Reduced]] = {
     "right": each,
     "right at once": lambda params: each(params, later=False),
     "right by future": by_future,
     "right to owners": to_owners,
     "right as a list": listed,
+    "right as a stack": stacked,
     "summed": lambda params: each(params, op=dist.ReduceOp.SUM),
     "averaged twice": each,
     "each alone": lambda params: each(params, group=ALONE[dist.get_rank()]),
@@ -115,7 +129,7 @@ class Parted(torch.optim.Optimizer):
 
 def train(variant: str) -> int:
     model = Net()
-    if variant == "right as a list":  # of two that have one shape
+    if variant in ("right as a list", "right as a stack"):  # of two that have one shape
         model.inner.requires_grad_(False)
         model.head.bias.requires_grad_(False)
     if variant == "each alone":

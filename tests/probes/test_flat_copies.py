@@ -133,6 +133,17 @@ def test_gradients_that_a_trainer_picks_out_are_known_where_they_are_no_neighbou
     assert copies.regions(flat([known[index] for index in chosen]).reshape(1, -1) + 1) == []
 
 
+def test_an_optimizer_s_stack_of_gradients_may_end_with_zeros() -> None:
+    known = alike(6)
+    mine = [info.param.grad for info in (known[1], known[4]) if info.param.grad is not None]
+    stack = torch.cat([torch.stack(mine), torch.zeros_like(mine[0])[None]])
+    copies = FlatCopies(lambda: known)
+    assert copies.regions(stack) == []  # an activation, for all that is known
+    found = copies.regions(stack, stacked=True)
+    assert [(region.info.name, region.offset) for region in found] == [("w1", 0), ("w4", mine[0].numel())]
+    assert copies.regions(stack + 1, stacked=True) == []
+
+
 def test_a_gradient_of_zeros_among_them_is_known_by_its_neighbours() -> None:
     known = many()
     assert known[3].param.grad is not None

@@ -17,6 +17,7 @@ EXPECTED = {
     "right by future": ("clean", []),
     "right to owners": ("clean", []),
     "right as a list": ("clean", []),
+    "right as a stack": ("clean", []),
     "summed": ("undetermined", []),  # the optimizer may divide
     "averaged twice": ("findings", [("GS101", 0.5)]),  # and multiplies by nothing
     "each alone": ("findings", [("GS103", 2.0)]),

@@ -85,9 +85,10 @@ class FlatCopies:
                 return regions
         return []
 
-    def regions(self, tensor: Tensor) -> list[Region]:
+    def regions(self, tensor: Tensor, *, stacked: bool = False) -> list[Region]:
         """Which gradients a tensor is a copy of, times one number; [] where it is none, or lies on an accelerator,
-        whose values nobody waits for."""
+        whose values nobody waits for. `stacked`: also where it has more than one dimension, and zeros behind the last
+        gradient, as in an optimizer's own step."""
         if tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
             return []
         flat = tensor.detach().reshape(-1)
@@ -114,7 +115,7 @@ class FlatCopies:
             if self._is_copy(flat, held[run[0]][run[1] : run[2]]):
                 return self._found(held, run, left)
         # Whatever has more dimensions is an activation: there are many, and each would be compared with all.
-        if tensor.dim() == 1 and (picked := self._pick(flat, held)):
+        if (tensor.dim() == 1 or stacked) and (picked := self._pick(flat, held, _filled(flat) if stacked else None)):
             self._left, self._picked = left, picked
             return _regions(picked)
         return []
@@ -138,19 +139,21 @@ class FlatCopies:
         enough = int((values != 0).sum()) >= min(LEAST, flat.numel())
         return enough and bool(grads.any()) and _agree(grads, values, allowed)
 
-    def _pick(self, flat: Tensor, held: dict[int, list[ParamInfo]]) -> list[ParamInfo]:
-        """The gradients that fill a buffer from end to end, whatever lies between them in the model; [] for none."""
+    def _pick(self, flat: Tensor, held: dict[int, list[ParamInfo]], until: int | None) -> list[ParamInfo]:
+        """The gradients that fill a buffer from end to end, or `until` there, whatever lies between them in the model;
+        [] for none."""
+        end = flat.numel() if until is None else until
         for own in held.values():
             total = sum(info.param.numel() for info in own)
             for first, info in enumerate(own):
-                if total < flat.numel() or self._left <= 0:
+                if total < end or self._left <= 0:
                     break
-                if (picked := self._walk(flat, own[first:])) and self._is_copy(flat, picked):
+                if (picked := self._walk(flat, own[first:], end)) and self._is_copy(flat, picked):
                     return picked
                 total -= info.param.numel()
         return []
 
-    def _walk(self, flat: Tensor, own: Sequence[ParamInfo]) -> list[ParamInfo]:
+    def _walk(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
         """The first gradient and each later one that is what comes next in the buffer, times the same number."""
         picked: list[ParamInfo] = []
         allowed, offset, factor = 8 * torch.finfo(flat.dtype).eps, 0, 0.0
@@ -167,9 +170,15 @@ class FlatCopies:
                     offset, factor = offset + size, told
                 elif not picked:
                     break
-            if offset == flat.numel():
+            if picked and offset >= end:
                 return picked
         return []
+
+
+def _filled(flat: Tensor) -> int:
+    """Up to where a buffer holds anything."""
+    told = flat.nonzero()
+    return int(told[-1]) + 1 if len(told) else flat.numel()
 
 
 def _behind(infos: Sequence[ParamInfo], first: int, num_elements: int) -> int:

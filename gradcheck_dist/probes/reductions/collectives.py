@@ -264,7 +264,8 @@ def before_manual(
             if current is not None:
                 current.by_hand.add(info.id)
     if not opened and current is None and local.dim():
-        for region in recorder.places.by_value.regions(local):
+        in_a_step = bool(recorder.read.in_step(recorder.step))
+        for region in recorder.places.by_value.regions(local, stacked=in_a_step):
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how, local.numel())
             recorder.sample_parts(begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)
@@ -309,8 +310,10 @@ def after_manual(
             continue
         del pending[info.id]
         impl, op, group, root = done.how
-        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
         in_a_step = info.id in recorder.read.in_step(recorder.step)
+        if in_a_step and impl == "reduce_scatter" and root is None and output is not None and not done.outputs:
+            root = group[region.offset // output.numel()]  # the rank that this optimizer updates it on
+        recorder.emit_reduce(done.seq, [info], impl=impl, op=op, group=group, root=root, site=caller_site())
         for part, tensor, work in done.outputs:
             sample = functools.partial(recorder.sample_parts, done.seq, AFTER, info, [part], tensor)
             if work is None:
