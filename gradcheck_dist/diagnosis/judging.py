@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.audit import audit, audited
 from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
@@ -106,6 +108,7 @@ class _Weighed:
 
 
 @left_open
+@np.errstate(all="ignore")  # a damaged trace holds any number, and what comes of it is not finite or does not fit
 def judge_step(
     run: Run,
     step: int,
