@@ -39,7 +39,8 @@ class Cell:
 
     `root_ratio` is the weight at the loss / expected, `column` the index in the basis of the parameter's replay.
     `tolerance` and `stderr` are relative to the larger of observed and expected. A ratio that is off by less than
-    `material` is right however well it is known.
+    `material` is right however well it is known. Of a gradient that is a sum over ranks `column` is the holder's own
+    summand, and `summands` are the columns of the others, which weigh nothing here unless something brought them.
     """
 
     key: ContributionKey
@@ -52,6 +53,11 @@ class Cell:
     tolerance: float
     stderr: float
     material: float = 0.0
+    summands: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return (self.column, *self.summands)
 
     @property
     def margin(self) -> float:
@@ -174,10 +180,12 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
             if isnan(seen) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1
                 continue
+            own = group[0] if len(group) == 1 else _own_summand(held, group)
             result.cells.append(
                 Cell(
                     key=key,
-                    column=group[0],
+                    column=own,
+                    summands=tuple(column for column in group if column != own),
                     expected=due.expected,
                     root_ratio=root / weight,
                     nominal=_sum(held.nominal, group) * root,
@@ -193,6 +201,13 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     elif not result.cells:
         result.reason = "its sampled gradient is zero or too small to be told from rounding"
     return result
+
+
+def _own_summand(held: Held, group: Sequence[int]) -> int:
+    """Of one contribution's summands that which is in what this rank holds."""
+    origin, nominal = held.replay.basis.origin, held.nominal
+    assert nominal is not None
+    return max(group, key=lambda column: (origin[column] == held.rank, abs(float(nominal[column]))))
 
 
 def _sum(values: np.ndarray, group: Sequence[int]) -> float:
