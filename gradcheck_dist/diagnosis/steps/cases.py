@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
-from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, rank_of
+from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, line_that_differs, rank_of
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
@@ -112,7 +112,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     pattern = case.pattern
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
-    write = line_between(verdict.data, case.culprit, case.held, off, allowed)
+    write = line_that_differs(verdict.data, case.culprit, case.cells, 1e-3)
+    write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
     if case.culprit.kind == "loss" and not case.culprit.unrecorded:

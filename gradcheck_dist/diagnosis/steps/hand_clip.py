@@ -20,6 +20,7 @@ from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps import counted
+from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
@@ -269,6 +270,14 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         return HandClip(
             factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
         )
+    return None
+
+
+def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
+    """The same, where something besides set some gradients apart from most: behind the clip, or before its norm."""
+    for case in cases:
+        if (alike := as_if_all_alike(case, judged, data, norms)) is not None:
+            return clip_by_hand([alike[0]], data, alike[1]) or clip_by_hand([alike[0]], data, norms)
     return None
 
 
