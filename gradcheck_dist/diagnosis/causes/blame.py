@@ -46,6 +46,10 @@ class Blame:
     cells: list[tuple[Held, Cell]]
     repeats: list[int]
 
+    @property
+    def held(self) -> list[Held]:
+        return list({id(held): held for held, _ in self.cells}.values())
+
 
 def blame(
     data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]

@@ -94,16 +94,31 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities)
-    cases = [_case(verdict, blamed, judged) for blamed in found]
+    cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_divisions_alone(cases)
+
+
+def _without_emptied(blamed: Blame) -> list[Blame]:
+    """What lines of the trainer's did to some parameters, and others of which they left nothing on any rank: that is
+    no factor, and done by other lines."""
+    left = {held.param for held in blamed.held if not held.is_gone}
+    if not blamed.culprit.unrecorded or not left or all(held.param in left for held in blamed.held):
+        return [blamed]
+    parts: list[Blame] = []
+    for there in (True, False):
+        mine = [index for index, (held, _) in enumerate(blamed.cells) if (held.param in left) is there]
+        factor = blamed.culprit.factor if there else 0.0
+        culprit = replace(blamed.culprit, factor=factor)
+        parts.append(Blame(culprit, [blamed.cells[at] for at in mine], [blamed.repeats[at] for at in mine]))
+    return parts
 
 
 def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     case = Case(
         context=verdict.context,
         culprit=blamed.culprit,
-        held=list({id(held): held for held, _ in blamed.cells}.values()),
+        held=blamed.held,
         cells=blamed.cells,
         patterns=_explain(verdict, blamed),
         configured_at=configured_at(verdict.data, blamed.culprit),

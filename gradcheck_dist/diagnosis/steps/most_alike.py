@@ -29,7 +29,7 @@ def as_if_all_alike(
     None where the case is no such, or nothing sets others apart."""
     if not case.culprit.unrecorded or not isinstance(case.culprit.before, OptimizerStep | Clip):
         return None
-    known = {id(held): (held, *_factor(held)) for held in judged if held.cells}
+    known = {id(held): (held, *_factor(held)) for held in judged if held.cells and not held.is_gone}
     values = [factor for _, factor, _ in known.values() if factor is not None]
     if not values or any(factor is None or factor <= 0 for _, factor, _ in known.values()):
         return None

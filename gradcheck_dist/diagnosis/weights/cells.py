@@ -29,6 +29,8 @@ SAFEGUARD = 2e-4
 
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
+GONE = 1e-3
+"""A weight, relative to the right one, that is as good as none."""
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 
@@ -106,6 +108,11 @@ class Held:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which this tells."""
         return (self.rank, *self.alike)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of any contribution is left in it, which is so whatever it was multiplied by besides."""
+        return bool(self.cells) and all(abs(cell.ratio) <= GONE for cell in self.cells)
 
     @cached_property
     def digits(self) -> tuple[object, ...]:
