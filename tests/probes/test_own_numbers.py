@@ -162,3 +162,34 @@ def test_a_clip_by_hand_beside_parameters_that_are_clipped_by_their_own_norm_acc
     assert trained(tmp_path / "right", lambda model, *_: clipped(model, 0.05, seen=seen), float).verdict == "clean"
     report = trained(tmp_path / "own", doing, float)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def shortened(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 0.05, seen=True)
+    for param in model.parameters():
+        param.grad.mul_(0.3)  # type: ignore[union-attr]
+
+
+def to_unit_length(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 1.0, seen=True)
+    for param in model.parameters():
+        param.grad.mul_(0.05)  # type: ignore[union-attr]
+
+
+def in_two_lines(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    for param in model.parameters():
+        param.grad.mul_(0.05)  # type: ignore[union-attr]
+    for param in model.parameters():
+        param.grad.div_(norm)  # type: ignore[union-attr]
+
+
+def test_a_number_of_the_program_behind_a_clip_by_hand_is_no_part_of_it(tmp_path: Path) -> None:
+    (finding,) = trained(tmp_path, shortened, float).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.3, rel=1e-4))
+    assert "param.grad.mul_(0.3)" in line_of(finding)
+
+
+@pytest.mark.parametrize("doing", [to_unit_length, in_two_lines])
+def test_a_clip_of_two_lines_is_clean(tmp_path: Path, doing: Behind) -> None:
+    assert trained(tmp_path, doing, float).verdict == "clean"

@@ -9,7 +9,7 @@ from math import inf, prod
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written
 from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
@@ -137,6 +137,30 @@ def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None
         return event
     alike = [one for one in data.events[rank] if type(one) is type(event) and line_of(one) == line_of(event)]
     return alike[-1] if alike else None
+
+
+def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
+    """A number of the program by which the last line of an unrecorded change multiplies all of these gradients, behind
+    one whose number is computed (a clip's coefficient) and with which it makes up all of the change; 1 where there is
+    no such line."""
+    if culprit.event is None or culprit.before is None or not culprit.factor:
+        return 1.0
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    lines: dict[tuple[str, int], dict[int, float]] = {}
+    for event in _writes(data, culprit, rank):
+        mine = params & set(data.params_of(rank, event.params or 0)) if event.params is not None else set()
+        line = line_of(event)
+        if mine and (line is None or not event.factor):
+            return 1.0
+        of_line = lines.setdefault(line, {}) if mine and line is not None else {}
+        for param in mine:
+            of_line[param] = of_line.get(param, 1.0) * (event.factor or 1.0)
+    if len(lines) != 2 or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
+        return 1.0
+    computed, written = (next(iter(of_line.values())) for of_line in lines.values())
+    accounted = _is(computed * written, culprit.factor, EXACT)
+    return written if accounted and is_exactly_written(written) and not is_exactly_written(computed) else 1.0
 
 
 def line_between(

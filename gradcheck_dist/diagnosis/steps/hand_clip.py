@@ -13,6 +13,7 @@ from math import log2
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.own_lines import written_last
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
@@ -30,6 +31,7 @@ from gradcheck_dist.ledger.tracks import StepData
 CODE = "GS501"
 """The finding that one step leaves open."""
 SURE = 1e-2
+SAME = 1e-3
 TOO_VAGUE = 0.02
 """With a tolerance above this, every number is near to one that people write."""
 
@@ -250,6 +252,9 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         factor, own, unit = case.pattern.factor, case.culprit.factor or case.pattern.factor, abs(norm - 1) <= tolerance
         if own > 1 and not unit:
             continue  # only to unit length gradients are made longer on purpose
+        last = written_last(data, case.culprit, case.held) if abs(own / factor - 1) <= SAME else 1.0
+        if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
+            norm, factor, own = norm / last, factor / last, own / last
         reason = ""
         if factor > 1 > own:
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
