@@ -184,10 +184,28 @@ def in_two_lines(model: nn.Module, counts: list[int], optimizer: torch.optim.Opt
         param.grad.div_(norm)  # type: ignore[union-attr]
 
 
-def test_a_number_of_the_program_behind_a_clip_by_hand_is_no_part_of_it(tmp_path: Path) -> None:
-    (finding,) = trained(tmp_path, shortened, float).findings
-    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.3, rel=1e-4))
-    assert "param.grad.mul_(0.3)" in line_of(finding)
+def divided(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 0.05, seen=True)
+    for param in model.parameters():
+        param.grad.div_(3)  # type: ignore[union-attr]
+
+
+def in_groups(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.1 if param.dim() == 1 else 0.7)  # type: ignore[union-attr]
+    clipped(model, 0.05, seen=False)
+
+
+@pytest.mark.parametrize(
+    ("doing", "factor", "line"),
+    [(shortened, 0.3, "mul_(0.3)"), (divided, 1 / 3, "div_(3)"), (in_groups, 1 / 7, "mul_(0.1 if")],
+)
+def test_numbers_of_the_program_beside_a_clip_by_hand_are_no_part_of_it(
+    tmp_path: Path, doing: Behind, factor: float, line: str
+) -> None:
+    (finding,) = trained(tmp_path, doing, float).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(factor, rel=1e-4))
+    assert f"param.grad.{line}" in line_of(finding)
 
 
 @pytest.mark.parametrize("doing", [to_unit_length, in_two_lines])

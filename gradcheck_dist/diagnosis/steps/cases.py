@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
-from gradcheck_dist.events import Reduce, Site
+from gradcheck_dist.events import GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -127,7 +127,7 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     pattern = case.pattern
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
-    write = line_that_differs(verdict.data, case.culprit, case.cells, 1e-3)
+    write = _line_that_differs(verdict.data, case, judged) if case.culprit.unrecorded else None
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
@@ -135,6 +135,14 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _line_that_differs(data: StepData, case: Case, judged: list[Held]) -> GradWrite | None:
+    """The line whose numbers differ between these weights, and from those of the right ones, as they do."""
+    mine = {id(held) for held in case.held}
+    others = (held for held in judged if id(held) not in mine and not held.is_gone)
+    right = [(held, cell) for held in others for cell in held.cells if cell.right]
+    return line_that_differs(data, case.culprit, [*case.cells, *right], 1e-3)
 
 
 def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:

@@ -247,14 +247,15 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
             continue
         norm = norm_afterwards(case, data, norms)
         tolerance = own_error(_parts(case, norms))
-        if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
+        if norm is None or tolerance > TOO_VAGUE:
             continue
-        factor, own, unit = case.pattern.factor, case.culprit.factor or case.pattern.factor, abs(norm - 1) <= tolerance
-        if own > 1 and not unit:
-            continue  # only to unit length gradients are made longer on purpose
+        factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
         last = written_last(data, case.culprit, case.held) if abs(own / factor - 1) <= SAME else 1.0
         if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
             norm, factor, own = norm / last, factor / last, own / last
+        unit = abs(norm - 1) <= tolerance
+        if not is_round(norm, tolerance) or (own > 1 and not unit):
+            continue  # only to unit length gradients are made longer on purpose
         reason = ""
         if factor > 1 > own:
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
