@@ -47,7 +47,15 @@ from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
-from gradcheck_dist.diagnosis.steps.hand_clip import HandClip, clip_by_hand, freed, scaling_of, tell_hidden, undone
+from gradcheck_dist.diagnosis.steps.hand_clip import (
+    HandClip,
+    clip_by_hand,
+    clip_of_most,
+    freed,
+    scaling_of,
+    tell_hidden,
+    undone,
+)
 from gradcheck_dist.diagnosis.steps.handmade import name_places, note
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
@@ -336,6 +344,10 @@ def _cases(
         verdict.reasons += [by_hand.reason] if by_hand.reason else []
         verdict.assumed = by_hand.assumed
     by_norm = wrong_norm(cases, verdict.held, data, norms) if by_hand is None else None
+    if by_hand is None and by_norm is None and (by_hand := clip_of_most(cases, verdict.held, data, norms)) is not None:
+        cases = _without(verdict, weighed, by_hand)
+        verdict.remarks.append(by_hand.text)
+        verdict.assumed = by_hand.assumed
     if by_norm is not None:
         cases = _judged_again(verdict, freed_by_rank(weighed.measured, by_norm), target)
         verdict.remarks.append(f"step {data.step}: {by_norm.text}")

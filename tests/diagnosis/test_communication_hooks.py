@@ -97,3 +97,41 @@ def test_a_hook_that_sums_within_nodes_and_between_them_is_judged_as_one_reducti
     assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
     assert (finding.first_event.nominal_factor, finding.first_event.observed_factor) == pytest.approx((1 / 4, 1 / 8))
     assert "hook train.hook" in finding.fix
+
+
+def judged_thrown_away(factor: float, num_kept: int = 0) -> Report:
+    """Three ranks whose losses are multiplied by `factor`, and a hook that sums a copy and returns the bucket as it was
+    given, but for the first parameters, of which it returns the sum."""
+    world = World(Trainer(root=global_mean(factor), impl="none", data_ranks=RANKS, accumulation=2), 3)
+    for k in range(2):
+        _backward(world, k, 0)
+    seqs = [rank.next_seq() for rank in world.ranks]
+    for seq, rank in zip(seqs, world.ranks, strict=True):
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+    given = [dict(rank.grad) for rank in world.ranks]
+    unrecorded_sum(world, (tuple(range(RANKS)),))
+    for seq, rank, own in zip(seqs, world.ranks, given, strict=True):
+        rank.grad |= {name: own[name] for name in list(own)[num_kept:]}
+        rank.sample_grads(seq, AFTER, list(rank.ids))
+        rank.emit(Reduce, seq=seq, line=REDUCE_LINE, impl="ddp", op="sum", group=tuple(range(RANKS)),
+                  params=rank.everything, accumulation_step=1, hook="train.hook")  # fmt: skip
+    return ended(world)
+
+
+@pytest.mark.parametrize("factor", [1, RANKS])
+def test_a_hook_whose_reduction_is_thrown_away_is_one_fault_whatever_it_was_to_divide_by(factor: int) -> None:
+    (finding,) = judged_thrown_away(factor).findings
+    assert (finding.code, finding.pattern) == ("GS103", f"other ranks' contributions x 0, own rank's x {factor}")
+    assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
+    assert "hook train.hook" in finding.explanation
+    (finding,) = judged_thrown_away(1, num_kept=2).findings
+    assert (finding.code, finding.num_parameters) == ("GS103", 1)
+
+
+def test_losses_are_told_beside_a_hook_whose_reduction_is_thrown_away() -> None:
+    found = {finding.code: finding.factor.expression for finding in judged_thrown_away(RANKS / 2).findings}
+    assert found == {"GS303": "1/accumulation_steps", "GS103": "dp_replicate"}
+
+
+def test_a_hook_that_returns_what_it_summed_is_clean() -> None:
+    assert judged_thrown_away(1, num_kept=3).verdict == "clean"

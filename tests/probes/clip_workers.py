@@ -21,7 +21,8 @@ def train(config: TrainConfig, run_dir: str) -> TrainResult:
 
 
 def reduced_by_hand(run_dir: str, clip: str) -> None:
-    """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes."""
+    """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes; or
+    "by hand" after it, where one gradient is "not reduced", or "halved" on one rank."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -37,10 +38,17 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if clip == "before":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for param in model.parameters():
+        for param in list(model.parameters())["not reduced" in clip :]:
             dist.all_reduce(param.grad)
         if clip == "after":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if "halved" in clip and dist.get_rank() == 1:
+            next(model.parameters()).grad.mul_(0.5)  # type: ignore[union-attr]
+        if "by hand" in clip:
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(0.1 / norm)
         optimizer.step()
     dist.barrier()
     dist.destroy_process_group()

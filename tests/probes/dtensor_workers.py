@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 WIDTH, WORDS, TOKENS, STEPS, ACCUMULATION = 16, 32, 24, 2, 2
 VARIANTS = ("sharded", "sharded, averaged", "replicated", "replicated, averaged", "computed, summed by hand",
             "all DTensors", "sequence parallel, clipped by local norms", "sequence parallel",
+            "sequence parallel, clipped by own norms", "sequence parallel, summands summed",
             "sequence parallel, half the loss on a rank", "local", "local, not declared",
             "local, whole declared summed", "local, summands declared copies", "local between copies",
             "local between copies, not declared", "experts, gathered tokens",
@@ -136,11 +137,13 @@ def model_of(variant: str, mesh: Any) -> nn.Module:
     return model
 
 
-def clip(model: nn.Module) -> None:
-    """Clip by the norms of what lies here, summed over ranks: what is replicated, or a summand, is counted by each."""
+def clip(model: nn.Module, own: bool) -> None:
+    """Clip by the norms of what lies here, summed over ranks: what is replicated, or a summand, is counted by each.
+    `own`: not summed."""
     grads: list[Any] = [param.grad for param in model.parameters()]
     squares = torch.stack([grad.to_local().norm() ** 2 for grad in grads]).sum()
-    dist.all_reduce(squares)
+    if not own:
+        dist.all_reduce(squares)
     for grad in grads:
         grad.to_local().mul_(0.05 / squares.sqrt())
 
@@ -169,8 +172,10 @@ def train(variant: str) -> int:
         for layer in (model[0], model[2]) if "experts" in variant else ():
             for param in layer.parameters():
                 dist.all_reduce(param.grad)
+        for param in model[1].parameters() if "summands summed" in variant else ():
+            dist.all_reduce(param.grad.to_local())  # type: ignore[union-attr]
         if "clipped" in variant:
-            clip(model)
+            clip(model, own="own norms" in variant)
         optimizer.step()
         optimizer.zero_grad()
     held = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]

@@ -51,6 +51,24 @@ def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, co
         assert "before they were complete" in report.findings[0].explanation
 
 
+@pytest.mark.parametrize(
+    ("clip", "code", "line"),
+    [("by hand", "", ""), ("by hand, not reduced", "GS103", "backward()"), ("by hand, halved", "GS000", "mul_(0.5)")],
+)
+def test_copies_that_differ_are_clipped_by_their_own_norms_and_the_clip_is_not_to_blame(
+    clip: str, code: str, line: str, tmp_path: Path
+) -> None:
+    report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
+    if not code:
+        assert (report.verdict, report.findings) == ("clean", [])
+        return
+    (finding,) = report.findings
+    assert (finding.code, finding.num_parameters) == (code, 1)
+    assert finding.first_event is not None
+    file, number = str(finding.first_event.file), finding.first_event.line or 0
+    assert line in Path(file).read_text().splitlines()[number - 1]
+
+
 @pytest.mark.parametrize("clip", ["own", "own, copies counted once"])
 def test_a_clip_by_each_tensor_parallel_ranks_own_norm_is_local(clip: str, tmp_path: Path) -> None:
     (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), clip).findings

@@ -8,7 +8,7 @@ import pytest
 from beside import judged_beside
 from dtensor_workers import VARIANTS
 
-from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.finding import Finding, Report
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,25 @@ def test_what_autograd_sums_is_right(reports: dict[str, Report], variant: str) -
 def test_what_came_from_another_ranks_summand_shares_the_fate_of_the_rest(reports: dict[str, Report]) -> None:
     report = reports["sequence parallel, clipped by local norms"]
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def line_of(finding: Finding) -> str:
+    assert finding.first_event is not None
+    return Path(str(finding.first_event.file)).read_text().splitlines()[(finding.first_event.line or 0) - 1]
+
+
+def test_summands_that_each_rank_clips_by_its_own_norm_are_laid_to_the_clip_and_to_no_loss(
+    reports: dict[str, Report],
+) -> None:
+    (finding,) = reports["sequence parallel, clipped by own norms"].findings
+    assert (finding.code, finding.ranks) == ("GS601", [0, 1])
+    assert "grad.to_local().mul_(0.05" in line_of(finding)
+
+
+def test_a_sum_of_summands_that_are_summed_once_more_is_laid_to_its_line(reports: dict[str, Report]) -> None:
+    (finding,) = reports["sequence parallel, summands summed"].findings
+    assert (finding.code, finding.factor.observed) == ("GS102", pytest.approx(2, rel=1e-5))
+    assert "dist.all_reduce(param.grad.to_local())" in line_of(finding)
 
 
 def test_one_loss_of_unequal_weights_on_ranks_that_hold_shards_is_left_open(reports: dict[str, Report]) -> None:

@@ -53,7 +53,27 @@ def first_halved(model: nn.Module) -> None:
     grad *= 0.5
 
 
-@pytest.mark.parametrize("between", [first_taken, first_zeroed])
+def zeroed_and_clipped(model: nn.Module) -> None:
+    first_zeroed(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def zeroed_and_clipped_by_hand(model: nn.Module) -> None:
+    first_zeroed(model)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    for grad in grads:
+        grad.mul_(0.05 / norm)
+
+
+def zeroed_and_halved(model: nn.Module) -> None:
+    first_zeroed(model)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad *= 0.5
+
+
+@pytest.mark.parametrize("between", [first_taken, first_zeroed, zeroed_and_clipped, zeroed_and_clipped_by_hand])
 def test_a_layer_whose_gradient_is_taken_away_is_told_and_not_accused(
     tmp_path: Path, between: Callable[[nn.Module], None]
 ) -> None:
@@ -61,6 +81,17 @@ def test_a_layer_whose_gradient_is_taken_away_is_told_and_not_accused(
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = [words for words in report.reasons if "take it away" in words]
     assert reason.count("the gradient arrives, but `.grad` is empty (None or zeros) when the optimizer comes") == 1
+
+
+def test_what_befalls_the_others_is_told_without_the_layer_that_is_taken_away(tmp_path: Path) -> None:
+    report = train(tmp_path, zeroed_and_halved)
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(0.5, rel=1e-5))
+    assert finding.num_parameters == len(list(Net().parameters())) - 1
+    assert finding.first_event is not None
+    lines = Path(__file__).read_text().splitlines()
+    assert lines[(finding.first_event.line or 0) - 1].strip() == "param.grad *= 0.5"
+    assert any("take it away" in reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("between", [all_taken, first_halved])

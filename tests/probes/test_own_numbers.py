@@ -105,3 +105,109 @@ def test_losses_that_are_divided_by_nothing_at_all_are_told(tmp_path: Path) -> N
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("divided by a count that is zero" in reason for reason in report.reasons)
     assert not any("please report it" in reason for reason in report.reasons)
+
+
+def clipped(model: nn.Module, max_norm: float, *, seen: bool) -> None:
+    """`seen`: the norm is taken by a function that probes watch."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = torch.stack([grad.norm() if seen else (grad * grad).sum().sqrt() for grad in grads]).square().sum().sqrt()
+    for grad in grads:
+        grad.mul_(max_norm / float(norm))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_one_parameter_that_is_scaled_beside_a_clip_by_hand_is_told_with_its_own_line(
+    tmp_path: Path, factor: float, order: str, seen: bool
+) -> None:
+    def doing(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+        one = next(model.parameters()).grad
+        assert one is not None
+        if order == "before":
+            one.mul_(factor)
+        clipped(model, 0.05, seen=seen)
+        if order == "behind":
+            one.mul_(factor)
+
+    (finding,) = trained(tmp_path, doing, float).findings
+    assert (finding.code, finding.num_parameters) == ("GS000", 1)
+    assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
+    assert line_of(finding).strip() == "one.mul_(factor)"
+
+
+def test_behind_a_clip_to_a_norm_that_nobody_writes_the_line_that_sets_a_parameter_apart_is_told(
+    tmp_path: Path,
+) -> None:
+    def doing(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+        clipped(model, 0.051374, seen=True)
+        one = next(model.parameters()).grad
+        assert one is not None
+        one.mul_(0.5)
+
+    (finding,) = trained(tmp_path, doing, float).findings
+    assert (finding.code, line_of(finding).strip()) == ("GS000", "one.mul_(0.5)")
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_clip_by_hand_beside_parameters_that_are_clipped_by_their_own_norm_accuses_nobody(
+    tmp_path: Path, seen: bool
+) -> None:
+    def doing(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+        clipped(model, 0.05, seen=seen)
+        one = next(model.parameters()).grad
+        assert one is not None
+        one.mul_(0.00137 / float(one.norm()))
+
+    assert trained(tmp_path / "right", lambda model, *_: clipped(model, 0.05, seen=seen), float).verdict == "clean"
+    report = trained(tmp_path / "own", doing, float)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+def shortened(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 0.05, seen=True)
+    for param in model.parameters():
+        param.grad.mul_(0.3)  # type: ignore[union-attr]
+
+
+def to_unit_length(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 1.0, seen=True)
+    for param in model.parameters():
+        param.grad.mul_(0.05)  # type: ignore[union-attr]
+
+
+def in_two_lines(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    for param in model.parameters():
+        param.grad.mul_(0.05)  # type: ignore[union-attr]
+    for param in model.parameters():
+        param.grad.div_(norm)  # type: ignore[union-attr]
+
+
+def divided(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    clipped(model, 0.05, seen=True)
+    for param in model.parameters():
+        param.grad.div_(3)  # type: ignore[union-attr]
+
+
+def in_groups(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.1 if param.dim() == 1 else 0.7)  # type: ignore[union-attr]
+    clipped(model, 0.05, seen=False)
+
+
+@pytest.mark.parametrize(
+    ("doing", "factor", "line"),
+    [(shortened, 0.3, "mul_(0.3)"), (divided, 1 / 3, "div_(3)"), (in_groups, 1 / 7, "mul_(0.1 if")],
+)
+def test_numbers_of_the_program_beside_a_clip_by_hand_are_no_part_of_it(
+    tmp_path: Path, doing: Behind, factor: float, line: str
+) -> None:
+    (finding,) = trained(tmp_path, doing, float).findings
+    assert (finding.code, finding.factor.observed) == ("GS000", pytest.approx(factor, rel=1e-4))
+    assert f"param.grad.{line}" in line_of(finding)
+
+
+@pytest.mark.parametrize("doing", [to_unit_length, in_two_lines])
+def test_a_clip_of_two_lines_is_clean(tmp_path: Path, doing: Behind) -> None:
+    assert trained(tmp_path, doing, float).verdict == "clean"

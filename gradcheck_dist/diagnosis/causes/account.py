@@ -11,6 +11,7 @@ nothing happened behind the records' back. Steps name culprits by their event, g
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -122,7 +123,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
     hops = held.hops.get(column, ())
     result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
-    reached = _walk(data, result, entries, column, leaf, result.root * gain(hops))
+    reached = _walk(data, result, entries, cell.columns, leaf, result.root * gain(hops))
     if any(step.opaque and abs(step.factor) <= SAME for step in result.steps):
         result.arrived &= _origin(replay, column, holder) == holder  # a hook that brought nothing from other ranks
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
@@ -203,10 +204,11 @@ def _is_behind_step(data: StepData, entry: Entry) -> bool:
 
 
 def _walk(
-    data: StepData, result: Account, entries: list[Entry], column: int, leaf: Event | None, arrived: float
+    data: StepData, result: Account, entries: list[Entry], columns: Sequence[int], leaf: Event | None, arrived: float
 ) -> float:
     """Collect steps and gaps of a contribution that `arrived` at its leaf with a weight. Returns its ratio behind the
-    last measurement and what is documented since.
+    last measurement and what is documented since. `columns`: its own and those of other ranks' summands, with which
+    it weighs together.
 
     Only measured states bound a gap: what is carried on by documentation proves nothing.
     """
@@ -215,7 +217,7 @@ def _walk(
     opaque: Step | None = None
     kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
     for entry in entries:
-        value = float(entry.nominal[column]) / entry.clip
+        value = _together(entry.nominal, columns) / entry.clip
         if entry.event is not None:
             factor = _documented(entry.event, value / nominal if nominal else 1.0)
             if isinstance(entry.event, ZeroGrad) and kept is None:
@@ -231,10 +233,10 @@ def _walk(
             nominal = value
         if not (entry.sampled and entry.observed is not None and entry.stderr is not None):
             continue
-        seen = float(entry.observed[column]) / entry.clip
+        seen = _together(entry.observed, columns) / entry.clip
         if np.isnan(seen):
             continue
-        least = 6 * float(entry.stderr[column]) / entry.clip
+        least = 6 * _length(entry.stderr, columns) / entry.clip
         fallen = abs(measured * since - seen * arrived) > least * abs(arrived)
         if abs(seen) <= least and (fallen or measured * since == 0):
             seen = 0.0  # what is left of it is rounding, which the next measurement is no multiple of
@@ -242,7 +244,7 @@ def _walk(
                 kept = len(result.steps), len(result.gaps), measured * since  # emptied, and nothing told of it
         ratio = seen * arrived
         end = event_at(data, entry.rank, entry.seq)
-        if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, column):
+        if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, columns[0]):
             # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.
             del result.steps[kept[0] :], result.gaps[kept[1] :]
             measured, since, kept = kept[2], 1.0, None
@@ -251,21 +253,29 @@ def _walk(
             result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))
             nominal, factor, opaque = seen, 1.0, None
         size = max(abs(seen), 1e-30)
-        noise = _own_noise(entry, column, spread * abs(ratio / measured) if measured else 0.0) / size
+        noise = _own_noise(entry, columns, spread * abs(ratio / measured) if measured else 0.0) / size
         inside = start is not None and start_rank == entry.rank and same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
         start, start_rank, measured, since = end, entry.rank, ratio, 1.0
-        spread = float(entry.stderr[column]) / entry.clip
+        spread = _length(entry.stderr, columns) / entry.clip
     return measured * since
 
 
-def _own_noise(entry: Entry, column: int, before: float) -> float:
+def _own_noise(entry: Entry, columns: Sequence[int], before: float) -> float:
     """The standard error of what happened since the measurement before, whose own error `before` is already in it:
     what was inherited from there put both off alike."""
     if entry.own is None or entry.stderr is None:
         return 0.0
-    own, total = float(entry.own[column]) / entry.clip, float(entry.stderr[column]) / entry.clip
+    own, total = _length(entry.own, columns) / entry.clip, _length(entry.stderr, columns) / entry.clip
     return float(np.sqrt(own**2 + max(before**2 - (total**2 - own**2), 0.0)))
+
+
+def _together(weights: np.ndarray, columns: Sequence[int]) -> float:
+    return float(weights[columns[0]]) if len(columns) == 1 else float(weights[list(columns)].sum())
+
+
+def _length(errors: np.ndarray, columns: Sequence[int]) -> float:
+    return float(errors[columns[0]]) if len(columns) == 1 else float(np.linalg.norm(errors[list(columns)]))
 
 
 def _documented(event: Event, change: float) -> float:

@@ -13,7 +13,7 @@ from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, kind_of, last_backward, order
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, culprit_of_gap, last_backward, order
 from gradcheck_dist.diagnosis.causes.early_clips import give_early_clips
 from gradcheck_dist.diagnosis.causes.hands import (
     NOISY,
@@ -45,6 +45,10 @@ class Blame:
     culprit: Culprit
     cells: list[tuple[Held, Cell]]
     repeats: list[int]
+
+    @property
+    def held(self) -> list[Held]:
+        return list({id(held): held for held, _ in self.cells}.values())
 
 
 def blame(
@@ -95,7 +99,6 @@ def blame(
         if id(one) not in shown and one.like is not None and one.like.shares:
             _give_like(one, one.like)  # too noisy to show by itself what the same way shows in others
     undone = [one for one in wrong if not one.shares and one.documented != 0 and _give_loud(one)]
-    _give_other_ranks(wrong)
     merge(wrong)
     wrong = give_spared(wrong, every)
     # What came out right in spite of its records speaks for no record.
@@ -226,17 +229,6 @@ def _give_like(one: Judged, like: Judged) -> None:
     one.shares = [(own.get(culprit.identity, culprit), share) for culprit, share in like.shares]
 
 
-def _give_other_ranks(wrong: list[Judged]) -> None:
-    """Of a gradient whose way to a rank was not seen (a DTensor's summands are added up on another one first), what
-    happened to it there as far as it came to the same."""
-    known = {(one.held.param, one.cell.key, one.cell.column): one for one in wrong if one.shares}
-    for one in wrong:
-        other = known.get((one.held.param, one.cell.key, one.cell.column))
-        unseen = not (one.shares or one.account.gaps or one.account.steps)
-        if other is not None and unseen and _agree(one, other):
-            one.shares = list(other.shares)
-
-
 def _agree(one: Judged, other: Judged) -> bool:
     return abs(one.cell.ratio - other.cell.ratio) <= one.cell.margin + other.cell.margin
 
@@ -251,25 +243,6 @@ def _give_likely(one: Judged, known: set[tuple[object, ...]]) -> None:
 
 def _loudness(gap: Gap) -> float:
     return abs(log(gap.factor)) / (gap.noise + 1e-9) if gap.factor > 0 else float("inf")
-
-
-def culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
-    if gap.inside:
-        event = gap.end if gap.start is gap.end else gap.start
-        assert event is not None
-        documented = next((step.factor for step in accounted.steps if step.event is event), 1.0)
-        return Culprit(kind_of(event), gap.rank, event, nominal=documented, factor=gap.factor * documented)
-    kind = kind_of(gap.start) if gap.start is not None else "loss"
-    return Culprit(
-        kind,
-        gap.rank,
-        gap.start,
-        nominal=1.0,
-        factor=gap.factor,
-        unrecorded=True,
-        before=gap.end,
-        in_flight=gap.in_flight,
-    )
 
 
 def _collect(every: list[Judged]) -> list[Blame]:

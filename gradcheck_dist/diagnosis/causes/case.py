@@ -58,9 +58,10 @@ class Case:
         return sorted({rank for held in self.held for rank in held.ranks} | set(self.term_ranks))
 
     def concerns_all(self, judged: Sequence[Held]) -> bool:
-        """Whether everything has the pattern's factor, but for what came out right only within its noise."""
+        """Whether everything has the pattern's factor, but for what came out right only within its noise, and that of
+        which nothing is left."""
         mine, pattern = {id(held) for held in self.held}, self.pattern
-        cells = (cell for held in judged if id(held) not in mine for cell in held.cells)
+        cells = (cell for held in judged if id(held) not in mine and not held.is_gone for cell in held.cells)
         return all(pattern.kind == "uniform" and abs(cell.ratio - pattern.factor) <= cell.margin for cell in cells)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradcheck_dist.diagnosis.causes.account import Account, Gap
 from gradcheck_dist.diagnosis.causes.vocabulary import Rival
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient, PipelineStep, ScaleGrads
@@ -138,3 +139,22 @@ def last_backward(data: StepData, held: Held, rank: int) -> Event | None:
 def kind_of(event: Event) -> str:
     kind = str(event.__struct_config__.tag)
     return "loss" if isinstance(event, LossGradient) else kind
+
+
+def culprit_of_gap(gap: Gap, accounted: Account) -> Culprit:
+    if gap.inside:
+        event = gap.end if gap.start is gap.end else gap.start
+        assert event is not None
+        documented = next((step.factor for step in accounted.steps if step.event is event), 1.0)
+        return Culprit(kind_of(event), gap.rank, event, nominal=documented, factor=gap.factor * documented)
+    kind = kind_of(gap.start) if gap.start is not None else "loss"
+    return Culprit(
+        kind,
+        gap.rank,
+        gap.start,
+        nominal=1.0,
+        factor=gap.factor,
+        unrecorded=True,
+        before=gap.end,
+        in_flight=gap.in_flight,
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import Name
 
-Powers = Mapping[str, int]
+Powers = Mapping[str, float]
 """Which degrees and counts an explanation's factor is made of, and to which power."""
 
 ORDER = ("accumulation_steps", "microbatches", "num_tokens")
@@ -23,6 +24,10 @@ WORDS = {
     "ranks_per_exchange": "ranks that exchange activations",
     "exchange_groups": "groups of ranks that exchange activations",
 }
+GROWING = ("dp_replicate", "dp_shard", "data_ranks", "exchange_groups", "cp", "tp", "pp", "ep", "ranks_per_batch")
+"""Along what ranks the world may grow, the cheapest to change first."""
+SPLITTING = frozenset({"cp", "tp", "pp", "ep", "ranks_per_batch", "ranks_per_exchange"})
+SAME = 1e-9
 OPTIONS = {"accumulation_steps": "--accum", "microbatches": "--microbatches"}
 ACCUMULATION = re.compile(r"(?i)^(-{0,2}[\w.]*(?:accum|grad_acc)[\w.-]*)(=?)(\d*)$")
 PROCESSES = re.compile(r"^(--nproc[-_]per[-_]node)(=?)(\d*)$")
@@ -52,14 +57,38 @@ def separate(context: StepContext, first: Powers, second: Powers) -> str | None:
     """What to run so that the two explanations no longer give one number; None when no size tells them apart."""
     differ = [name for name in (*first, *second) if first.get(name, 0) != second.get(name, 0)]
     for name in sorted(dict.fromkeys(differ), key=_rank):
-        value = context.quantities.get(name)
-        if value is None:
+        if name not in context.quantities:
             continue
         if name == "num_tokens":
             return f"run again on another batch: {command(context, name, 0)}"
-        more = int(value) + 1
-        return f"run again with {more} {WORDS.get(name, f'ranks along {name}')}: {command(context, name, more)}"
+        for one, more in _larger(context, name):
+            grown = _grown(context, one, more)
+            if abs(_gain(first, grown) / _gain(second, grown) - 1) > SAME:
+                words = "processes" if one == "world_size" else WORDS.get(one, f"ranks along {one}")
+                return f"run again with {more} {words}: {command(context, one, more)}"
     return None
+
+
+def _larger(context: StepContext, name: str) -> list[tuple[str, int]]:
+    """Sizes that change a number, the likeliest to run first: ranks come in groups, so the world grows along one axis;
+    what splits a model's dimensions (heads, experts, layers) doubles, for these seldom fall into thirds."""
+    if name != "world_size":
+        value = int(context.quantities[name])
+        return [(name, 2 * value if name in SPLITTING else value + 1)]
+    if axes := [axis for axis in GROWING if context.quantities.get(axis, 1) > 1]:
+        return [one for axis in axes for one in _larger(context, axis)]
+    ranks = context.contributions.num_coordinates
+    return [(name, context.world_size // ranks * (ranks + 1))] if ranks > 1 and context.world_size % ranks == 0 else []
+
+
+def _grown(context: StepContext, name: str, value: int) -> Powers:
+    """By what each number becomes larger where one of them becomes `value`."""
+    gain = value / context.quantities[name]
+    return {name: gain} if name in ORDER else {name: gain, "world_size": gain}
+
+
+def _gain(powers: Powers, grown: Powers) -> float:
+    return float(prod(grown.get(name, 1.0) ** power for name, power in powers.items()))
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -80,7 +109,8 @@ def command(context: StepContext, name: str, value: int) -> str:
     else:
         changed = _changed(context.command, PROCESSES, context.world_size, world)
     words = shlex.join(changed or context.command)
-    note = "" if changed or name == "num_tokens" else f"   # with {value} {WORDS.get(name, f'ranks along {name}')}"
+    known = bool(changed) and name not in SPLITTING  # the number of processes does not say what they are for
+    note = "" if known or name == "num_tokens" else f"   # with {value} {WORDS.get(name, f'ranks along {name}')}"
     return f"gradcheck run -- {words}{note}"
 
 

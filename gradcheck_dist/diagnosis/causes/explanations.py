@@ -118,7 +118,8 @@ class Search:
 
     def _needed(self, hand: Hand) -> list[float]:
         value = needed(hand, self.rows)
-        return [value] if value is not None and self._divisors(hand, 1 / value, COARSE, PASSES) else []
+        # What was measured of the hand cancels in it, so it is known as well as what is recorded.
+        return [value] if value is not None and self._divisors(hand, 1 / value, self._exact, PASSES) else []
 
     def effect(self, row: Row, edit: Edit) -> float:
         return effect(row.factors, edit)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import log
 
 from gradcheck_dist.diagnosis.causes.account import Account, Step, event_at
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, last_backward
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap, last_backward
 from gradcheck_dist.diagnosis.causes.hands import FAINT, Judged
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.diagnosis.weights.factors import name_number
@@ -75,6 +75,12 @@ def never_arrived(
             culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
         one.shares.append((culprit, one.cell.ratio))
         culprits[id(one.held)] = culprit
+    if not (unseen or elsewhere):
+        for one, culprit in _thrown_away(contributions, every, rest):
+            missing.add(_slot(one))
+            culprits[id(one.held)] = culprit
+            one.shares.append((culprit, one.cell.ratio))
+        rest = [one for one in rest if not one.shares]
     halves = [] if unseen or elsewhere else _halves(contributions, every, missing, culprits, quantities)
     parted = {id(half.one) for half in halves}
     rest = [one for one in rest if id(one) not in parted]
@@ -95,6 +101,30 @@ def put_together(halves: Sequence[Half]) -> None:
 
 def _slot(one: Judged) -> Slot:
     return id(one.held), one.cell.key[1:]
+
+
+def _thrown_away(
+    contributions: Contributions, every: Sequence[Judged], wrong: Sequence[Judged]
+) -> list[tuple[Judged, Culprit]]:
+    """Contributions of other ranks that a recorded reduction brought, and that are not in the gradient behind it, where
+    the own ones are as they were: its result was thrown away, as where a communication hook reduces a copy and returns
+    what it was given."""
+    place = contributions.coordinate
+    changed = {
+        _slot(one)
+        for one in every
+        if place.get(one.held.rank) == one.cell.key[0] and (one.gone or one.changed_unseen or not one.account.arrived)
+    }
+    found = []
+    for one in wrong:
+        own = place.get(one.held.rank) == one.cell.key[0]
+        if own or not (one.gone and one.account.arrived) or _slot(one) in changed:
+            continue
+        gap = next((gap for gap in one.account.gaps if abs(gap.factor) < FAINT), None)
+        if gap is None or gap.rank != one.held.rank or not isinstance(gap.start, Reduce):
+            continue
+        found.append((one, culprit_of_gap(gap, one.account)))
+    return found
 
 
 def _halves(

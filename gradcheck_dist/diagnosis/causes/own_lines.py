@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf, prod
 
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
-from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written
 from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
@@ -79,6 +79,88 @@ def _averaged(culprit: Culprit, held: Sequence[Held], off: float, tolerance: flo
 def rank_of(data: StepData, event: Event) -> int:
     """The rank on which an event of a step was recorded."""
     return next(rank for rank, events in data.event_of.items() if events.get(event.seq) is event)
+
+
+def line_that_differs(
+    data: StepData, culprit: Culprit, cells: Sequence[tuple[Held, Cell]], tolerance: float
+) -> GradWrite | None:
+    """The line that multiplied gradients apart, in an unrecorded change that differs between them: its numbers differ
+    between parameters and ranks as the weights do, up to one factor which all share. None where not just one does.
+
+    Args:
+        cells: the weights that the change left, with the gradients that they stand in.
+        tolerance: relative.
+    """
+    if not culprit.unrecorded or culprit.in_flight or culprit.unheard or None in (culprit.event, culprit.before):
+        return None
+    ratios: dict[int, tuple[Held, float]] = {}
+    for held, cell in cells:
+        known = ratios.setdefault(id(held), (held, cell.ratio))[1]
+        if not _is(cell.ratio, known, tolerance + 2 * cell.margin / max(abs(cell.ratio), 1e-12)):
+            return None
+    low, high = (bound((ratio for _, ratio in ratios.values()), default=1.0) for bound in (min, max))
+    if low <= 0 or high <= low * (1 + max(1e-3, tolerance)):
+        return None
+    lines: dict[tuple[str, int], dict[int, list[GradWrite]]] = {}
+    for rank in {rank for held, _ in ratios.values() for rank in held.ranks}:
+        for event in _writes(data, culprit, rank):
+            if event.site is not None and event.params is not None:
+                lines.setdefault((event.site.file, event.site.line), {}).setdefault(rank, []).append(event)
+    found = [of_rank for of_rank in lines.values() if _differs_so(data, of_rank, list(ratios.values()), tolerance)]
+    return next(write for writes in found[0].values() for write in writes) if len(found) == 1 else None
+
+
+def _differs_so(
+    data: StepData, of_rank: Mapping[int, Sequence[GradWrite]], ratios: Sequence[tuple[Held, float]], tolerance: float
+) -> bool:
+    shared = []
+    for held, ratio in ratios:
+        track = data.tracks[held.param].get(held.rank)
+        mine = [one for one in of_rank.get(held.rank, ())
+                if track is not None and track.param.id in data.params_of(held.rank, one.params or 0)]  # fmt: skip
+        if any(not one.factor for one in mine):
+            return False
+        shared.append(ratio / prod(one.factor or 1.0 for one in mine))
+    return all(_is(one, shared[0], tolerance) for one in shared)
+
+
+def _writes(data: StepData, culprit: Culprit, rank: int) -> list[GradWrite]:
+    """The writes of a rank between the events of an unrecorded change, each of which it has at its own time."""
+    first, last = (_counterpart(data, event, rank) for event in (culprit.event, culprit.before))
+    begin, end = first.seq if first is not None else -1, last.seq if last is not None else inf
+    return [one for one in data.events[rank] if isinstance(one, GradWrite) and begin < one.seq < end]
+
+
+def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None:
+    """The last event of a rank that is of the same kind and line."""
+    if event is None or data.event_of[rank].get(event.seq) is event:
+        return event
+    alike = [one for one in data.events[rank] if type(one) is type(event) and line_of(one) == line_of(event)]
+    return alike[-1] if alike else None
+
+
+def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
+    """A number of the program by which the last line of an unrecorded change multiplies all of these gradients, behind
+    one whose number is computed (a clip's coefficient) and with which it makes up all of the change; 1 where there is
+    no such line."""
+    if culprit.event is None or culprit.before is None or not culprit.factor:
+        return 1.0
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    lines: dict[tuple[str, int], dict[int, float]] = {}
+    for event in _writes(data, culprit, rank):
+        mine = params & set(data.params_of(rank, event.params or 0)) if event.params is not None else set()
+        line = line_of(event)
+        if mine and (line is None or not event.factor):
+            return 1.0
+        of_line = lines.setdefault(line, {}) if mine and line is not None else {}
+        for param in mine:
+            of_line[param] = of_line.get(param, 1.0) * (event.factor or 1.0)
+    if len(lines) != 2 or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
+        return 1.0
+    computed, written = (next(iter(of_line.values())) for of_line in lines.values())
+    accounted = _is(computed * written, culprit.factor, EXACT)
+    return written if accounted and is_exactly_written(written) and not is_exactly_written(computed) else 1.0
 
 
 def line_between(

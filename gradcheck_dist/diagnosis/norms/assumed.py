@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.causes.account import account
-from gradcheck_dist.diagnosis.causes.blame import culprit_of_gap
-from gradcheck_dist.diagnosis.causes.culprit import Culprit
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.ledger.tracks import StepData

@@ -9,20 +9,22 @@ what all of them hold was counted by each, or the ranks' norms were averaged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
-from statistics import median
+from statistics import median, median_low
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
-from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.cells import GONE, Held
 from gradcheck_dist.events import Clip, Event, Exchange, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 MOST_VAGUE = 5e-4
 """With a tolerance above this, some wrong norm is near to a number that people write too often."""
+OWN = "what lies on this rank, which is all of it"
+"""Of ranks that hold whole copies, no wrong norm."""
 FAR = 1e-3
 """Relative: a norm that is nearer to the right one than this convicts nobody."""
 
@@ -49,17 +51,22 @@ class HandNorm:
     @property
     def text(self) -> str:
         used = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(self.factors.items())[:4])
-        return f"gradients were clipped by hand by a wrong norm ({used}); weights are freed of it"
+        wrong = "by a wrong norm" if self.meaning != OWN else "by the norms of copies that differ"
+        return f"gradients were clipped by hand {wrong} ({used}); weights are freed of it"
 
 
 def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandNorm | None:
-    """The clip by hand that took a wrong norm, where one surely explains all that is wrong with a step's weights."""
+    """The clip by hand that took a wrong norm, where one surely explains all that is wrong with a step's weights; of
+    ranks that hold copies one that took norms of copies which differ, whatever else is wrong."""
     ends = OptimizerStep | GradientNorm  # the norm may be taken once more behind the clip, to be logged
     unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, ends)]
-    if not unseen or len(unseen) < len(cases):
+    if not unseen:
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
-    factors = _coefficients(judged)
+    whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)
+    if len(unseen) < len(cases) and not whole:
+        return None
+    factors = _coefficients(judged, most=whole)
     if len(ranks) < 2 or ranks != set(factors) or not ranks <= {rank for rank, _ in norms.parts}:
         return None
     if any(isinstance(event, Clip) for rank in ranks for event in data.events[rank]):
@@ -72,8 +79,9 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     if truth.exact and is_round(truth.middle, tolerance):
         return None  # the right norm
-    apart = max(factors[rank] for rank in acted) > min(factors[rank] for rank in acted) * (1 + FAR)
-    for meaning, over, norms_left in _candidates(parts, acted, factors, data):
+    least = 2 * tolerance if whole else FAR
+    apart = max(factors[rank] for rank in acted) > min(factors[rank] for rank in acted) * (1 + least)
+    for meaning, over, norms_left in _own(parts) if whole else _candidates(parts, acted, factors, data):
         left = [value for rank, value in norms_left.items() if rank in acted]
         norm = median(left)
         alike = max(left) <= min(left) * (1 + 2 * tolerance)
@@ -81,7 +89,8 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         # What other factors on other ranks made one norm needs no round number to be what was clipped.
         # Of many ways to combine norms, one leaves a number of two digits by chance now and then.
         round_one = is_round(norm, tolerance, digits=1 if meaning in COMBINED else 2)
-        if alike and far and (apart or round_one) and max(norms_left.values()) <= norm * (1 + FAR):
+        sure = apart if whole else far and (apart or round_one)
+        if alike and sure and max(norms_left.values()) <= norm * (1 + FAR):
             narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
             culprit = (narrow or [case.culprit for case in unseen])[0]
             event = culprit.write or culprit.event
@@ -89,8 +98,24 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
     return None
 
 
-def _coefficients(judged: Sequence[Held]) -> dict[int, float]:
-    """By what each rank's weights are off, all alike; {} where some rank's are not."""
+def _hold_copies(ranks: set[int], data: StepData, norms: StepNorms, coordinate: Mapping[int, int]) -> bool:
+    """Whether each of these ranks has tokens of its own and holds all of the model: its own norm is a right one then,
+    and where it is another rank's no longer, what made the copies differ is to blame."""
+    held = [frozenset(key for of, key in norms.parts if of == rank) for rank in sorted(ranks)]
+    alone = len({coordinate.get(rank, -1) for rank in ranks}) == len(ranks) > 1
+    parts = (part for (rank, _), part in norms.parts.items() if rank in ranks)
+    return alone and len(set(held)) == 1 and all(part.box is None or part.whole for part in parts)
+
+
+def _own(parts: dict[int, list[Part]]) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
+    yield OWN, (), {rank: local_norm(of_rank) for rank, of_rank in parts.items()}
+
+
+def _coefficients(judged: Sequence[Held], *, most: bool) -> dict[int, float]:
+    """By what each rank's weights are off, all alike, or `most` of them, but for contributions that are gone; {} where
+    some rank's are not."""
+    if most:
+        return _of_most(judged)
     ratios: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for held in judged:
         for rank in held.ranks:
@@ -99,6 +124,22 @@ def _coefficients(judged: Sequence[Held]) -> dict[int, float]:
     if any(abs(ratio - found[rank]) > margin + FAR for rank, of_rank in ratios.items() for ratio, margin in of_rank):
         return {}
     return found
+
+
+def _of_most(judged: Sequence[Held]) -> dict[int, float]:
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for held in judged:
+        there = [(cell.ratio, cell.margin) for cell in held.cells if abs(cell.ratio) > GONE]
+        best = min(there, key=lambda one: one[1], default=None)
+        if best is not None and all(abs(ratio - best[0]) <= margin + best[1] for ratio, margin in there):
+            found[held.rank].append(best)
+    result: dict[int, float] = {}
+    for rank, values in found.items():
+        middle = median_low(value for value, _ in values)
+        if sum(abs(value - middle) <= 2 * margin + FAR * middle for value, margin in values) <= len(values) / 2:
+            return {}
+        result[rank] = middle
+    return result
 
 
 def _candidates(

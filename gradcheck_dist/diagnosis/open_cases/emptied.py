@@ -6,11 +6,8 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import BEFORE, OptimizerStep
+from gradcheck_dist.events import BEFORE, Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
-
-GONE = 1e-3
-"""A weight, relative to the right one, that is as good as none."""
 
 
 def frozen(case: Case, data: StepData) -> str | None:
@@ -34,12 +31,12 @@ def _taken_away(case: Case, data: StepData) -> bool:
     is None, or all zeros, on every rank that holds them, and the optimizer steps others that have one. So layers are
     frozen for a while (DINO's last layer in its first epoch). No wrong constant and no reduction leaves that behind."""
     culprit = case.culprit
-    if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep) or case.terms:
+    if not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip | GradientNorm) or case.terms:
         return False
     holders = {(held.param, rank) for held in case.held for rank in held.ranks}
     if any((held.param, rank) not in holders for held in case.held for rank in data.tracks[held.param]):
         return False  # copies that part are told
-    if any(abs(cell.ratio) > GONE for held in case.held for cell in held.cells):
+    if not all(held.is_gone for held in case.held):
         return False
     return all(_stepped_over(held.param, rank, data) for held in case.held for rank in held.ranks)
 

@@ -63,6 +63,13 @@ def judge(case: Case) -> Answer | None:
         return None
     if case.culprit.unheard:
         return _left_out(case)
+    if (hook := _returned_by(case)) is not None:
+        return Answer(
+            explanation=f"Other ranks' contributions never reach this gradient: the communication hook {hook} reduces "
+            f"it, and what it returns is what it was given ({case.pattern.text}).",
+            fix="Let the hook return what its reduction brought, or copy that into the bucket before it returns.",
+            culprit=replace(case.culprit, unrecorded=False, before=None, factor=None),
+        )
     if _did_nothing(case):
         return Answer(
             explanation="Other ranks' contributions never reach this gradient: the reduction that its wrapper was to "
@@ -149,6 +156,13 @@ def _left_out(case: Case) -> Answer | None:
         "these are left as they were.",
         fix="Reduce these parameters' gradients too, as your code does with the others between these two lines.",
     )
+
+
+def _returned_by(case: Case) -> str | None:
+    """The communication hook that returned its own rank's gradient; None where none did."""
+    event = case.reduce
+    inside = case.culprit.unrecorded and isinstance(case.culprit.before, Reduce)
+    return event.hook if event is not None and inside and case.pattern.kind == "own-rank-only" else None
 
 
 def _did_nothing(case: Case) -> bool:

@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
-from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, rank_of
+from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, line_that_differs, rank_of
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
-from gradcheck_dist.events import Reduce, Site
+from gradcheck_dist.events import GradWrite, Reduce, Site
 from gradcheck_dist.ledger.contributions import ContributionKey
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -94,16 +94,31 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities)
-    cases = [_case(verdict, blamed, judged) for blamed in found]
+    cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_divisions_alone(cases)
+
+
+def _without_emptied(blamed: Blame) -> list[Blame]:
+    """What lines of the trainer's did to some parameters, and others of which they left nothing on any rank: that is
+    no factor, and done by other lines."""
+    left = {held.param for held in blamed.held if not held.is_gone}
+    if not blamed.culprit.unrecorded or not left or all(held.param in left for held in blamed.held):
+        return [blamed]
+    parts: list[Blame] = []
+    for there in (True, False):
+        mine = [index for index, (held, _) in enumerate(blamed.cells) if (held.param in left) is there]
+        factor = blamed.culprit.factor if there else 0.0
+        culprit = replace(blamed.culprit, factor=factor)
+        parts.append(Blame(culprit, [blamed.cells[at] for at in mine], [blamed.repeats[at] for at in mine]))
+    return parts
 
 
 def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     case = Case(
         context=verdict.context,
         culprit=blamed.culprit,
-        held=list({id(held): held for held, _ in blamed.cells}.values()),
+        held=blamed.held,
         cells=blamed.cells,
         patterns=_explain(verdict, blamed),
         configured_at=configured_at(verdict.data, blamed.culprit),
@@ -112,13 +127,22 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     pattern = case.pattern
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
-    write = line_between(verdict.data, case.culprit, case.held, off, allowed)
+    write = _line_that_differs(verdict.data, case, judged) if case.culprit.unrecorded else None
+    write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
     if case.culprit.kind == "loss" and not case.culprit.unrecorded:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _line_that_differs(data: StepData, case: Case, judged: list[Held]) -> GradWrite | None:
+    """The line whose numbers differ between these weights, and from those of the right ones, as they do."""
+    mine = {id(held) for held in case.held}
+    others = (held for held in judged if id(held) not in mine and not held.is_gone)
+    right = [(held, cell) for held in others for cell in held.cells if cell.right]
+    return line_that_differs(data, case.culprit, [*case.cells, *right], 1e-3)
 
 
 def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:

@@ -13,6 +13,7 @@ from math import log2
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.own_lines import written_last
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
@@ -20,6 +21,7 @@ from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps import counted
+from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
@@ -29,6 +31,7 @@ from gradcheck_dist.ledger.tracks import StepData
 CODE = "GS501"
 """The finding that one step leaves open."""
 SURE = 1e-2
+SAME = 1e-3
 TOO_VAGUE = 0.02
 """With a tolerance above this, every number is near to one that people write."""
 
@@ -244,10 +247,14 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
             continue
         norm = norm_afterwards(case, data, norms)
         tolerance = own_error(_parts(case, norms))
-        if norm is None or tolerance > TOO_VAGUE or not is_round(norm, tolerance):
+        if norm is None or tolerance > TOO_VAGUE:
             continue
-        factor, own, unit = case.pattern.factor, case.culprit.factor or case.pattern.factor, abs(norm - 1) <= tolerance
-        if own > 1 and not unit:
+        factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
+        last = written_last(data, case.culprit, case.held) if abs(own / factor - 1) <= SAME else 1.0
+        if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
+            norm, factor, own = norm / last, factor / last, own / last
+        unit = abs(norm - 1) <= tolerance
+        if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
         reason = ""
         if factor > 1 > own:
@@ -269,6 +276,14 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         return HandClip(
             factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
         )
+    return None
+
+
+def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
+    """The same, where something besides set some gradients apart from most: behind the clip, or before its norm."""
+    for case in cases:
+        if (alike := as_if_all_alike(case, judged, data, norms)) is not None:
+            return clip_by_hand([alike[0]], data, alike[1]) or clip_by_hand([alike[0]], data, norms)
     return None
 
 

@@ -29,6 +29,8 @@ SAFEGUARD = 2e-4
 
 MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
+GONE = 1e-3
+"""A weight, relative to the right one, that is as good as none."""
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 
@@ -39,7 +41,8 @@ class Cell:
 
     `root_ratio` is the weight at the loss / expected, `column` the index in the basis of the parameter's replay.
     `tolerance` and `stderr` are relative to the larger of observed and expected. A ratio that is off by less than
-    `material` is right however well it is known.
+    `material` is right however well it is known. Of a gradient that is a sum over ranks `column` is the holder's own
+    summand, and `summands` are the columns of the others, which weigh nothing here unless something brought them.
     """
 
     key: ContributionKey
@@ -52,6 +55,11 @@ class Cell:
     tolerance: float
     stderr: float
     material: float = 0.0
+    summands: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return (self.column, *self.summands)
 
     @property
     def margin(self) -> float:
@@ -100,6 +108,11 @@ class Held:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which this tells."""
         return (self.rank, *self.alike)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing of any contribution is left in it, which is so whatever it was multiplied by besides."""
+        return bool(self.cells) and all(abs(cell.ratio) <= GONE for cell in self.cells)
 
     @cached_property
     def digits(self) -> tuple[object, ...]:
@@ -174,10 +187,12 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
             if isnan(seen) or (error > MAX_STDERR and not surely_wrong):
                 result.num_unknown += 1
                 continue
+            own = group[0] if len(group) == 1 else _own_summand(held, group)
             result.cells.append(
                 Cell(
                     key=key,
-                    column=group[0],
+                    column=own,
+                    summands=tuple(column for column in group if column != own),
                     expected=due.expected,
                     root_ratio=root / weight,
                     nominal=_sum(held.nominal, group) * root,
@@ -193,6 +208,13 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     elif not result.cells:
         result.reason = "its sampled gradient is zero or too small to be told from rounding"
     return result
+
+
+def _own_summand(held: Held, group: Sequence[int]) -> int:
+    """Of one contribution's summands that which is in what this rank holds."""
+    origin, nominal = held.replay.basis.origin, held.nominal
+    assert nominal is not None
+    return max(group, key=lambda column: (origin[column] == held.rank, abs(float(nominal[column]))))
 
 
 def _sum(values: np.ndarray, group: Sequence[int]) -> float:
