@@ -15,6 +15,7 @@ from math import hypot
 from statistics import median
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.constants import is_constant
 from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import Held
@@ -56,7 +57,7 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
     """The clip by hand that took a wrong norm, where one surely explains all that is wrong with a step's weights."""
     ends = OptimizerStep | GradientNorm  # the norm may be taken once more behind the clip, to be logged
     unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, ends)]
-    if not unseen or len(unseen) < len(cases):
+    if not unseen or len(unseen) < len(cases) or all(map(is_constant, unseen)):
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
     factors = _coefficients(judged)
