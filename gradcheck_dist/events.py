@@ -11,6 +11,8 @@ from __future__ import annotations
 from gradcheck_dist.model_events import FUNCTION as FUNCTION
 from gradcheck_dist.model_events import HANDED_ON as HANDED_ON
 from gradcheck_dist.model_events import HANDED_ON_SUMMED as HANDED_ON_SUMMED
+from gradcheck_dist.model_events import MAX_EXCHANGES as MAX_EXCHANGES
+from gradcheck_dist.model_events import MAX_EXCHANGES_ALIKE as MAX_EXCHANGES_ALIKE
 from gradcheck_dist.model_events import OF_SHARDS as OF_SHARDS
 from gradcheck_dist.model_events import OF_SUMMANDS as OF_SUMMANDS
 from gradcheck_dist.model_events import SAID_ALIKE as SAID_ALIKE

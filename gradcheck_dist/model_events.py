@@ -167,6 +167,8 @@ class StageGradient(Event, tag="stage_gradient"):
     forward: bytes = b""
 
 
+MAX_EXCHANGES_ALIKE, MAX_EXCHANGES = 16, 64
+"""Applications of one function, and of all, that are recorded in a step: those that come first in forward."""
 SENT = "send"
 HANDED_ON, HANDED_ON_SUMMED = "copy", "copy, summed"
 OF_SHARDS, OF_SUMMANDS = "copy of shards", "copy of summands"

@@ -90,6 +90,7 @@ from gradcheck_dist.ledger.loss_backwards import as_given, own_backwards, words_
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.strangers import strangers
+from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tied import told, told_beside
 from gradcheck_dist.ledger.tracks import step_data
 from gradcheck_dist.ledger.transit import Transits, transits
@@ -259,7 +260,7 @@ def _read(
     data = as_given(data) if given else data
     own_terms = several_terms(data) if terms else None
     data = own_terms.data if own_terms is not None else data
-    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data)))
+    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), summed_losses(data)))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
     own = everyone if alone or models else None

@@ -117,6 +117,7 @@ def collect(
     events: dict[int, list[Event]],
     same_data: Sequence[Sequence[int]] | None = None,
     strangers: Mapping[int, frozenset[int]] | None = None,
+    summed: Mapping[int, frozenset[int]] | None = None,
 ) -> Contributions:
     """Contributions of one step from the events of all ranks.
 
@@ -124,12 +125,13 @@ def collect(
         same_data: sets of ranks that evaluate the same tokens; None infers them.
         strangers: for each rank those whose gradients tell that they have batches of their own, as ledger.strangers
             finds them.
+        summed: for each rank those with which it trains on the sum of their losses, as ledger.summed_losses finds them.
 
     A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
     last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
     one data-parallel reduction: then they were fed the same batch, which is a fault.
     """
-    strangers = strangers or {}
+    strangers, summed = strangers or {}, summed or {}
     losses = {rank: losses_of_rank(of_rank) for rank, of_rank in events.items()}
     by_hand = _stages_by_hand(events, losses)
     owner = _loss_owners(events, losses) | by_hand
@@ -148,13 +150,15 @@ def collect(
     }
     if same_data is None:
         peers = data_parallel_peers(events)
-        kept_apart = {rank: peers.get(rank, frozenset()) | strangers.get(rank, frozenset()) for rank in events}
+        kept_apart = {
+            rank: frozenset().union(*(of.get(rank, ()) for of in (peers, strangers, summed))) for rank in events
+        }
         shares = _sharing({owner.get(rank, rank) for rank in events}, signatures, kept_apart)
     else:
         shares = {owner.get(rank, rank): owner.get(group[0], group[0]) for group in same_data for rank in group}
     representative = {rank: shares.get(owner.get(rank, rank), owner.get(rank, rank)) for rank in sorted(events)}
     if same_data is None:
-        result.coordinate_from = _inferred(representative, owner, signatures, strangers)
+        result.coordinate_from = _inferred(representative, owner, signatures, strangers, summed)
     data_rank_of = {rank: index for index, rank in enumerate(sorted(set(representative.values())))}
     result.coordinate = {rank: data_rank_of[of] for rank, of in representative.items()}
     seen = {event.group for of_rank in events.values() for event in of_rank if isinstance(event, Reduce)}
@@ -195,6 +199,7 @@ def _inferred(
     owner: dict[int, int],
     signatures: Mapping[int, Signature],
     strangers: Mapping[int, frozenset[int]],
+    summed: Mapping[int, frozenset[int]],
 ) -> str:
     """What the data coordinates rest on, in words."""
     rests = []
@@ -207,6 +212,10 @@ def _inferred(
         rests.append("where no labels were seen, every rank is taken to have its own")
     elif not rests and len(set(signatures.values())) == len(signatures):
         rests.append("no two ranks have the same labels")
+    if summed:
+        rests.append(
+            "ranks with the same labels train on the sum of their losses, so each stands for a batch of its own"
+        )
     elif not rests and strangers:
         rests.append("ranks with the same labels compute different gradients with copies of one model")
     elif not rests:

@@ -42,14 +42,16 @@ def _repeats(data: StepData, one: int, other: int) -> bool:
     trained = [of_rank for of_rank in held if any(of_rank[rank].leaves for rank in (one, other) if rank in of_rank)]
     if not trained or loss_values(data, one) != loss_values(data, other) or _exchange(data, one, other):
         return False
-    reduced = _reduced(data, one, other)
+    reduced = reduced_over(data, one, other)
     return all(
-        copies(of_rank, one, other) and _same(of_rank[one], of_rank[other]) and of_rank[one].param.id in reduced
+        copies(of_rank, one, other)
+        and same_gradients(of_rank[one], of_rank[other])
+        and of_rank[one].param.id in reduced
         for of_rank in trained
     )
 
 
-def _same(mine: Track, theirs: Track) -> bool:
+def same_gradients(mine: Track, theirs: Track) -> bool:
     """Whether gradients are the same in every pass, and some are not zero."""
     if mine.leaves.keys() != theirs.leaves.keys():
         return False
@@ -68,7 +70,7 @@ def _exchange(data: StepData, one: int, other: int) -> bool:
     return any(isinstance(event, Exchange) and {one, other} <= set(event.group) for event in events)
 
 
-def _reduced(data: StepData, one: int, other: int) -> set[int]:
+def reduced_over(data: StepData, one: int, other: int) -> set[int]:
     """The parameters whose gradients are reduced over both."""
     return {
         param

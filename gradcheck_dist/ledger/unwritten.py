@@ -1,11 +1,13 @@
 """Reductions by hand whose result is in no gradient: of a copy that was never written back, or not waited for.
 
 The gradient that is read behind such a reduction is, bit by bit, what was there before it. It is taken out of the way
-of the weights, which then lack a reduction, and kept beside them, as its line is where something is missing.
+of the weights, which then lack a reduction, and kept beside them, as its line is where something is missing. Where all
+ranks brought the same numbers, their mean is that of each, and nothing tells that it went elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,9 +21,22 @@ def without_unwritten(data: StepData) -> StepData:
     found = {}
     for key, of_rank in data.tracks.items():
         left = {rank: event for rank, track in of_rank.items() if (event := _unwritten(data, track)) is not None}
-        if left and all(set(event.group) <= set(left) for event in left.values()):
+        if left and all(
+            set(event.group) <= set(left) and _differ(event.group, left, of_rank) for event in left.values()
+        ):
             found[key] = {rank: replace(track, unwritten=left.get(rank)) for rank, track in of_rank.items()}
     return replace(data, tracks=data.tracks | found) if found else data
+
+
+def _differ(group: tuple[int, ...], reductions: Mapping[int, Reduce], of_rank: Mapping[int, Track]) -> bool:
+    """Whether the ranks of a reduction did not all bring the same numbers, as far as that was seen."""
+    first, *others = (_brought(reductions[rank], of_rank[rank]) for rank in group)
+    return first is None or any(one is None or not np.array_equal(one, first, equal_nan=True) for one in others)
+
+
+def _brought(reduction: Reduce, track: Track) -> np.ndarray | None:
+    seen = [one for one in track.points if (one.seq, one.role) == (reduction.seq, BEFORE) or one.seq < reduction.seq]
+    return seen[-1].values.data if seen else None
 
 
 def _unwritten(data: StepData, track: Track) -> Reduce | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from math import inf, prod, sqrt
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gradcheck_dist.diagnosis.norms.clips import COPIES, RIGHT, SHARDS, SOME, STAGE, UNNAMED, is_round, judge_clips
+from gradcheck_dist.diagnosis.norms.hand_norms import wrong_norm
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall, Interval, Part, StepNorms, norm_of
-from gradcheck_dist.events import Clip
+from gradcheck_dist.diagnosis.weights.factors import name_number
+from gradcheck_dist.events import Clip, OptimizerStep
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 SIZE = 8
@@ -198,3 +202,24 @@ def test_a_norm_that_is_combined_along_some_axes_only_is_told(
     judged = judge_clips(norms)
     assert [one.meaning for one in judged] == [meaning] * 4
     assert [set(one.ranks) for one in judged] == ranks
+
+
+@pytest.mark.parametrize(("factor", "counted"), [(0.4871, True), (0.5, False)], ids=["a norm's", "a number of ranks"])
+def test_a_round_norm_of_copies_counted_again_is_no_clips_where_the_factor_is_a_constant(
+    factor: float, counted: bool
+) -> None:
+    """Both ranks' copies make 0.45 by chance."""
+    parts = {rank: [part("w", rank, 0.45 / sqrt(2))] for rank in (0, 1)}
+    quantities = {"accumulation_steps": 2.0, "num_tokens": 97.0}
+    held: Any = SimpleNamespace(rank=0, ranks=(0, 1), cells=[SimpleNamespace(ratio=factor, margin=1e-5)], param=None)
+    step = OptimizerStep(seq=9, t_ns=0, step=0, optimizer="SGD", params=0)
+    culprit = SimpleNamespace(unrecorded=True, before=step, kind="loss", event=None, write=None, rank=0)
+    pattern = SimpleNamespace(kind="uniform", factor=factor, tolerance=1e-5)
+    names = name_number(factor, quantities, 1e-5)
+    case: Any = SimpleNamespace(
+        culprit=culprit, held=[held], pattern=pattern, names=names, combined_unseen=False,
+        context=SimpleNamespace(quantities=quantities),
+    )  # fmt: skip
+    data: Any = SimpleNamespace(events={0: [], 1: []}, tracks={})
+    found = wrong_norm([case], [held], data, clipped(parts, {}))
+    assert (found is not None and found.meaning == COPIES) is counted

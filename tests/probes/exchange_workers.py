@@ -66,6 +66,10 @@ TENSOR = (
     "tensor parallel, shift that softmax leaves out",
     "tensor parallel, one seed",
     "tensor parallel, losses added up",
+    "tensor parallel, losses added up, gradients divided",
+    "tensor parallel, losses added up, columns halved",
+    "tensor parallel, losses added up, times ranks",
+    "tensor parallel, losses added up, frozen where whole",
     "tensor parallel, a batch each",
     "tensor parallel, functional sum",
     "tensor parallel, not summed in front of the head",
@@ -115,9 +119,10 @@ CONTRASTIVE = (
     "neighbours, handed on in backward",
     "neighbours, halved in backward",
 )
+GATHERED = ("experts gathered", "experts gathered, summed in backward")
 SUMMED = ("losses summed over ranks", "losses summed over ranks, head halved")
 PARTS = ("parts of one batch", "parts of one batch, not divided in backward", "parts of one batch, sliced in backward")
-VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *SLOTS, *CONTRASTIVE, *SUMMED, *PARTS)
+VARIANTS = (*TENSOR, *SEQUENCE, *CONTEXT, *EXPERTS, *SLOTS, *GATHERED, *CONTRASTIVE, *SUMMED, *PARTS)
 
 
 class Row(nn.Module):
@@ -180,7 +185,9 @@ class Model(nn.Module):
         else:
             self.keys = nn.Linear(WIDTH, WIDTH)
             torch.manual_seed(7 + dist.get_rank())
-            self.expert = nn.Linear(WIDTH, WIDTH) if variant in EXPERTS + SLOTS else nn.Identity()
+            self.expert = nn.Linear(WIDTH, WIDTH) if variant in EXPERTS + SLOTS + GATHERED else nn.Identity()
+        for name, param in self.named_parameters():  # whose gradients are whole on each rank
+            param.requires_grad_("frozen" not in variant or not ("head" in name or "down.bias" in name))
         self.through = [nn.parallel.DistributedDataParallel(self) if variant in PARTS else self]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -228,6 +235,9 @@ class Model(nn.Module):
             h = h + Swap.apply(torch.tanh(self.expert(there.apply(self.keys(h)))))
         elif self.variant in SLOTS:
             h = h + self.routed(h)
+        elif self.variant in GATHERED:
+            every = (Gather if "summed" in self.variant else GatherSliced).apply(self.expert(Copy.apply(self.keys(h))))
+            h = h + torch.tanh(every).unflatten(1, (dist.get_world_size(), -1)).sum(1)
         elif self.variant in SUMMED:
             h = h + self.keys(h)
         elif self.variant in PARTS:  # as FastVideo's sequence parallelism, below an average over these ranks, too
@@ -295,7 +305,8 @@ def loss_of(model: Model, ids: Tensor) -> Tensor:
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) / PASSES
     if model.variant in SUMMED:  # each rank goes on with the sum of all ranks' shares, as XTuner does
         return SumTwice.apply(loss / dist.get_world_size())  # type: ignore[no-any-return]
-    return loss / dist.get_world_size() if "added up" in model.variant else loss
+    divided = "added up" in model.variant and not {"times ranks", "gradients divided"} & set(model.variant.split(", "))
+    return loss / dist.get_world_size() if divided else loss
 
 
 def every_rank(features: Tensor, variant: str) -> Tensor:
@@ -322,7 +333,7 @@ def every_rank(features: Tensor, variant: str) -> Tensor:
 
 def reduce(model: Model) -> None:
     for name, param in model.named_parameters():
-        assert param.grad is not None or "head" in name
+        assert param.grad is not None or "head" in name or not param.requires_grad
         if param.grad is None:
             continue
         of_parts = model.variant in SEQUENCE and ("norm" in name or "down.bias" in name)
@@ -331,7 +342,9 @@ def reduce(model: Model) -> None:
             dist.all_reduce(param.grad)
             if "norms summed twice" in model.variant:
                 dist.all_reduce(param.grad)
-        elif model.variant in SLOTS:
+        elif "added up" in model.variant:
+            pass
+        elif model.variant in SLOTS + GATHERED:
             if "keys" in name and "before" in model.variant:
                 dist.all_reduce(param.grad)
         elif "not divided" in model.variant:
@@ -344,8 +357,10 @@ def reduce(model: Model) -> None:
             dist.all_reduce(param.grad)
         elif model.variant not in TENSOR + SEQUENCE:
             dist.all_reduce(param.grad, op=dist.ReduceOp.SUM if "gradients summed" in model.variant else AVG)
-        if "head halved" in model.variant and "head" in name:
+        if ("head halved" in model.variant and "head" in name) or ("columns halved" in model.variant and "up." in name):
             param.grad /= 2
+        if "gradients divided" in model.variant:
+            param.grad /= dist.get_world_size()
 
 
 def clip(model: Model) -> None:
@@ -368,7 +383,7 @@ def train(variant: str) -> int:
     """Two steps of two passes; returns a checksum of the parameters."""
     model = Model(variant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = variant in TENSOR + SEQUENCE + PARTS + SLOTS and "a batch each" not in variant
+    shared = variant in TENSOR + SEQUENCE + PARTS + SLOTS + GATHERED and "a batch each" not in variant
     data = torch.Generator().manual_seed(3 if shared else 3 + dist.get_rank())
     for _ in range(STEPS):
         for index in range(PASSES):

@@ -72,6 +72,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
@@ -207,6 +208,59 @@ def _shard_experts(model: Any, divided_by_all: bool) -> None:
         fully_shard(module, mesh=everyone)
 
 
+class SumTwice(Sum):
+    """As torch.distributed.nn.functional sums: right where each rank has a loss of its own."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def shared_experts(variant: str) -> Any:
+    """Two ranks of ep have one batch: each lets its own expert see every token, and what both make is summed. Layers
+    that both compute alike follow. Ranks train on the sum of their losses, or on one loss."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, one_loss = dist.get_rank(), variant.startswith("one loss")
+    ep, edp = subgroup([[0, 1], [2, 3]]), subgroup([[0, 2], [1, 3]])
+    model = Net()
+    model.more = nn.Sequential(Block(), Block(), Block())
+    torch.manual_seed(0 if "one seed" in variant else rank % 2)
+    model.expert = expert = nn.Linear(DIM, DIM)
+    trained: Any = model
+    if "ddp" in variant:
+        ignored = [name for name, _ in model.named_parameters() if name.startswith("expert")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        trained = DistributedDataParallel(model)
+    own = torch.arange(VOCAB) % 2 == rank % 2
+    data = [tokens(rank // 2, k) for k in range(ACCUMULATION)]
+
+    def forward(inputs: Tensor) -> Tensor:
+        hidden = model.block(model.embed(inputs))
+        enter = Copy.apply(hidden, ep) if one_loss else hidden
+        made = torch.tanh(expert(enter)) * own[inputs][..., None]
+        hidden = hidden + (Sum if one_loss else SumTwice).apply(made, ep)
+        return model.head(model.more(hidden))  # type: ignore[no-any-return]
+
+    model.forward = forward  # type: ignore[method-assign]
+
+    def loss(k: int, num_tokens: Tensor) -> Tensor:
+        return token_sum(trained(data[k][0]), data[k][1]) * (1 if one_loss else 2) / num_tokens
+
+    def step() -> None:
+        step_of(trained, loss, data, edp, variant)
+        for name, param in model.named_parameters():
+            is_expert = name.startswith("expert")
+            if one_loss or is_expert or "ddp" not in variant:
+                dist.all_reduce(param.grad, group=edp if one_loss or is_expert else None)
+            if not one_loss and (is_expert or "ddp" not in variant):
+                param.grad /= 2 if is_expert and "own ranks" in variant else 4
+
+    return model, step
+
+
 def pipeline(variant: str) -> Any:
     """Two stages by send and receive."""
     rank = dist.get_rank()
@@ -246,7 +300,13 @@ def pipeline(variant: str) -> Any:
     return model, step
 
 
-TRAINERS = {"tensor": tensor_parallel, "vocab": vocab_parallel, "experts": expert_parallel, "pipeline": pipeline}
+TRAINERS = {
+    "tensor": tensor_parallel,
+    "vocab": vocab_parallel,
+    "experts": expert_parallel,
+    "shared experts": shared_experts,
+    "pipeline": pipeline,
+}
 
 
 def train(kind: str, variant: str, run_dir: str | None) -> int:

@@ -41,6 +41,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
         "experts, by a gather",
         "slots, masked before the sum",
         "slots, masked in the function",
+        "experts gathered",
+        "tensor parallel, losses added up",
+        "tensor parallel, losses added up, gradients divided",
     ],
 )
 def test_conjugate_collectives_are_clean(reports: dict[str, Report], variant: str) -> None:
@@ -210,9 +213,29 @@ def test_sums_behind_a_function_that_sums_in_vain_are_no_findings_of_their_own(r
 
 
 def test_a_share_of_one_loss_that_a_sum_in_backward_makes_up_for_accuses_nobody(reports: dict[str, Report]) -> None:
-    report = reports["tensor parallel, losses added up"]
+    report = reports["tensor parallel, losses added up, frozen where whole"]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("makes up for it in front of that" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "factor", "num", "kind"),
+    [("columns halved", "GS000", 0.5, 8, "grad_write"), ("times ranks", "GS303", 2.0, 21, "loss")],
+)
+def test_ranks_that_train_on_the_sum_of_their_losses_stand_for_batches_of_their_own(
+    reports: dict[str, Report], fault: str, code: str, factor: float, num: int, kind: str
+) -> None:
+    (finding,) = reports[f"tensor parallel, losses added up, {fault}"].findings
+    assert (finding.code, finding.num_parameters) == (code, num)
+    assert finding.factor.observed == pytest.approx(factor, rel=1e-4)
+    assert finding.first_event is not None and finding.first_event.kind == kind
+
+
+def test_a_gather_that_sums_what_is_whole_on_each_rank_is_found_without_a_sum_in_forward(
+    reports: dict[str, Report],
+) -> None:
+    (finding,) = reports["experts gathered, summed in backward"].findings
+    assert (finding.code, finding.factor.observed) == ("GS802", pytest.approx(2.0, rel=1e-4))
 
 
 def test_a_sum_of_losses_that_backward_sums_makes_up_for_nothing_behind_it(reports: dict[str, Report]) -> None:

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from one_process import judged, record
 from torch import Tensor, nn
 
+from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.tokens import _on_device
+from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trace.token_runs import NONE, NUM_KEPT, found_in, runs
 
 PASSES, ROWS, LENGTH, WORDS = 3, 4, 24, 20
@@ -93,3 +95,28 @@ def test_a_part_is_found_in_a_whole_that_holds_much_else() -> None:
     assert hits == compared and 10 < compared < NUM_KEPT
     assert found_in(part, runs(text[1000:]))[0] == 0
     assert found_in(part, runs(text[:3])) == (0, 0)
+
+
+class Tied(nn.Module):
+    """One matrix that no embedding module holds, rows of which are looked up, and another one of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mixing = (nn.Parameter(torch.randn(WORDS, 8) / 4) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.embedding(tokens, self.table)
+        return (hidden + torch.tanh(hidden @ self.mixing.T) @ self.mixing) @ self.table.T
+
+
+def test_a_matrix_of_which_rows_are_looked_up_is_an_embeddings(tmp_path: Path) -> None:
+    (tokens, labels), *_ = batches(torch.Generator().manual_seed(0))
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    params = read_run(tmp_path).ranks[0].params.values()
+    assert {param.name: param.looked_up for param in params} == {"table": True, "mixing": False}

@@ -12,6 +12,7 @@ import numpy as np
 from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
 from gradcheck_dist.diagnosis.audits.whole_shares import (
     UNDOES,
+    alone_before_one_loss,
     has_values,
     losses_differ,
     share_in_front,
@@ -117,7 +118,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             scalers.append(one.factor)
             continue
         of_copies = one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled"
-        if of_copies and (one.ranks not in unlike or sums_alike(data.events, one)):
+        sums = one.ranks in unlike and not sums_alike(data.events, one)
+        if of_copies and not sums and not alone_before_one_loss(data, one):
             continue  # shards that were drawn from one seed: summands are as alike as whole gradients
         apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
@@ -200,8 +202,9 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     near = max(UNDOES, case.pattern.tolerance)
     for one in passed(data.events):
         share = share_of_whole(data, case.context.contributions, one)
-        if share is not None and abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near:
-            if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+        if share is not None:
+            undoes = abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near
+            if undoes and all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
                 return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {BY_VERIFY}"
             continue
         if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):

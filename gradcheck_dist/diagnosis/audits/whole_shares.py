@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from gradcheck_dist.events import Reduce
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.events import MAX_EXCHANGES, MAX_EXCHANGES_ALIKE, Exchange, Reduce
+from gradcheck_dist.ledger.contributions import Contributions, losses_of_rank
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, Passed
 from gradcheck_dist.ledger.strangers import OTHER_LOSS, loss_values
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import Slot, StepData
 
 UNDOES = 1e-3
 """Two factors whose product is nearer to 1 than this may be meant to undo one another."""
@@ -60,6 +61,44 @@ def losses_differ(data: StepData, one: Passed) -> bool:
     slot = (one.first.accumulation_step, one.first.microbatch)
     found = [loss_values(data, rank).get(slot, ()) for rank in one.ranks]
     return any(max(values) - min(values) > OTHER_LOSS * max(map(abs, values)) for values in zip(*found, strict=False))
+
+
+def alone_before_one_loss(data: StepData, one: Passed) -> bool:
+    """Whether each rank computes one loss whole on what an exchange gave, and shares no work behind it: what arrives is
+    the gradient then, and no summand of it, though shards that were drawn from one seed make summands as alike.
+
+    A cross-entropy of torch's has all classes on each rank; shards in front of it were combined by another exchange, to
+    which backward comes first, or by DTensors, which are not looked at.
+    """
+    slot = (one.first.accumulation_step, one.first.microbatch)
+    hashes = set()
+    for rank, own in one.events.items():
+        events = data.events[rank]
+        pairs = losses_of_rank(events).get(slot, [])
+        if len(pairs) != 1 or pairs[0][1] is None or pairs[0][1].op != "cross_entropy":
+            return False
+        hashes.add(pairs[0][1].label_hash)
+        exchanges = [event for event in events if isinstance(event, Exchange)]
+        if not _all_recorded(exchanges, slot) or any(
+            _slot(event) == slot and event.seq < own.seq for event in exchanges
+        ):
+            return False
+    parted = any(track.param.placements for of_rank in data.tracks.values() for track in of_rank.values())
+    one_loss = None not in hashes and len(hashes) == 1 and has_values(data, one) and not losses_differ(data, one)
+    return one_loss and not parted
+
+
+def _all_recorded(exchanges: Sequence[Exchange], slot: Slot) -> bool:
+    """Whether none of a pass's exchanges was left out: those that come first in a step are recorded."""
+    later = {event.function for event in exchanges if _slot(event) > slot}
+    counts = Counter(event.function for event in exchanges)
+    return (len(exchanges) < MAX_EXCHANGES or bool(later)) and all(
+        number < MAX_EXCHANGES_ALIKE or function in later for function, number in counts.items()
+    )
+
+
+def _slot(event: Exchange) -> Slot:
+    return (event.accumulation_step, event.microbatch)
 
 
 def has_values(data: StepData, one: Passed) -> bool:

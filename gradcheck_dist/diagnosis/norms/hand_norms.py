@@ -15,6 +15,7 @@ from math import hypot
 from statistics import median, median_low
 
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.constants import is_constant
 from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME, is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import GONE, Held
@@ -60,7 +61,7 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
     ranks that hold copies one that took norms of copies which differ, whatever else is wrong."""
     ends = OptimizerStep | GradientNorm  # the norm may be taken once more behind the clip, to be logged
     unseen = [case for case in cases if case.culprit.unrecorded and isinstance(case.culprit.before, ends)]
-    if not unseen:
+    if not unseen or all(map(is_constant, unseen)):
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
     whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
+from gradcheck_dist.events import Exchange
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import StepData, Track
 
@@ -82,9 +83,10 @@ def _times(case: Case) -> str:
 
 
 def _may_be_own_mean(case: Case, data: StepData) -> bool:
-    """Whether parameters of some ranks alone, which no activations of others reach, are averaged over the tokens of
-    these ranks: heads and adapters by language or task may be meant so. Experts get others' tokens by exchanges, and
-    where nothing was reduced, copies may have been forgotten."""
+    """Whether parameters of some ranks alone, which no activations of others reach and whose own reach no others, are
+    averaged over the tokens of these ranks: heads and adapters by language or task may be meant so. Experts get others'
+    tokens by exchanges, or what they make is summed with that of others; and where nothing was reduced, copies may have
+    been forgotten."""
     contributions = case.context.contributions
     total = contributions.num_tokens
     if case.culprit.absent or not total:
@@ -96,7 +98,7 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
             for rank, track in of_rank.items()
             for slot in track.leaves
         }
-        if len(of_rank) == len(data.events) or any(not _of_own(track, of_rank) for track in of_rank.values()):
+        if len(of_rank) == len(data.events) or any(not _of_own(data, track, of_rank) for track in of_rank.values()):
             return False
         counts = [contributions.by_key[key].num_tokens for key in reached if key in contributions.by_key]
         own = sum(count or 0 for count in counts)
@@ -107,6 +109,15 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
     return bool(case.held)
 
 
-def _of_own(track: Track, holders: Collection[int]) -> bool:
+def _of_own(data: StepData, track: Track, holders: Collection[int]) -> bool:
+    """Whether no activations come from ranks that do not hold a parameter, or go to them."""
     count, ranks = track.exchanges or (0, ())
-    return not count or set(ranks) <= set(holders)
+    if count and not set(ranks) <= set(holders):
+        return False
+    return not any(
+        isinstance(event, Exchange)
+        and not set(event.group) <= set(holders)
+        and event.params is not None
+        and track.param.id in data.params_of(track.rank, event.params)
+        for event in data.events[track.rank]
+    )

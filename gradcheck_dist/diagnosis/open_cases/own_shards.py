@@ -8,11 +8,12 @@ from functools import cached_property
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
-from gradcheck_dist.events import Exchange
+from gradcheck_dist.events import Exchange, Param
 from gradcheck_dist.ledger.combined_copies import fed_alike
 from gradcheck_dist.ledger.exchanges import SCATTER, SUM
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.parted import MANY, module_of, sizes_of
+from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
 
@@ -29,7 +30,8 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
     open_names: set[str] = set()
     shards = _Shards(data)
     for case in cases:
-        may_be = {held.param for held in case.held if _is_a_summand(case) and shards.may_hold(held.param)}
+        summand = _is_a_summand(case, data)
+        may_be = {held.param for held in case.held if summand and shards.may_hold(held.param)}
         open_names |= {name for _, name in may_be}
         kept = [held for held in case.held if held.param not in may_be]
         if not may_be:
@@ -48,14 +50,22 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
     ]
 
 
-def _is_a_summand(case: Case) -> bool:
-    """Whether each rank's gradient lacks what others have of it, of the tokens that they share."""
-    place = case.context.contributions.coordinate
-    return case.culprit.absent and all(
-        held.replay.basis.summands.get(cell.key, 1) > 1 and place.get(held.rank) == cell.key[0]
-        for held, cell in case.cells
-        if not cell.right
-    )
+def _is_a_summand(case: Case, data: StepData) -> bool:
+    """Whether each rank's gradient lacks what others have of it, of the tokens that they share: all that is missing is
+    of the rank's own tokens, or of tokens of which another summand came."""
+    if not case.culprit.absent:
+        return False
+    place, summed = case.context.contributions.coordinate, summed_losses(data)
+    shared = {place.get(rank, rank): {place.get(other, other) for other in ranks} for rank, ranks in summed.items()}
+    for held in case.held:
+        came = {cell.key for cell in held.cells if cell.right}
+        for key in {cell.key for one, cell in case.cells if one is held and not cell.right}:
+            coordinate, *slot = key
+            mine = place.get(held.rank) == coordinate or key in came
+            beside = {(other, *slot) for other in shared.get(coordinate, ())} - {key}
+            if not (mine and held.replay.basis.summands.get(key, 1) > 1) and not beside & came:
+                return False
+    return True
 
 
 class _Shards:
@@ -71,12 +81,30 @@ class _Shards:
         param = next(iter(of_rank.values())).param
         if param.partitioned is False or param.placements:
             return False
-        if sizes_of(param) & data.sizes.parts:
+        if self._of_a_part(key, param):
             return True
         if key in self._combined or (not data.sizes.parts and self._adds_up):
             return len(sizes_of(param)) > 1 or not sizes_of(param) <= self._widths or not self._stands_alone(key)
         of_unknown_size = len(sizes_of(param)) == 1 and not sizes_of(param) <= data.sizes.shared
         return bool(data.sizes.parts) and of_unknown_size and not self._stands_alone(key)
+
+    def _of_a_part(self, key: ParamKey, param: Param) -> bool:
+        """Whether a parameter has the size of a part. That may be the model's width, too, as where the inner layer is
+        as many times wider as there are ranks: a vector of that size is no part where it stands in a module of its own,
+        with no parted layer beside it."""
+        sizes = sizes_of(param)
+        of_width = len(param.shape) == 1 and sizes <= self._data.sizes.shared
+        if of_width and self._stands_alone(key) and not self._has_parted_beside(key):
+            return False
+        return bool(sizes & self._data.sizes.parts)
+
+    def _has_parted_beside(self, key: ParamKey) -> bool:
+        """Whether a parted layer stands beside a parameter's module: a matrix in a module of its own, or none."""
+        stage, around = key[0], module_of(module_of(key[1])[:-1])
+        names = {plain_name(name) for (at, name), of_rank in self._data.tracks.items()
+                 if at == stage and plain_name(name) != name and len(_shape(of_rank)) > 1}  # fmt: skip
+        modules = [module_of(name) for name in names]
+        return any(one == around or (module_of(one[:-1]) == around and modules.count(one) == 1) for one in modules)
 
     def _stands_alone(self, key: ParamKey) -> bool:
         return _has_own_module(key, self._data.tracks)
@@ -109,6 +137,10 @@ class _Shards:
         matrices = {tuple(param.shape) for param in firsts if len(sizes_of(param)) > 1}
         common = set.intersection(*map(set, matrices)) if len(matrices) >= MANY else set()
         return set(self._data.sizes.shared) or (common if len(common) == 1 else set())
+
+
+def _shape(of_rank: Mapping[int, Track]) -> tuple[int, ...]:
+    return next((tuple(track.param.shape) for track in of_rank.values()), ())
 
 
 def _has_own_module(key: ParamKey, tracks: Mapping[ParamKey, Mapping[int, Track]]) -> bool:

@@ -29,33 +29,20 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
+from gradcheck_dist.diagnosis.causes.constants import is_constant
 from gradcheck_dist.diagnosis.rules.gs000_unexplained_scale import shown
 from gradcheck_dist.diagnosis.rules.gs606_unscale_without_scale import loss_scale_power
-from gradcheck_dist.diagnosis.weights.factors import Name, chance
 
 CODE = "GS501"
 NAME = "clip-by-hand"
-SIMPLE = 3.5
-SURE = 0.005
-"""Clips are far more frequent than forgotten constants: chance must make a name more seldom than elsewhere."""
-SURE_OF_RANKS = 0.1
-
-
-def _surely(name: Name, case: Case) -> bool:
-    """Whether a name tells a constant from a norm: chance makes some names often. Where ranks were combined in the
-    bracket, a number of ranks is no chance."""
-    miss = max(abs(name.value / case.pattern.factor - 1), case.pattern.tolerance)
-    expected = case.combined_unseen and len(name.powers) == 1 and name.powers[0][0] in RANKS
-    return chance(name, case.context.quantities, miss) < (SURE_OF_RANKS if expected else SURE)
 
 
 def judge(case: Case) -> Answer | None:
     culprit, pattern = case.culprit, case.pattern
     if not case.could_be_clip or loss_scale_power(case) is not None:
         return None
-    if any(name.cost < SIMPLE and _surely(name, case) for name in case.names):
-        return None  # a constant of degrees and counts is somebody's formula, not a norm
+    if is_constant(case):
+        return None
     return Answer(
         severity="warning",
         explanation=f"Between the {culprit.kind} event and the {culprit.before.__struct_config__.tag} event every "  # type: ignore[union-attr]

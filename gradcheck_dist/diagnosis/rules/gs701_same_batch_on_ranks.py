@@ -38,7 +38,7 @@ from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.ledger.contributions import Contribution
-from gradcheck_dist.ledger.exchanges import GATHER, SLICE, passed
+from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, passed
 from gradcheck_dist.ledger.repeated_batches import repeating
 from gradcheck_dist.wording import numbered
 
@@ -65,7 +65,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         if _tells(one):
             alike[one.label_hash, one.num_tokens].append(one)
     apart = _data_place(facts)
-    by_design = [set(one.ranks) for one in passed(facts.data.events) if one.forward in (GATHER, SLICE)]
+    # A sum of activations that differ between ranks makes sense for one batch alone, whose work they divide.
+    by_design = [set(one.ranks) for one in passed(facts.data.events) if one.forward in (GATHER, SLICE, SUM)]
     shared = []
     for group in alike.values():
         first = group[0]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from gradcheck_dist.events import SENT
+from gradcheck_dist.events import MAX_EXCHANGES, MAX_EXCHANGES_ALIKE, SENT
 from gradcheck_dist.probes.activations import dtensor_locals, functional
 from gradcheck_dist.probes.activations.attention import Attentions, is_attention
 from gradcheck_dist.probes.activations.attention import watch as watch_attention
@@ -68,9 +68,6 @@ from gradcheck_dist.probes.recording.world import several_ranks
 from gradcheck_dist.probes.reductions import gathered
 from gradcheck_dist.probes.reductions.copies import ranks_of
 
-MAX_ALIKE = 16
-"""Applications of one function that are recorded in a step."""
-MAX_RECORDED = 64
 MAX_RANKS = 64
 _OWN_SEMANTICS = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable")
 
@@ -151,7 +148,7 @@ class Exchanges:
             self._alike.clear()
             self._indices.clear()
         self._alike[alike] += 1
-        if self._alike[alike] > MAX_ALIKE or self._indices.total() >= MAX_RECORDED:
+        if self._alike[alike] > MAX_EXCHANGES_ALIKE or self._indices.total() >= MAX_EXCHANGES:
             return None
         self._indices[ranks, sent] += 1
         return self._indices[ranks, sent] - 1
@@ -168,7 +165,7 @@ class Exchanges:
         ranks = self._backward.get(cls) or ()
         if len(told.group) > 1 or not 1 < len(ranks) <= MAX_RANKS:
             return told
-        return told._replace(group=ranks, number=told.number + MAX_RECORDED)  # no other one's number in that group
+        return told._replace(group=ranks, number=told.number + MAX_EXCHANGES)  # no other one's number in that group
 
 
 def install(recorder: Recorder, patches: Patches) -> None:

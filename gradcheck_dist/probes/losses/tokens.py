@@ -33,14 +33,16 @@ def _watch(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[...,
     def embedding(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output = original(input, *args, **kwargs)
         if not torch.compiler.is_compiling() and not recorder.suspended and recorder.impulses is None:
-            _looked_up(recorder, input, output)
+            _looked_up(recorder, input, args[0] if args else kwargs.get("weight"), output)
         return output
 
     return embedding
 
 
 @guarded("tokens")
-def _looked_up(recorder: Recorder, tokens: Tensor, output: Tensor) -> None:
+def _looked_up(recorder: Recorder, tokens: Tensor, weight: Tensor | None, output: Tensor) -> None:
+    if isinstance(weight, torch.nn.Parameter):
+        recorder.registry.is_table(weight)
     node: Any = output.grad_fn
     if node is not None and _can_be_read(tokens):
         node.register_prehook(kept_away(recorder, "tokens", functools.partial(_arrived, recorder, tokens)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,8 @@ class Registry(Plans):
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
         self._looked_up: set[int] = set()
+        self._tables: dict[int, weakref.ref[Tensor]] = {}  # by id, tensors of which rows were looked up
+        self._written: dict[int, Param] = {}
         self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
         self._finder = Finder()
@@ -163,28 +167,42 @@ class Registry(Plans):
         self._trained.add(id(info.param))
         self._write_param(info, info.id in self._looked_up)
 
+    def is_table(self, weight: Tensor) -> None:
+        """Rows of a tensor were looked up, whatever module it lies in."""
+        if self._is_known_table(weight):
+            return
+        self._tables[id(weight)] = weakref.ref(weight)
+        info = self.find(weight)
+        if info is not None and info.id not in self._looked_up and info.id in self._written:
+            self._looked_up.add(info.id)
+            self._write(msgspec.structs.replace(self._written[info.id], looked_up=True))
+
+    def _is_known_table(self, weight: Tensor) -> bool:
+        known = self._tables.get(id(weight))
+        return known is not None and known() is weight
+
     def _write_param(self, info: ParamInfo, looked_up: bool) -> None:
         param = info.param
+        looked_up = looked_up or self._is_known_table(param)
         if looked_up:
             self._looked_up.add(info.id)
-        self._write(
-            Param(
-                id=info.id,
-                name=info.name,
-                shape=info.shape,
-                dtype=str(param.dtype).removeprefix("torch."),
-                num_positions=len(info.positions),
-                stage=info.stage,
-                placements=str(getattr(param, "placements", "")),
-                requires_grad=param.requires_grad,
-                fingerprint=fingerprint(param, info.positions),
-                sampled_every=info.period,
-                start=start(param, len(info.positions)),
-                looked_up=looked_up,
-                partitioned=partitioned(param),
-                expert=is_expert(param),
-            )
+        written = self._written[info.id] = Param(
+            id=info.id,
+            name=info.name,
+            shape=info.shape,
+            dtype=str(param.dtype).removeprefix("torch."),
+            num_positions=len(info.positions),
+            stage=info.stage,
+            placements=str(getattr(param, "placements", "")),
+            requires_grad=param.requires_grad,
+            fingerprint=fingerprint(param, info.positions),
+            sampled_every=info.period,
+            start=start(param, len(info.positions)),
+            looked_up=looked_up,
+            partitioned=partitioned(param),
+            expert=is_expert(param),
         )
+        self._write(written)
 
     def next_round(self) -> None:
         """Another step is recorded: other parameters have their turn."""

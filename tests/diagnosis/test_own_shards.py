@@ -1,0 +1,44 @@
+"""Which parameters that began alike may be shards, by their sizes and by what stands beside them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradcheck_dist.diagnosis.open_cases.own_shards import _Shards
+from gradcheck_dist.events import Param
+from gradcheck_dist.ledger.parted import Sizes
+
+WIDTH, INNER = 32, 32
+"""The inner layer is as many times wider as there are ranks, so that a part of it is as wide as the model."""
+PARTED = {
+    "mlp.up.weight": (INNER, WIDTH),
+    "mlp.down.weight": (WIDTH, INNER),
+    "attention.q": (16, WIDTH),
+    "attention.out": (WIDTH, 16),
+}
+ALIKE = {
+    "norm.weight": ((WIDTH,), False),
+    "mlp.norm.weight": ((INNER,), True),
+    "mlp.scale": ((INNER,), True),
+    "attention.k": ((16, WIDTH), True),
+    "mlp.gate.weight": ((INNER, WIDTH), True),
+    "mlp.adapter.out.weight": ((INNER, 4), True),
+}
+"""Shapes, and whether a part may have them."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_part_as_wide_as_the_model_is_told_from_copies_by_its_place(name: str) -> None:
+    shape, may_be = ALIKE[name]
+    names = {f"{own} (as on rank {rank})": size for own, size in PARTED.items() for rank in (0, 1)} | {name: shape}
+    tracks = {(0, own): {rank: SimpleNamespace(param=_param(size)) for rank in (0, 1)} for own, size in names.items()}
+    sizes = Sizes(parts=frozenset({16, INNER}), shared=frozenset({WIDTH}))
+    data: Any = SimpleNamespace(tracks=tracks, sizes=sizes, events={0: [], 1: []})
+    assert _Shards(data).may_hold((0, name)) is may_be
+
+
+def _param(shape: tuple[int, ...]) -> Param:
+    return Param(id=0, name="", shape=shape, dtype="float32", num_positions=1)
