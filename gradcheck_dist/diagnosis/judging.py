@@ -73,6 +73,7 @@ from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
 from gradcheck_dist.ledger.contributions import Contributions, collect
+from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on, with_handed_on
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
@@ -285,9 +286,10 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
-    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(contributions)
+    of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
+    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
     context.of_weighted = aimed_at.of_weighted
-    verdict.spreads = {} if understood and not context.of_weighted else verdict.spreads
+    verdict.spreads = {} if understood and not context.of_weighted else spreads_of_losses(of_step)
     assumed = context.objective_from.startswith("assumed")
     aimed_at.decide(context.objective, declared=not assumed)
     if aimed_at.of_samples and assumed:

@@ -76,3 +76,24 @@ def test_returned_gradients_of_which_some_are_lost_are_found(tmp_path: Path) -> 
     report = judged(tmp_path / "run")
     assert report.verdict == "findings"
     assert any("x 0" in finding.pattern for finding in report.findings)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_curvature_that_is_looked_at_weighs_no_token(tmp_path: Path, factor: float) -> None:
+    """Hutchinson's estimate of a Hessian's diagonal differentiates gradients, which nobody puts into `.grad`."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        params = list(model.parameters())
+        tokens, labels = batch(0, 0)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        found = torch.autograd.grad(loss, params, create_graph=True)
+        ways = [torch.randint_like(param, 2) * 2 - 1 for param in params]
+        torch.autograd.grad(found, params, grad_outputs=ways, retain_graph=True)
+        (factor * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.verdict == ("clean" if factor == 1 else "findings")
+    assert [finding.factor.observed for finding in report.findings] == ([] if factor == 1 else [pytest.approx(0.5)])
