@@ -25,7 +25,8 @@ from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
-from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
+from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
+from gradcheck_dist.diagnosis.losses.tasks import task_by_task, without_combined
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
@@ -101,9 +102,16 @@ class _Weighed:
     which are what was measured."""
 
     measured: list[Held]
-    target: Aim
+    means: OwnMeans
     on_the_way: Transits
-    as_measured: bool
+
+    @property
+    def target(self) -> Aim:
+        return self.means.aim
+
+    @property
+    def as_measured(self) -> bool:
+        return bool(self.means.reasons)
 
 
 @left_open
@@ -165,6 +173,7 @@ def _judge_step(
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
     cases = without_uncounted(cases, recorded, verdict.contributions, verdict.held)
+    cases = without_combined(cases, weighed.means)
     cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
@@ -294,9 +303,11 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     aimed_at.decide(context.objective, declared=not assumed)
     if aimed_at.of_samples and assumed:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
-    means = loss_by_loss(aimed_at, context.objective, data, measured)
+    told = (aimed_at, context.objective, data, measured)
+    means = task_by_task(*told) or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
+    context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
     context.of_samples = target.of_samples
@@ -315,7 +326,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.apart = sets_apart(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
-    return _Weighed(measured, target, on_the_way, as_measured=bool(means.reasons))
+    return _Weighed(measured, means, on_the_way)
 
 
 def _cases(

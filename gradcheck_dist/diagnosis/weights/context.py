@@ -9,7 +9,7 @@ from math import prod
 from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.diagnosis.weights.mesh import Mesh, exchanging, infer_mesh
 from gradcheck_dist.events import AmpScale, AmpUnscale, Backward, Event, Loss, OptimizerStep, PipelineStep
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.evaluated import left_aside
 from gradcheck_dist.trace.run import Run
 
@@ -68,6 +68,11 @@ class StepContext:
                 steps.setdefault(coordinate, set()).add(step)
             self.quantities["accumulation_steps"] = float(max(map(len, steps.values()), default=1))
         self.contributions = contributions
+
+    def counts_forwards(self, forwards: Sequence[Sequence[ContributionKey]]) -> None:
+        """Take forward passes for accumulation steps, where each is differentiated in several passes."""
+        if forwards:
+            self.quantities["accumulation_steps"] = float(len(forwards) // len({keys[0][0] for keys in forwards}))
 
     def ranks_per_batch(self, group: Sequence[int]) -> int:
         """How many ranks of a group evaluate each batch: 1 where all have one of their own, or not all equally many."""
