@@ -212,14 +212,14 @@ def _judge_step(
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
     if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
-        without = judge_step(run, step, objective, objective_from, drop_lost=True)
+        without = judge_step(run, step, objective, objective_from, drop_lost=True, alone=alone)
         right = without.comes_out_right and without.all_right
         if LOST in found or right:
             verdict.without_lost = without
         if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:
-        verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
+        verdict.alone = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=True)
     return verdict
 
 
