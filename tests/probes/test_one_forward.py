@@ -15,6 +15,7 @@ from gradcheck_dist.events import Backward
 from gradcheck_dist.probes import attach
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
 
 STEPS, NUM, SIZE = 3, 3, 8
 Combine = Callable[[Sequence[Tensor], int], Tensor]
@@ -190,3 +191,23 @@ def test_parts_of_one_batch_under_one_number_are_no_tasks(tmp_path: Path, diviso
     report = trained(tmp_path, model, gradients)
     assert first_of_forward(tmp_path) == [None, 0, None, 2, None, 4]
     assert [one.factor.exact for one in report.findings] == ([] if divisor == 1 else ["1/3"])
+
+
+@pytest.mark.parametrize(
+    ("variant", "codes"),
+    [
+        ("tasks, averaged", []),
+        ("tasks, summed", ["GS104"]),
+        ("fisher, averaged", []),
+        ("lost, alone", ["GS303", "GS103"]),
+    ],
+)
+def test_ranks_that_differentiate_one_forward_pass_several_times(
+    tmp_path: Path, variant: str, codes: list[str]
+) -> None:
+    """Each task has a line; what is looked at sample by sample adds up to what is read."""
+    launch("one_forward_workers:train", (str(tmp_path / "run"), variant), 2, timeout_s=60)
+    report = diagnose_run(tmp_path / "run")
+    found = [finding for finding in report.findings if finding.severity != "info"]
+    assert [finding.code for finding in found] == codes
+    assert codes or report.verdict == "clean"

@@ -31,7 +31,8 @@ class StepContext:
     auxiliary loss terms. `relative`: weights are only compared with one another.
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
-    tokens; `of_weighted`: tokens that weights of their own multiply. `num_handed_over`: ranks whose gradients were seen
+    tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward
+    pass are differentiated one by one. `num_handed_over`: ranks whose gradients were seen
     to leave another pipeline stage."""
 
     step: int
@@ -49,6 +50,7 @@ class StepContext:
     as_written: bool = False
     of_samples: bool = False
     of_weighted: bool = False
+    of_tasks: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ class StepContext:
     def counts_forwards(self, forwards: Sequence[Sequence[ContributionKey]]) -> None:
         """Take forward passes for accumulation steps, where each is differentiated in several passes."""
         if forwards:
+            self.of_tasks = True
             self.quantities["accumulation_steps"] = float(len(forwards) // len({keys[0][0] for keys in forwards}))
 
     def ranks_per_batch(self, group: Sequence[int]) -> int:
