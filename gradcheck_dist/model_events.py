@@ -136,7 +136,9 @@ class Backward(Event, tag="backward"):
 
     `sync` is False when a data-parallel wrapper was told not to reduce in this pass. `seq` is taken when the pass
     begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
-    `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated.
+    `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated. `first_of_forward`:
+    the accumulation step of the first pass that differentiated this one's forward pass, which kept its graph
+    (retain_graph); None where it is this one, as far as was seen.
     """
 
     accumulation_step: Index
@@ -146,6 +148,7 @@ class Backward(Event, tag="backward"):
     params: int | None = None
     duration_ns: Count = 0
     returned: bool = False
+    first_of_forward: Index | None = None
 
 
 class StageGradient(Event, tag="stage_gradient"):

@@ -27,7 +27,8 @@ from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
-from gradcheck_dist.diagnosis.losses.several_losses import loss_by_loss
+from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
+from gradcheck_dist.diagnosis.losses.tasks import task_by_task, without_combined
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
@@ -83,6 +84,7 @@ from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
 from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
 from gradcheck_dist.ledger.contributions import Contributions, collect
+from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on, with_handed_on
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
@@ -111,9 +113,16 @@ class _Weighed:
     which are what was measured."""
 
     measured: list[Held]
-    target: Aim
+    means: OwnMeans
     on_the_way: Transits
-    as_measured: bool
+
+    @property
+    def target(self) -> Aim:
+        return self.means.aim
+
+    @property
+    def as_measured(self) -> bool:
+        return bool(self.means.reasons)
 
 
 @left_open
@@ -176,6 +185,7 @@ def _judge_step(
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
     cases = without_uncounted(cases, recorded, verdict.contributions, verdict.held)
+    cases = without_combined(cases, weighed.means)
     cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
     cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
@@ -214,14 +224,14 @@ def _judge_step(
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
     if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
-        without = judge_step(run, step, objective, objective_from, drop_lost=True)
+        without = judge_step(run, step, objective, objective_from, drop_lost=True, alone=alone)
         right = without.comes_out_right and without.all_right
         if LOST in found or right:
             verdict.without_lost = without
         if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:
-        verdict.alone = judge_step(run, step, objective, objective_from, alone=True)
+        verdict.alone = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=True)
     return verdict
 
 
@@ -297,16 +307,19 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
         return None
     aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
-    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(contributions)
+    of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
+    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
     context.of_weighted = aimed_at.of_weighted
-    verdict.spreads = {} if understood and not context.of_weighted else verdict.spreads
+    verdict.spreads = {} if understood and not context.of_weighted else spreads_of_losses(of_step)
     assumed = context.objective_from.startswith("assumed")
     aimed_at.decide(context.objective, declared=not assumed)
     if aimed_at.of_samples and assumed:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
-    means = loss_by_loss(aimed_at, context.objective, data, measured)
+    told = (aimed_at, context.objective, data, measured)
+    means = task_by_task(*told) or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
+    context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
     context.of_samples = target.of_samples
@@ -325,7 +338,7 @@ def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, d
     verdict.apart = sets_apart(verdict.held)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
-    return _Weighed(measured, target, on_the_way, as_measured=bool(means.reasons))
+    return _Weighed(measured, means, on_the_way)
 
 
 def _cases(

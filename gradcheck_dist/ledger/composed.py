@@ -8,6 +8,7 @@ import numpy as np
 
 from gradcheck_dist.ledger.buffers import Column
 from gradcheck_dist.ledger.solve import Solution, confirm, solve
+from gradcheck_dist.ledger.tracks import Slot
 
 Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
 """Weights, their standard errors, the part of these that is the measurement's own, and the solution they are from."""
@@ -19,6 +20,7 @@ def made_up_of(
     epsilon: float,
     num_contributions: int,
     documented: np.ndarray | None = None,
+    slots: Sequence[Slot] = (),
 ) -> Measured | None:
     """The weights of what was sampled, from those of the columns that may be in it.
 
@@ -28,6 +30,7 @@ def made_up_of(
     Args:
         values: shape (num_positions,), NaN where nothing was sampled.
         documented: see `solve`.
+        slots: of each contribution, where they are known.
 
     Returns:
         None where the weights of a column are not known, or too few elements were sampled.
@@ -44,8 +47,18 @@ def made_up_of(
     nominal = np.array([column.nominal for column in usable])
     solution = solve(matrix, seen, epsilon, nominal, documented)
     if solution is None and documented is None:
-        solution = confirm(matrix, seen, epsilon, nominal)
+        solution = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
     return None if solution is None else _composed(usable, solution, num_contributions)
+
+
+def _passes(columns: Sequence[Column], slots: Sequence[Slot]) -> list[tuple[Slot, ...] | int]:
+    """Which pass each column is of, its own number where it is of several."""
+    found: list[tuple[Slot, ...] | int] = []
+    for number, column in enumerate(columns):
+        holds: list[int] = np.flatnonzero(column.weights).tolist() if column.weights is not None else []
+        of = {slots[index] for index in holds}
+        found.append(tuple(of) if len(of) == 1 else number)
+    return found
 
 
 def _composed(columns: Sequence[Column], solution: Solution, num_contributions: int) -> Measured:

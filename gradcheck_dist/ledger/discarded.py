@@ -7,6 +7,7 @@ place throws away tokens that are never evaluated again: that is a fault and sta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from gradcheck_dist.events import Backward, OptimizerStep, ZeroGrad
@@ -55,13 +56,21 @@ def without(contributions: Contributions, dropped: set[ContributionKey]) -> Cont
 
 
 def evaluated_again(contributions: Contributions, lost: set[ContributionKey]) -> set[ContributionKey]:
-    """Those whose labels were evaluated again on the same rank, as far as labels tell batches apart."""
-    kept = {(key[0], c.label_hash) for key, c in contributions.by_key.items() if key not in lost}
+    """Those whose labels were evaluated again on the same rank, as far as labels tell batches apart. Passes of one
+    evaluation may take other labels of it each."""
+    kept: dict[tuple[int, int | None], set[int | None]] = defaultdict(set)
+    for key, c in contributions.by_key.items():
+        if key not in lost:
+            kept[key[0], c.label_hash].add(_evaluation(c))
     return {
         key
         for key, c in contributions.by_key.items()
-        if key in lost and tell_batches(c) and (key[0], c.label_hash) in kept
+        if key in lost and tell_batches(c) and kept[key[0], c.label_hash] - {_evaluation(c)}
     }
+
+
+def _evaluation(contribution: Contribution) -> int | None:
+    return contribution.loss.loss_id if contribution.loss is not None else None
 
 
 def tell_batches(contribution: Contribution) -> bool:

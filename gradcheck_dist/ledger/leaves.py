@@ -16,7 +16,7 @@ from gradcheck_dist.ledger.contributions import (
     data_parallel_peers,
     may_share,
 )
-from gradcheck_dist.ledger.tracks import StepData, Track
+from gradcheck_dist.ledger.tracks import Slot, StepData, Track
 
 SAME = 1e-2
 """Two ranks' leaves are copies of one another when they differ by less than this, relative to their norm: sums in any
@@ -40,6 +40,11 @@ class Basis:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The pass of each column, one for the same pass of all ranks."""
+        return [key[1:] for key in self.keys]
 
 
 def build_basis(

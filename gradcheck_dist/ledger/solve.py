@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,7 +165,9 @@ def solve(
     return replace(solution, checked=freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE)
 
 
-def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarray) -> Solution | None:
+def confirm(
+    columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndarray, passes: Sequence[Hashable] = ()
+) -> Solution | None:
     """Whether y is what its records say, times one number: for more columns than rows, of which `solve` tells nothing.
 
     A combination without a free coefficient for each column is refuted by any one of them that is not in y as it
@@ -175,10 +178,12 @@ def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndar
         y: shape (num_rows,), float64.
         epsilon: dtype epsilon of the numbers that were summed.
         nominal: coefficients as documented, shape (num_columns,).
+        passes: for each column which pass it is of, one for the same pass of several ranks.
 
     Returns:
         None when it is not so, when an arbitrary y would pass for it, when a coefficient is not documented, or of too
-        few elements.
+        few elements. Also where some pass alone would be y, times a number, and others would not: what is
+        differentiated sample by sample beside a batch adds up to the same as the batch.
     """
     if not np.isfinite(nominal).all() or not (predicted := columns @ nominal).any():
         return None
@@ -211,7 +216,17 @@ def confirm(columns: np.ndarray, y: np.ndarray, epsilon: float, nominal: np.ndar
         freedom=freedom,
         as_documented=True,
     )
-    return solution if solution.fits and solution.chance(y_norm) < BY_CHANCE else None
+    sure = solution.fits and solution.chance(y_norm) < BY_CHANCE
+    return solution if sure and not _one_would_do(columns * nominal, y, gate, passes) else None
+
+
+def _one_would_do(summands: np.ndarray, y: np.ndarray, gate: float, passes: Sequence[Hashable]) -> bool:
+    of_pass: dict[Hashable, np.ndarray] = {}
+    for column, one in enumerate(passes or range(summands.shape[1])):
+        of_pass[one] = of_pass.get(one, 0.0) + summands[:, column]
+    sums = [one / np.linalg.norm(one) for one in of_pass.values() if one.any()]
+    alone = [bool(np.linalg.norm(y - one * float(one @ y)) <= gate) for one in sums]
+    return any(alone) and not all(alone)
 
 
 def _own_rounding(solver: np.ndarray, summands: np.ndarray, y: np.ndarray, epsilon: float) -> np.ndarray:

@@ -12,6 +12,8 @@ from probe_workers import batch, token_sum
 from torch import nn
 from torch.func import functional_call
 
+from gradcheck_dist.probes import attach
+
 NUM = 3
 
 
@@ -76,3 +78,45 @@ def test_returned_gradients_of_which_some_are_lost_are_found(tmp_path: Path) -> 
     report = judged(tmp_path / "run")
     assert report.verdict == "findings"
     assert any("x 0" in finding.pattern for finding in report.findings)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_curvature_that_is_looked_at_weighs_no_token(tmp_path: Path, factor: float) -> None:
+    """Hutchinson's estimate of a Hessian's diagonal differentiates gradients, which nobody puts into `.grad`."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        params = list(model.parameters())
+        tokens, labels = batch(0, 0)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        found = torch.autograd.grad(loss, params, create_graph=True)
+        ways = [torch.randint_like(param, 2) * 2 - 1 for param in params]
+        torch.autograd.grad(found, params, grad_outputs=ways, retain_graph=True)
+        (factor * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path / "run", steps=2)
+    report = judged(tmp_path / "run")
+    assert report.verdict == ("clean" if factor == 1 else "findings")
+    assert [finding.factor.observed for finding in report.findings] == ([] if factor == 1 else [pytest.approx(0.5)])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_gradients_of_samples_that_add_up_to_the_batchs_are_told_from_it(tmp_path: Path, factor: float) -> None:
+    """Fisher information squares what a batch's own samples give. A bias of fewer elements than samples cannot show
+    which of both was read."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            inputs, labels = torch.randn(6, 8), torch.randint(0, 4, (6,))
+            for sample in range(6):
+                log_prob = F.log_softmax(model(inputs[sample : sample + 1]), -1)[0, labels[sample]]
+                torch.autograd.grad(log_prob, list(model.parameters()))
+            (factor * F.cross_entropy(model(inputs), labels)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = judged(tmp_path / "run")
+    assert [finding.code for finding in report.findings] == ([] if factor == 1 else ["GS303"])
+    assert factor != 1 or report.verdict == "clean"

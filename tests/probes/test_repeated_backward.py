@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -150,3 +150,41 @@ def test_a_wrong_loss_is_told_besides_by_what_it_divides(tmp_path: Path) -> None
 def test_what_steps_without_samples_document_is_left_alone(tmp_path: Path) -> None:
     (finding,) = train(tmp_path, twice, sampled=1).findings
     assert (finding.code, finding.steps) == ("GS403", [0])
+
+
+@pytest.mark.parametrize(
+    ("divisor", "picked", "code"),
+    [(8, range(8), None), (1, range(8), "GS303"), (8, [*range(8), 0], "GS403")],
+)
+def test_a_gradient_for_each_sample_of_one_loss_repeats_none(
+    tmp_path: Path, divisor: int, picked: Sequence[int], code: str | None
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            losses = F.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 5, (8,)), reduction="none")
+            for sample in picked:
+                (losses[sample] / divisor).backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose_run(tmp_path / "run")
+    assert [finding.code for finding in report.findings] == ([] if code is None else [code])
+    assert code is not None or report.verdict == "clean"
+
+
+def test_a_gradient_for_each_sample_of_which_the_last_replaces_the_others_is_found(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    params = list(model.parameters())
+    torch.manual_seed(0)
+    with attach(tmp_path / "run"):
+        for _ in range(2):
+            losses = F.cross_entropy(model(torch.randn(8, 8)), torch.randint(0, 5, (8,)), reduction="none")
+            for loss in losses:
+                for param, grad in zip(params, torch.autograd.grad(loss / 8, params, retain_graph=True), strict=True):
+                    param.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [finding.code for finding in diagnose_run(tmp_path / "run").findings] == ["GS401"]

@@ -20,7 +20,9 @@ FROZEN = {
         "label_share multipliers divisors sum_before num_samples sample_weight sample_spread shortest_sample "
         f"longest_sample beside_weights num_kept part_of {REDUCED}"
     ),
-    "backward": "accumulation_step microbatch stage sync params duration_ns returned seq t_ns step site",
+    "backward": (
+        "accumulation_step microbatch stage sync params duration_ns returned first_of_forward seq t_ns step site"
+    ),
     "stage_gradient": "accumulation_step microbatch side shape dtype values stage forward seq t_ns step site",
     "exchange": (
         "function group index accumulation_step microbatch input_counts output_counts values dtype collectives lost "

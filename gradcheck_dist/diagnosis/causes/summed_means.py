@@ -9,7 +9,7 @@ from gradcheck_dist.diagnosis.causes.account import account
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, order
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Reduce
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -20,8 +20,9 @@ EXACT = 1e-3
 def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]) -> Culprit | None:
     """The reduction that adds up the whole means of all data ranks, where no reduction divides by anything.
 
-    The weights of each rank's own tokens come to 1: its losses are complete, and right for an average. Divided by the
-    tokens of all ranks, as is right for a sum, they would come to the rank's share of these.
+    The weights of each rank's own tokens come to what all ranks' should together, 1 or, for tasks that are means of
+    their own, one each: its losses are complete, and right for an average. Divided by the tokens of all ranks, as is
+    right for a sum, they would come to the rank's share of these.
     """
     found: list[Culprit] = []
     seen: set[tuple[object, ...]] = set()
@@ -41,6 +42,7 @@ def summing(data: StepData, contributions: Contributions, judged: Iterable[Held]
 def _summing(data: StepData, contributions: Contributions, held: Held) -> Culprit | None:
     """The last reduction on the way to one parameter, where it does so."""
     whole: dict[int, float] = {}
+    expected: dict[ContributionKey, float] = {}
     rounding = EXACT
     last: Reduce | None = None
     for cell in held.cells:
@@ -54,9 +56,11 @@ def _summing(data: StepData, contributions: Contributions, held: Held) -> Culpri
         rounding = max(rounding, EPSILON.get(loss_dtype, EPSILON["float32"]))
         weight = accounted.documented * float(cell.expected) * (contribution.num_tokens or 0)
         whole[cell.key[0]] = whole.get(cell.key[0], 0.0) + weight
+        expected[cell.key] = float(cell.expected) * (contribution.num_tokens or 0)
     if len(whole) < 2 or len(whole) != contributions.num_coordinates:
         return None
-    if last is None or any(abs(total - 1) > rounding for total in whole.values()):
+    asked = sum(expected.values())
+    if last is None or any(abs(total - asked) > rounding * asked for total in whole.values()):
         return None
     return Culprit("reduce", held.rank, last, nominal=1.0, factor=1.0, wrong_constant=True)
 

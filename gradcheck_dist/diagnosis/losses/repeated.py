@@ -2,13 +2,14 @@
 
 A running total that goes backward after every microbatch, or one call with `retain_graph` too many: tokens enter the
 step once and its gradient several times. Passes that were only looked at or whose gradients were emptied, and those
-that train parameters of their own (`backward(inputs=...)`), repeat nothing.
+that train parameters of their own (`backward(inputs=...)`), repeat nothing. Nor do passes that each take other elements
+of one loss that was not reduced (a gradient for each sample), as long as their gradients differ.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.returned import weighing
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import Loss
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
@@ -53,23 +55,29 @@ class Repeats:
 def repeats(data: StepData, contributions: Contributions, measured: Sequence[Held]) -> Repeats | None:
     """The losses of a step that are differentiated again; None where none is."""
     losses = _passes_of_losses(data, contributions)
-    if all(len(passes) < 2 for passes in losses):
+    if all(len(passes) < 2 for passes, _ in losses):
         return None
     new: dict[ContributionKey, int | None] = defaultdict(int)
     times: dict[ContributionKey, int] = defaultdict(int)
     entered: dict[ContributionKey, ContributionKey] = {}
     params: set[ParamKey] = set()
-    for passes in losses:
-        first = next(iter(passes))
-        shared = {key: _keeping(measured, first, key) for key in passes if key != first}
-        again = [key for key, keeping in shared.items() if keeping]
-        for key, count in passes.items():
-            if key not in again:
-                so_far = new[key]
-                new[key] = None if count is None or so_far is None else so_far + count
-        times[first] = max(times[first], 1 + len(again))
-        entered |= {key: first for key in again if key not in entered}
-        params = params.union(*shared.values())
+    for passes, in_parts in losses:
+        same = _of_one_part(measured, list(passes)) if in_parts else None
+        again: dict[ContributionKey, ContributionKey] = {}
+        firsts: dict[ContributionKey, int] = {}
+        for index, (key, count) in enumerate(passes.items()):
+            first = next((one for one, at in firsts.items() if same is None or same[at, index]), None)
+            shared = _keeping(measured, first, key) if first is not None else set()
+            if first is not None and shared:
+                again[key] = first
+                params |= shared
+                continue
+            firsts[key] = index
+            so_far = new[key]
+            new[key] = None if count is None or so_far is None else so_far + count
+        for first in firsts if in_parts else list(firsts)[:1]:
+            times[first] = max(times[first], 1 + list(again.values()).count(first))
+        entered = again | entered
     if not params:
         return None
     return Repeats(
@@ -86,9 +94,11 @@ def replaced(data: StepData, contributions: Contributions, measured: Sequence[He
     something is: their gradients were looked at and emptied, maybe by a line that nobody records."""
     weighs, gone = weighing_or_gone(measured)
     kept: dict[ContributionKey, list[bool]] = defaultdict(list)
-    for passes in _passes_of_losses(data, contributions):
-        for key in passes:
-            kept[key].append(any(other in weighs for other in passes))
+    for passes, in_parts in _passes_of_losses(data, contributions):
+        same = _of_one_part(measured, list(passes)) if in_parts and not weighs.isdisjoint(passes) else None
+        for index, key in enumerate(passes):
+            again = [other for at, other in enumerate(passes) if same is None or same[at, index]]
+            kept[key].append(not weighs.isdisjoint(again))
     return {key for key in gone if kept[key] and all(kept[key])}
 
 
@@ -99,16 +109,49 @@ def weighing_or_gone(measured: Sequence[Held]) -> tuple[set[ContributionKey], se
     return weighs, seen - weighs
 
 
-def _passes_of_losses(data: StepData, contributions: Contributions) -> list[dict[ContributionKey, int | None]]:
-    """For each loss its passes in order, and how many of its tokens each has."""
+def _passes_of_losses(
+    data: StepData, contributions: Contributions
+) -> list[tuple[dict[ContributionKey, int | None], bool]]:
+    """For each loss its passes in order, and how many of its tokens each has; and whether these may be others in each,
+    since none has all of them."""
     found: dict[tuple[int, int], dict[ContributionKey, int | None]] = defaultdict(dict)
+    whole: dict[tuple[int, int], int | None] = {}
     for rank in sorted({one.loss_rank for one in contributions.by_key.values() if one.loss_rank is not None}):
         pairs = [(slot, entry) for slot, of in losses_of_rank(data.events[rank]).items() for entry, _ in of]
+        losses = {event.loss_id: event for event in data.events[rank] if isinstance(event, Loss)}
         for slot, entry in sorted(pairs, key=lambda pair: pair[1].seq):
             key = (contributions.coordinate.get(rank, rank), *slot)
             if key in contributions.by_key:
                 found[rank, entry.loss_id][key] = entry.num_tokens
-    return list(found.values())
+                loss = losses.get(entry.loss_id)
+                unreduced = loss is not None and loss.reduction == "none"
+                whole[rank, entry.loss_id] = (loss.num_tokens or loss.num_labels) if loss and unreduced else None
+    return [(passes, _in_parts(passes, whole[of])) for of, passes in found.items()]
+
+
+def _in_parts(passes: Mapping[ContributionKey, int | None], num_tokens: int | None) -> bool:
+    return num_tokens is not None and all(count is not None and count < num_tokens for count in passes.values())
+
+
+def _of_one_part(measured: Sequence[Held], passes: Sequence[ContributionKey]) -> np.ndarray:
+    """Which of the passes that may take other elements of a loss took the same ones, shape (passes, passes): all of
+    their gradients are parallel."""
+    alike = np.ones((len(passes), len(passes)), dtype=bool)
+    told = ~alike
+    for held in measured:
+        rows = np.stack([_brought(held, key) for key in passes])
+        sizes = np.linalg.norm(rows, axis=1)
+        units = rows / np.where(sizes, sizes, 1.0)[:, None]
+        both = np.outer(sizes > 0, sizes > 0)
+        alike &= ~both | (np.abs(units @ units.T) >= 1 - ALIKE)
+        told |= both
+    return np.asarray(alike & told)
+
+
+def _brought(held: Held, key: ContributionKey) -> np.ndarray:
+    """The sampled elements of what a pass brought to a parameter, in all columns together."""
+    columns = [column for column, own in enumerate(held.replay.basis.keys) if own == key]
+    return np.asarray(np.nan_to_num(held.replay.basis.values[columns]).sum(axis=0))
 
 
 def _keeping(measured: Sequence[Held], first: ContributionKey, other: ContributionKey) -> set[ParamKey]:
@@ -123,15 +166,15 @@ def _keeps(held: Held, first: ContributionKey, other: ContributionKey) -> bool:
         return False
     if not all(np.any(held.nominal[of] != 0) for of in columns):
         return False  # one was emptied before the other came
-    both = [*columns[0], *columns[1]]
-    leaves = np.nan_to_num(held.replay.basis.values[both])
-    brought = [leaves[: len(columns[0])].sum(axis=0), leaves[len(columns[0]) :].sum(axis=0)]
-    sizes = [float(np.linalg.norm(one)) for one in brought]
+    one, two = _brought(held, first), _brought(held, other)
+    sizes = float(np.linalg.norm(one)), float(np.linalg.norm(two))
     if not all(sizes):
         return False  # zeros tell nothing
-    if abs(float(brought[0] @ brought[1])) < (1 - ALIKE) * sizes[0] * sizes[1]:
+    if abs(float(one @ two)) < (1 - ALIKE) * sizes[0] * sizes[1]:
         largest = float(np.nanmax(np.abs(held.observed)))
         return all(np.abs(held.observed[of]).max() > GONE * largest for of in columns)
     # Which of them is there nobody can tell, but how much of both.
+    both = [*columns[0], *columns[1]]
+    leaves = np.nan_to_num(held.replay.basis.values[both])
     found, documented = held.observed[both] @ leaves, held.nominal[both] @ leaves
     return bool(np.linalg.norm(found - documented) <= GONE * np.linalg.norm(documented))

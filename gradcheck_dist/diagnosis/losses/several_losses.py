@@ -25,6 +25,7 @@ from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, C
 from gradcheck_dist.ledger.discarded import tell_batches
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.handed_on import is_handed_on
+from gradcheck_dist.ledger.one_forward import Forwards
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 SAME = 1e-3
@@ -37,9 +38,13 @@ Place = tuple[str, str]
 
 @dataclass
 class OwnMeans:
-    """What the weights are compared with. `remarks` say what was inferred, `reasons` what stays open."""
+    """What the weights are compared with. `remarks` say what was inferred, `reasons` what stays open. `forwards`: the
+    passes of each forward pass that several of them differentiate; `combined`: where the program's own lines treat
+    these apart, in words."""
 
     aim: Aim
+    forwards: Forwards = field(default_factory=list)
+    combined: str = ""
     remarks: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
@@ -50,11 +55,11 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     losses: dict[Place, list[ContributionKey]] = defaultdict(list)
     for key, contribution in sorted(counted.items()):
         losses[_place(contribution)].append(key)
-    if target.relative or _fits(measured, target.contributions, target.expected):
+    if target.relative or fits(measured, target.contributions, target.expected):
         return OwnMeans(target)
     if any(map(is_handed_on, counted.values())) and _is_one_loss(counted):
         return OwnMeans(target)
-    passes = _passes(data, target.contributions)
+    passes = reached_by(data, target.contributions)
     in_a_loop = len(losses) < 2
     if in_a_loop:
         mixture = _mixture(target, objective, measured)
@@ -69,7 +74,7 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     own: dict[ContributionKey, Fraction] = {}
     for keys in losses.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
-    shares = {place: _usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
+    shares = {place: usual(measured, target.contributions, own, keys) for place, keys in losses.items()}
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
     if trained_apart and not in_a_loop and all(abs(share - 1) <= SAME for share in shares.values()):
         inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
@@ -94,7 +99,7 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
     own: dict[ContributionKey, Fraction] = {}
     for keys in steps.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
-    shares = {k: _usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
+    shares = {k: usual(measured, target.contributions, own, keys) for k, keys in steps.items()}
     numbers = {k: Fraction(round(100 * share), 100) for k, share in shares.items()}
     written = all(abs(share - numbers[k]) <= MIXED * share for k, share in shares.items())
     if not written or sum(numbers.values()) != 1 or len(set(numbers.values())) < 2:
@@ -138,19 +143,21 @@ def _is_one_loss(counted: Mapping[ContributionKey, Contribution]) -> bool:
 
 
 def _place(contribution: Contribution) -> Place:
-    return (_line(contribution.loss), _line(contribution.gradient))
+    return (line_of(contribution.loss), line_of(contribution.gradient))
 
 
-def _line(event: Event | None) -> str:
+def line_of(event: Event | None) -> str:
+    """Where an event happened, in short; "" where that is not known."""
     site = event.site if event is not None else None
     return site.short if site is not None else ""
 
 
-def _fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:
+def fits(measured: list[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]) -> bool:
+    """Whether all weights are right as they are expected."""
     return all(cell.right for held in judge(measured, contributions, dict(expected)) for cell in held.cells)
 
 
-def _passes(data: StepData, contributions: Contributions) -> dict[ContributionKey, frozenset[ParamKey]]:
+def reached_by(data: StepData, contributions: Contributions) -> dict[ContributionKey, frozenset[ParamKey]]:
     """The parameters that a contribution's backward pass reached, on the rank of its loss."""
     names = {(rank, track.param.id): key for key, of_rank in data.tracks.items() for rank, track in of_rank.items()}
     found: dict[ContributionKey, frozenset[ParamKey]] = {}
@@ -174,7 +181,7 @@ def _same_labels(
     return tell and all(one == hashes[0] for one in hashes) and not any(value is None for _, value in hashes[0])
 
 
-def _usual(
+def usual(
     measured: list[Held],
     contributions: Contributions,
     expected: Mapping[ContributionKey, Fraction],

@@ -8,7 +8,7 @@ from fractions import Fraction
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
 from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, line_that_differs, rank_of
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
@@ -94,6 +94,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     """The wrong cells by culprit, each group with its shape and names."""
     quantities = verdict.context.quantities
     found = blame(verdict.data, verdict.contributions, judged, quantities)
+    found = _of_tasks(found) if verdict.context.of_tasks else found
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
     return without_divisions_alone(cases)
@@ -112,6 +113,18 @@ def _without_emptied(blamed: Blame) -> list[Blame]:
         culprit = replace(blamed.culprit, factor=factor)
         parts.append(Blame(culprit, [blamed.cells[at] for at in mine], [blamed.repeats[at] for at in mine]))
     return parts
+
+
+def _of_tasks(found: list[Blame]) -> list[Blame]:
+    """What all losses of one forward pass lack alike is one cause, though each has a line of its own."""
+    losses = [one for one in found if one.culprit.kind == "loss" and not one.culprit.unrecorded]
+    wrong = [pair for one in losses for pair in zip(one.cells, one.repeats, strict=True) if not pair[0][1].right]
+    cells = [cell for (_, cell), _ in wrong]
+    if len(losses) < 2 or any(abs(cell.ratio - cells[0].ratio) > cell.margin + cells[0].margin for cell in cells):
+        return found
+    first = min((one.culprit for one in losses), key=order)
+    joined = Blame(first, [cell for cell, _ in wrong], [times for _, times in wrong])
+    return [joined, *(one for one in found if not any(one is loss for loss in losses))]
 
 
 def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:

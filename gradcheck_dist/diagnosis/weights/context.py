@@ -9,7 +9,7 @@ from math import prod
 from gradcheck_dist.axes import AXIS_NAMES
 from gradcheck_dist.diagnosis.weights.mesh import Mesh, exchanging, infer_mesh
 from gradcheck_dist.events import AmpScale, AmpUnscale, Backward, Event, Loss, OptimizerStep, PipelineStep
-from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.evaluated import left_aside
 from gradcheck_dist.trace.run import Run
 
@@ -31,7 +31,8 @@ class StepContext:
     auxiliary loss terms. `relative`: weights are only compared with one another.
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
-    tokens; `of_weighted`: tokens that weights of their own multiply. `num_handed_over`: ranks whose gradients were seen
+    tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward
+    pass are differentiated one by one. `num_handed_over`: ranks whose gradients were seen
     to leave another pipeline stage."""
 
     step: int
@@ -49,6 +50,7 @@ class StepContext:
     as_written: bool = False
     of_samples: bool = False
     of_weighted: bool = False
+    of_tasks: bool = False
     num_handed_over: int = 0
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
@@ -68,6 +70,12 @@ class StepContext:
                 steps.setdefault(coordinate, set()).add(step)
             self.quantities["accumulation_steps"] = float(max(map(len, steps.values()), default=1))
         self.contributions = contributions
+
+    def counts_forwards(self, forwards: Sequence[Sequence[ContributionKey]]) -> None:
+        """Take forward passes for accumulation steps, where each is differentiated in several passes."""
+        if forwards:
+            self.of_tasks = True
+            self.quantities["accumulation_steps"] = float(len(forwards) // len({keys[0][0] for keys in forwards}))
 
     def ranks_per_batch(self, group: Sequence[int]) -> int:
         """How many ranks of a group evaluate each batch: 1 where all have one of their own, or not all equally many."""

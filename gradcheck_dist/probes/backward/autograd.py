@@ -17,6 +17,7 @@ from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import BEFORE
+from gradcheck_dist.probes.backward.forwards import Forwards
 from gradcheck_dist.probes.backward.roots import Root, roots_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording import captured
@@ -162,11 +163,16 @@ def opened(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], gr
     current = recorder.current
     assert current is not None
     current.started_from = gradients
+    kept = any(
+        kwargs.get(name, args[at] if len(args) > at else None)
+        for at, name in enumerate(("retain_graph", "create_graph"), gradients_at + 1)
+    )
     try:
         for listener in OPEN_LISTENERS:
             listener(recorder, current, roots, gradients is not None)
     finally:
         current.started_from = None
+    current.first_of_forward = recorder.discovery.forwards.first_of(recorder, roots, kept)
 
 
 OPEN_LISTENERS: list[Callable[[Recorder, Any, list[Root], bool], None]] = []
@@ -190,6 +196,7 @@ class Discovery:
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
         self._frozen: list[ParamInfo] = []
+        self.forwards = Forwards()
         self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
 
     def start(self) -> None:

@@ -13,6 +13,11 @@ LEAF_NODE = "torch::autograd::AccumulateGrad"
 """The name of the node that adds a gradient to its parameter's."""
 
 
+def name_of(node: Any) -> str:
+    """The name of a node's operation, without namespace and version; "" for none."""
+    return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
+
+
 def leaves_in_front(tensor: Root, *, through_functions: bool = False) -> list[Tensor]:
     """The leaves that a tensor was computed from by torch's own functions alone; what lies in front of a
     torch.autograd.Function is left out, for nobody knows what it does to a gradient. `through_functions`: it is not."""

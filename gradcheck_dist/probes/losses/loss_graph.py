@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradcheck_dist.probes.backward.graph_leaves import name_of as name_of
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.recording.marks import has_other_outputs, is_labelled, is_recorded
@@ -162,10 +163,6 @@ def _is_squared_logsumexp(node: Any) -> bool:
         return False
     operands = [_seen_through(following) for following, _ in node.next_functions]
     return bool(operands) and all(name_of(operand) == "LogsumexpBackward" for operand in operands)
-
-
-def name_of(node: Any) -> str:
-    return node.name().rpartition("::")[2].rstrip("0123456789") if node is not None else ""
 
 
 def edges_of(node: Any) -> list[tuple[Any, int]]:

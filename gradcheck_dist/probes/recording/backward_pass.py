@@ -86,6 +86,7 @@ class BackwardPass:
         "by_hand",
         "computed",
         "direct",
+        "first_of_forward",
         "given",
         "handed_over",
         "handles",
@@ -143,6 +144,7 @@ class BackwardPass:
         self.num_embedded = 0  # embeddings whose tokens were recorded
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated
+        self.first_of_forward: int | None = None  # the number of the first pass that differentiated the same forward
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.part_of: dict[int, int] = {}  # by loss: of which larger one, where it is a part of one
         self.arrived: set[int] = set()  # losses that got their gradient

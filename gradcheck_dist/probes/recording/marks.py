@@ -13,6 +13,9 @@ RECORDED_OUTPUT = "gradcheck_output"
 LABELLED = "gradcheck_labels"
 """What a function with labels was given and gave: label_functions.Labelled."""
 
+DIFFERENTIATED = "gradcheck_pass"
+"""A pass that keeps its graph has gone through the node: the seq number of the first one of that forward pass."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn

@@ -379,6 +379,7 @@ class Recorder(Sampler):
             params=self.registry.param_set(touched),
             duration_ns=time.perf_counter_ns() - current.start_ns,
             returned=current.returned,
+            first_of_forward=current.first_of_forward,
         )
         if sample_after:
             self.sample_grads(current.seq, AFTER, current.not_reduced())
