@@ -218,7 +218,7 @@ def test_a_round_norm_of_copies_counted_again_is_no_clips_where_the_factor_is_a_
     names = name_number(factor, quantities, 1e-5)
     case: Any = SimpleNamespace(
         culprit=culprit, held=[held], pattern=pattern, names=names, combined_unseen=False,
-        context=SimpleNamespace(quantities=quantities),
+        context=SimpleNamespace(quantities=quantities, contributions=SimpleNamespace(coordinate={0: 0, 1: 0})),
     )  # fmt: skip
     data: Any = SimpleNamespace(events={0: [], 1: []}, tracks={})
     found = wrong_norm([case], [held], data, clipped(parts, {}))
