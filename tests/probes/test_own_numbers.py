@@ -211,3 +211,13 @@ def test_numbers_of_the_program_beside_a_clip_by_hand_are_no_part_of_it(
 @pytest.mark.parametrize("doing", [to_unit_length, in_two_lines])
 def test_a_clip_of_two_lines_is_clean(tmp_path: Path, doing: Behind) -> None:
     assert trained(tmp_path, doing, float).verdict == "clean"
+
+
+def test_sums_that_are_clipped_and_divided_by_tokens_behind_it_are_left_open(tmp_path: Path) -> None:
+    def doing(model: nn.Module, counts: list[int], optimizer: torch.optim.Optimizer) -> None:
+        clipped(model, 0.95, seen=True)
+        for param in model.parameters():
+            param.grad.div_(sum(counts))  # type: ignore[union-attr]
+
+    report = trained(tmp_path, doing)
+    assert (report.verdict, report.findings) == ("undetermined", [])

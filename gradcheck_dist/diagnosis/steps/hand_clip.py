@@ -239,7 +239,7 @@ def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
     return ends[0] if ends and isinstance(ends[0], kind) else None
 
 
-def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandClip | None:
+def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> HandClip | None:
     """The clip among the cases of a step, when one surely is. Copies that a rank leaves out of its norm tell of it less
     than what the norm was taken of."""
     for case in sorted(cases, key=lambda case: not isinstance(case.culprit.event, GradientNorm)):
@@ -250,7 +250,9 @@ def clip_by_hand(cases: list[Case], data: StepData, norms: StepNorms) -> HandCli
         if norm is None or tolerance > TOO_VAGUE:
             continue
         factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
-        last = written_last(data, case.culprit, case.held) if abs(own / factor - 1) <= SAME else 1.0
+        # Where the weights were off before it, the number may have put them right: tokens behind a clip of sums.
+        right_before = len(cases) == 1 and abs(own / factor - 1) <= SAME
+        last = written_last(data, case.culprit, case.held) if right_before else 1.0
         if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
             norm, factor, own = norm / last, factor / last, own / last
         unit = abs(norm - 1) <= tolerance
@@ -283,7 +285,8 @@ def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, 
     """The same, where something besides set some gradients apart from most: behind the clip, or before its norm."""
     for case in cases:
         if (alike := as_if_all_alike(case, judged, data, norms)) is not None:
-            return clip_by_hand([alike[0]], data, alike[1]) or clip_by_hand([alike[0]], data, norms)
+            instead = [alike[0], *(other for other in cases if other is not case)]
+            return clip_by_hand(instead, data, alike[1]) or clip_by_hand(instead, data, norms)
     return None
 
 
