@@ -149,6 +149,11 @@ def judge_step(
         as_terms = _judge_step(run, step, objective, objective_from, handed=True, terms=True, **asked)
         if as_terms.comes_out_right and as_terms.all_right:
             return as_terms
+    if verdict.findings and summed_losses(verdict.data, perhaps=True) != summed_losses(verdict.data):
+        summed = _judge_step(run, step, objective, objective_from, handed=True, summed=True, **asked)
+        if summed.num_accused < verdict.num_accused:
+            summed.summed = True
+            return summed
     return verdict
 
 
@@ -163,10 +168,13 @@ def _judge_step(
     given: bool,
     handed: bool,
     terms: bool = False,
+    summed: bool = False,
 ) -> StepVerdict:
     """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens. `terms`: the losses
-    that a pass adds up are terms with coefficients."""
-    verdict, own = _read(run, step, objective, objective_from, alone=alone, given=given, handed=handed, terms=terms)
+    that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on the sum of their
+    losses do so."""
+    how = {"alone": alone, "given": given, "handed": handed, "terms": terms, "summed": summed}
+    verdict, own = _read(run, step, objective, objective_from, **how)
     data, recorded = verdict.data, verdict.contributions
     weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
@@ -260,7 +268,16 @@ def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
 
 
 def _read(
-    run: Run, step: int, objective: str, objective_from: str, *, alone: bool, given: bool, handed: bool, terms: bool
+    run: Run,
+    step: int,
+    objective: str,
+    objective_from: str,
+    *,
+    alone: bool,
+    given: bool,
+    handed: bool,
+    terms: bool,
+    summed: bool,
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
@@ -270,7 +287,8 @@ def _read(
     data = as_given(data) if given else data
     own_terms = several_terms(data) if terms else None
     data = own_terms.data if own_terms is not None else data
-    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), summed_losses(data)))
+    own_losses = summed_losses(data, perhaps=summed)
+    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), own_losses))
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
     own = everyone if alone or models else None

@@ -92,8 +92,11 @@ def _whole_sizes(parted: Iterable[Param], copies: Iterable[Param]) -> set[int]:
 
 def _part_sizes(parted: Iterable[Param], whole: Collection[int]) -> set[int]:
     """What may be the size of a part: of each tensor the one size that is no whole one. Where several are left, one
-    that another tensor tells is taken, else all; and all where none is left."""
-    found = [sizes_of(param).difference(whole) or sizes_of(param) for param in parted]
+    that another tensor tells is taken, else all; and all of a matrix where none is left. A vector as long as a whole
+    layer tells nothing beside others: an expert's bias has that size."""
+    own = [(param, sizes_of(param).difference(whole)) for param in parted]
+    telling = [(param, left) for param, left in own if left or len(param.shape) > 1] or own
+    found = [left or sizes_of(param) for param, left in telling]
     told = set[int]().union(*(sizes for sizes in found if len(sizes) == 1))
     return set[int]().union(*(sizes & told or sizes for sizes in found))
 

@@ -22,9 +22,10 @@ NEAR = 1e-3
 """Relative distance from a whole number of what a gradient was multiplied by."""
 
 
-def summed_losses(data: StepData) -> dict[int, frozenset[int]]:
+def summed_losses(data: StepData, *, perhaps: bool = False) -> dict[int, frozenset[int]]:
     """For each rank those, itself included, with which it trains on the sum of their losses; only ranks that do so with
-    others are named."""
+    others are named. `perhaps`: also where no sum of copies' gradients says so, but backward through all exchanges is
+    the transpose for such losses alone."""
     found: dict[int, frozenset[int]] = {}
     recorded: dict[tuple[int, ...], int] = defaultdict(int)
     for rank, events in data.events.items():
@@ -39,7 +40,7 @@ def summed_losses(data: StepData) -> dict[int, frozenset[int]]:
         beside = [other for other in recorded if len({*other} & {*group}) > 1]
         if any(len(read[other]) < recorded[other] or not all(map(_is_transpose, read[other])) for other in beside):
             continue
-        if any(_sums_whole(one) for one in exchanges) and _adds_up_copies(data, group):
+        if any(map(_sums_whole, exchanges)) and (perhaps or _adds_up_copies(data, group)):
             found |= {rank: found.get(rank, frozenset()) | {*group} for rank in group}
     return found
 

@@ -204,14 +204,22 @@ def test_a_norm_that_is_combined_along_some_axes_only_is_told(
     assert [set(one.ranks) for one in judged] == ranks
 
 
+COUNTED_AGAIN = {
+    "copies": {rank: [part("w", rank, 0.45 / sqrt(2))] for rank in (0, 1)},
+    "experts": {rank: [part("w", rank, 0.06), part(f"expert {rank % 2}", rank, 0.04)] for rank in range(4)},
+}
+"""What makes a round norm, where that of the model is none."""
+
+
+@pytest.mark.parametrize("kind", COUNTED_AGAIN)
 @pytest.mark.parametrize(("factor", "counted"), [(0.4871, True), (0.5, False)], ids=["a norm's", "a number of ranks"])
-def test_a_round_norm_of_copies_counted_again_is_no_clips_where_the_factor_is_a_constant(
-    factor: float, counted: bool
+def test_a_round_norm_of_what_is_counted_again_is_no_clips_where_the_factor_is_a_constant(
+    factor: float, counted: bool, kind: str
 ) -> None:
-    """Both ranks' copies make 0.45 by chance."""
-    parts = {rank: [part("w", rank, 0.45 / sqrt(2))] for rank in (0, 1)}
+    parts = COUNTED_AGAIN[kind]
     quantities = {"accumulation_steps": 2.0, "num_tokens": 97.0}
-    held: Any = SimpleNamespace(rank=0, ranks=(0, 1), cells=[SimpleNamespace(ratio=factor, margin=1e-5)], param=None)
+    cells = [SimpleNamespace(ratio=factor, margin=1e-5)]
+    held: Any = SimpleNamespace(rank=0, ranks=tuple(parts), cells=cells, param=None)
     step = OptimizerStep(seq=9, t_ns=0, step=0, optimizer="SGD", params=0)
     culprit = SimpleNamespace(unrecorded=True, before=step, kind="loss", event=None, write=None, rank=0)
     pattern = SimpleNamespace(kind="uniform", factor=factor, tolerance=1e-5)
@@ -220,6 +228,6 @@ def test_a_round_norm_of_copies_counted_again_is_no_clips_where_the_factor_is_a_
         culprit=culprit, held=[held], pattern=pattern, names=names, combined_unseen=False,
         context=SimpleNamespace(quantities=quantities, contributions=SimpleNamespace(coordinate={0: 0, 1: 0})),
     )  # fmt: skip
-    data: Any = SimpleNamespace(events={0: [], 1: []}, tracks={})
+    data: Any = SimpleNamespace(events={rank: [] for rank in parts}, tracks={})
     found = wrong_norm([case], [held], data, clipped(parts, {}))
     assert (found is not None and found.meaning == COPIES) is counted

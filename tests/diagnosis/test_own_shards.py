@@ -9,7 +9,7 @@ import pytest
 
 from gradcheck_dist.diagnosis.open_cases.own_shards import _Shards
 from gradcheck_dist.events import Param
-from gradcheck_dist.ledger.parted import Sizes
+from gradcheck_dist.ledger.parted import Sizes, _part_sizes
 
 WIDTH, INNER = 32, 32
 """The inner layer is as many times wider as there are ranks, so that a part of it is as wide as the model."""
@@ -42,3 +42,11 @@ def test_a_part_as_wide_as_the_model_is_told_from_copies_by_its_place(name: str)
 
 def _param(shape: tuple[int, ...]) -> Param:
     return Param(id=0, name="", shape=shape, dtype="float32", num_positions=1)
+
+
+def test_a_vector_as_long_as_whole_layers_tells_no_size_of_parts() -> None:
+    """Experts' second biases are as long as the model is wide."""
+    shapes = {"up.weight": (64, WIDTH), "up.bias": (64,), "down.weight": (WIDTH, 64), "down.bias": (WIDTH,)}
+    assert _part_sizes(map(_param, shapes.values()), {WIDTH}) == {64}
+    assert _part_sizes([_param((WIDTH,))], {WIDTH}) == {WIDTH}
+    assert _part_sizes(map(_param, [(INNER, WIDTH), (16, WIDTH)]), {WIDTH}) == {INNER, 16}

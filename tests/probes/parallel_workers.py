@@ -254,7 +254,8 @@ def shared_experts(variant: str) -> Any:
         for name, param in model.named_parameters():
             is_expert = name.startswith("expert")
             if one_loss or is_expert or "ddp" not in variant:
-                dist.all_reduce(param.grad, group=edp if one_loss or is_expert else None)
+                own = one_loss or is_expert or "copies apart" in variant
+                dist.all_reduce(param.grad, group=edp if own else None)
             if not one_loss and (is_expert or "ddp" not in variant):
                 param.grad /= 2 if is_expert and "own ranks" in variant else 4
 

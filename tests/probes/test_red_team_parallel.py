@@ -22,6 +22,7 @@ EXPECTED = {
     ("shared experts", "ddp", 4): ("clean", []),
     ("shared experts", "ddp, averaged over its own ranks", 4): ("findings", ["GS000"]),
     ("shared experts", "by hand", 4): ("clean", []),
+    ("shared experts", "by hand, copies apart", 4): ("findings", ["GS103"]),
     ("shared experts", "by hand, one seed", 4): ("undetermined", []),
     ("shared experts", "one loss, one seed", 4): ("undetermined", []),
     ("pipeline", "right", 2): ("clean", []),

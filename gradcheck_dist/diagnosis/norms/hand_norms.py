@@ -160,6 +160,7 @@ def _candidates(
         norm = norm_of(part for rank in ranks for part in parts[rank])
         if norm.known and norm.exact:
             yield SOME, tuple(ranks), {acted[0]: norm.middle}
+    yield from _counted_apart(parts, acted[0])
     groups = {tuple(sorted(parts))}
     groups |= {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
     for group in sorted(groups, key=len, reverse=True):
@@ -168,6 +169,15 @@ def _candidates(
             yield COPIES, group, {acted[0]: hypot(*own)}
             for meaning, combine in COMBINED.items():
                 yield meaning, group, {acted[0]: combine(own)}
+
+
+def _counted_apart(parts: dict[int, list[Part]], rank: int) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
+    """What all ranks hold counted once, and what only some hold (experts) by each of these."""
+    everywhere = set.intersection(*({part.key for part in of_rank} for of_rank in parts.values()))
+    own = {at: [part for part in of_rank if part.key not in everywhere] for at, of_rank in parts.items()}
+    if everywhere and all(own.values()) and all(part.whole for of_rank in parts.values() for part in of_rank):
+        common = local_norm(part for part in parts[rank] if part.key in everywhere)
+        yield COPIES, tuple(sorted(parts)), {rank: hypot(common, *map(local_norm, own.values()))}
 
 
 def _seen(parts: dict[int, list[Part]], data: StepData) -> Iterator[dict[int, float]]:

@@ -55,7 +55,7 @@ def _is_a_summand(case: Case, data: StepData) -> bool:
     of the rank's own tokens, or of tokens of which another summand came."""
     if not case.culprit.absent:
         return False
-    place, summed = case.context.contributions.coordinate, summed_losses(data)
+    place, summed = case.context.contributions.coordinate, summed_losses(data, perhaps=True)
     shared = {place.get(rank, rank): {place.get(other, other) for other in ranks} for rank, ranks in summed.items()}
     for held in case.held:
         came = {cell.key for cell in held.cells if cell.right}

@@ -37,12 +37,14 @@ def sets_apart(judged: Iterable[Held]) -> bool:
 
 def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
     """Take findings away that no step showed up to the first in which copies were set apart, be that a finding or left
-    open."""
+    open. Where ranks of one batch train on the sum of their losses, that shows no more then: any finding may be due to
+    their being read as one loss."""
     known: set[object] = set()
     since: tuple[int, str] | None = None
+    any_follows = False
     for verdict in sorted(verdicts, key=lambda one: one.context.step):
         if since is not None:
-            late = [one for one in verdict.findings if one.code in FOLLOWS and cause(one) not in known]
+            late = [one for one in verdict.findings if (any_follows or one.code in FOLLOWS) and cause(one) not in known]
             verdict.findings = [one for one in verdict.findings if one not in late]
             verdict.remarks += [
                 f"step {verdict.context.step}: {one.code} shows there for the first time, after {since[1]} in step "
@@ -53,3 +55,4 @@ def leave_drift(verdicts: Sequence[StepVerdict]) -> None:
         apart = [one.code for one in verdict.findings if one.code in SETS_APART and one.severity == "error"]
         if since is None and (apart or verdict.apart):
             since = verdict.context.step, apart[0] if apart else "unequal gradients of copies"
+            any_follows = verdict.summed

@@ -88,6 +88,7 @@ class StepVerdict:
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
     no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
     parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
+    `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
 
     context: StepContext
@@ -118,6 +119,7 @@ class StepVerdict:
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
     apart: bool = False
+    summed: bool = False
     unread: Unread = field(default_factory=Unread)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
@@ -137,6 +139,11 @@ class StepVerdict:
         """Whether weights could be told and none of them is a finding."""
         beside = {id(finding) for finding in self.beside_weights}
         return any(held.cells for held in self.held) and all(id(one) in beside for one in self.findings)
+
+    @property
+    def num_accused(self) -> int:
+        """How many parameters findings concern, each of them counted."""
+        return sum(finding.num_parameters for finding in self.findings)
 
     def found(self, finding: Finding, effect: Effect | None) -> None:
         """Keep a finding, with what it does to this step's gradient where that is known."""
