@@ -134,6 +134,37 @@ def test_forward_passes_are_the_accumulation_steps(tmp_path: Path, heads: bool, 
         assert finding.factor.observed == pytest.approx(NUM)
 
 
+@pytest.mark.parametrize(("divisor", "code"), [(NUM, None), (1, "GS303")])
+def test_a_clip_by_hand_behind_tasks_is_told_from_what_they_lack(
+    tmp_path: Path, divisor: int, code: str | None
+) -> None:
+    model = Tasks(heads=True)
+
+    def gradients(_: int) -> None:
+        for _ in range(NUM):
+            for loss in model.losses():
+                (loss / divisor).backward(retain_graph=True)
+        norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
+
+    report = trained(tmp_path, model, gradients)
+    assert [finding.code for finding in report.findings] == ([] if code is None else [code])
+    assert code is not None or report.verdict == "clean"
+
+
+def test_a_loss_scale_that_nobody_takes_away_is_no_coefficient_of_tasks(tmp_path: Path) -> None:
+    model, scaler = Tasks(heads=True), torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def gradients(_: int) -> None:
+        for loss in model.losses():
+            scaler.scale(loss).backward(retain_graph=True)
+
+    (finding,) = trained(tmp_path, model, gradients).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "loss_scale")
+
+
 def test_a_forward_pass_of_which_nothing_is_left_is_found(tmp_path: Path) -> None:
     model = Tasks(heads=False)
 

@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.several_losses import SAME, OwnMeans, fits, line_of, reached_by, usual
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held, judge
 from gradcheck_dist.diagnosis.weights.degrees import same
-from gradcheck_dist.events import Backward, OptimizerStep
+from gradcheck_dist.events import AmpScale, Backward, OptimizerStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.one_forward import Forwards, forwards_of
@@ -63,7 +63,9 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
     shares = [_share(measured, target, own, keys) for keys in tasks]
     if _are_parts(measured, target, shares):
         return None
-    if all(same(share, 1) for share in shares) or _lacks_division(target, shares, forwards):
+    alike = all(same(share, shares[0]) for share in shares)
+    written = [_documented(measured, target, own, keys) for keys in tasks] if alike else shares
+    if _is_known(shares, target, data, forwards) or (alike and _is_known(written, target, data, forwards)):
         reached = reached_by(data, target.contributions)
         labels = [{one.loss.num_labels for key in keys if (one := counted[key]).loss is not None} for keys in forwards]
         if _train_apart(reached, tasks) and all(len(of_forward) == 1 for of_forward in labels):
@@ -169,14 +171,30 @@ def _read_at(data: StepData) -> str:
     return f" ({lines[0]})" if lines else ""
 
 
-def _lacks_division(target: Aim, shares: Sequence[float], forwards: Forwards) -> bool:
-    """Whether nothing stands before any of the losses, each a mean over its pass's tokens, and all are too large by the
-    number of forward passes, of ranks, or of both: no coefficients are written there."""
+def _documented(
+    measured: list[Held], target: Aim, own: Mapping[ContributionKey, Fraction], keys: Sequence[ContributionKey]
+) -> float:
+    """The same by what losses weigh and records document: what nobody recorded, a clip by hand, is left to others."""
+    judged = judge(measured, target.contributions, dict(own))
+    found = [cell.nominal / float(cell.expected) for held in judged for cell in held.cells if cell.key in keys]
+    return found[0] if found and all(same(one, found[0]) for one in found) else 0.0
+
+
+def _is_known(shares: Sequence[float], target: Aim, data: StepData, forwards: Forwards) -> bool:
+    """Whether each loss is a mean over its tokens, or all are too large by what no coefficient is: by the loss scale of
+    a GradScaler, or, where nothing stands before any, by the number of forward passes, of ranks, or of both."""
+    if all(same(share, 1) for share in shares):
+        return True
     by_key = target.contributions.by_key
-    bare = all(same((by_key[key].weight or 0.0) * target.tokens[key], 1) for keys in forwards for key in keys)
+    scales = {event.scale for events in data.events.values() for event in events if isinstance(event, AmpScale)}
     ranks = len({keys[0][0] for keys in forwards})
-    degrees = {len(forwards) // ranks, ranks, len(forwards)} - {1}
-    return bare and any(all(same(share, degree) for share in shares) for degree in degrees)
+    for scale in scales or {1.0}:
+        bare = all(same((by_key[key].weight or 0.0) * target.tokens[key], scale) for keys in forwards for key in keys)
+        degrees = {len(forwards) // ranks, ranks, len(forwards)} - {1} if bare else set()
+        sizes = {scale, *degrees, *(scale * degree for degree in degrees)} - {1.0}
+        if any(all(same(share, size) for share in shares) for size in sizes):
+            return True
+    return False
 
 
 def _train_apart(
