@@ -114,6 +114,17 @@ def test_numbers_computed_from_tasks_gradients_accuse_nobody(tmp_path: Path, com
     assert any("combines their gradients by numbers" in reason for reason in report.reasons)
 
 
+def last_of_them(flat: Sequence[Tensor], _: int) -> Tensor:
+    """What is left where each gradient replaces the one before it."""
+    return flat[-1]
+
+
+@pytest.mark.parametrize(("combine", "told"), [(last_of_them, True), (one_of_them, False), (projected, False)])
+def test_a_gradient_that_replaces_the_others_is_told(tmp_path: Path, combine: Combine, told: bool) -> None:
+    reasons = combined(tmp_path, combine).reasons
+    assert any("has to add instead" in reason for reason in reasons[:1]) is told
+
+
 @pytest.mark.parametrize("heads", [True, False])
 @pytest.mark.parametrize("divisor", [1, NUM])
 def test_forward_passes_are_the_accumulation_steps(tmp_path: Path, heads: bool, divisor: int) -> None:

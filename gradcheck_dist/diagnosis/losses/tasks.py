@@ -56,6 +56,12 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
             "should weigh is not known, nor whether all together are off by a factor. Compare a step in which the "
             "lines between change nothing, or add the losses up for some steps to have the rest judged"
         )
+        replaced = [_only_last(held, keys) for held in measured for keys in forwards]
+        if all(one is not False for one in replaced) and True in replaced:
+            result.combined += (
+                ". Nothing but the last loss's gradient is left where all of them reach: if they are meant to be "
+                "added up, `param.grad = gradient` has to add instead"
+            )
         result.reasons.append(result.combined)
         as_found = {key: Fraction(usual(measured, target.contributions, own, [key])) for key in own}
         result.aim.expected = {key: weight * as_found[key] for key, weight in own.items()}
@@ -157,6 +163,14 @@ def _treats_apart(held: Held, keys: Sequence[ContributionKey], handed_over: set[
         if np.ptp(factors) > SAME * largest + 2 * SIGMAS * errors.max():
             return True
     return False
+
+
+def _only_last(held: Held, keys: Sequence[ContributionKey]) -> bool | None:
+    """Whether of all losses of a forward pass the last one differentiated alone is there; None where that is not to be
+    seen."""
+    found = [] if held.observed is None else [held.observed[of] for of in _columns(held, sorted(keys))]
+    whole = [of for of in found if len(of) == len(keys) and np.isfinite(of).all()]
+    return all(np.abs(of[:-1]).max() <= GONE * abs(of[-1]) for of in whole) if whole else None
 
 
 def _columns(held: Held, keys: Sequence[ContributionKey]) -> list[list[int]]:
