@@ -114,6 +114,17 @@ def test_numbers_computed_from_tasks_gradients_accuse_nobody(tmp_path: Path, com
     assert any("combines their gradients by numbers" in reason for reason in report.reasons)
 
 
+def last_of_them(flat: Sequence[Tensor], _: int) -> Tensor:
+    """What is left where each gradient replaces the one before it."""
+    return flat[-1]
+
+
+@pytest.mark.parametrize(("combine", "told"), [(last_of_them, True), (one_of_them, False), (projected, False)])
+def test_a_gradient_that_replaces_the_others_is_told(tmp_path: Path, combine: Combine, told: bool) -> None:
+    reasons = combined(tmp_path, combine).reasons
+    assert any("has to add instead" in reason for reason in reasons[:1]) is told
+
+
 @pytest.mark.parametrize("heads", [True, False])
 @pytest.mark.parametrize("divisor", [1, NUM])
 def test_forward_passes_are_the_accumulation_steps(tmp_path: Path, heads: bool, divisor: int) -> None:
@@ -132,6 +143,37 @@ def test_forward_passes_are_the_accumulation_steps(tmp_path: Path, heads: bool, 
         (finding,) = report.findings
         assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
         assert finding.factor.observed == pytest.approx(NUM)
+
+
+@pytest.mark.parametrize(("divisor", "code"), [(NUM, None), (1, "GS303")])
+def test_a_clip_by_hand_behind_tasks_is_told_from_what_they_lack(
+    tmp_path: Path, divisor: int, code: str | None
+) -> None:
+    model = Tasks(heads=True)
+
+    def gradients(_: int) -> None:
+        for _ in range(NUM):
+            for loss in model.losses():
+                (loss / divisor).backward(retain_graph=True)
+        norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_((0.1 / (norm + 1e-6)).clamp(max=1))
+
+    report = trained(tmp_path, model, gradients)
+    assert [finding.code for finding in report.findings] == ([] if code is None else [code])
+    assert code is not None or report.verdict == "clean"
+
+
+def test_a_loss_scale_that_nobody_takes_away_is_no_coefficient_of_tasks(tmp_path: Path) -> None:
+    model, scaler = Tasks(heads=True), torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def gradients(_: int) -> None:
+        for loss in model.losses():
+            scaler.scale(loss).backward(retain_graph=True)
+
+    (finding,) = trained(tmp_path, model, gradients).findings
+    assert (finding.code, finding.factor.expression) == ("GS303", "loss_scale")
 
 
 def test_a_forward_pass_of_which_nothing_is_left_is_found(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.several_losses import SAME, OwnMeans, fits, line_of, reached_by, usual
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Held, judge
 from gradcheck_dist.diagnosis.weights.degrees import same
-from gradcheck_dist.events import Backward, OptimizerStep
+from gradcheck_dist.events import AmpScale, Backward, OptimizerStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import expected_weights
 from gradcheck_dist.ledger.one_forward import Forwards, forwards_of
@@ -56,6 +56,12 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
             "should weigh is not known, nor whether all together are off by a factor. Compare a step in which the "
             "lines between change nothing, or add the losses up for some steps to have the rest judged"
         )
+        replaced = [_only_last(held, keys) for held in measured for keys in forwards]
+        if all(one is not False for one in replaced) and True in replaced:
+            result.combined += (
+                ". Nothing but the last loss's gradient is left where all of them reach: if they are meant to be "
+                "added up, `param.grad = gradient` has to add instead"
+            )
         result.reasons.append(result.combined)
         as_found = {key: Fraction(usual(measured, target.contributions, own, [key])) for key in own}
         result.aim.expected = {key: weight * as_found[key] for key, weight in own.items()}
@@ -63,7 +69,9 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
     shares = [_share(measured, target, own, keys) for keys in tasks]
     if _are_parts(measured, target, shares):
         return None
-    if all(same(share, 1) for share in shares) or _lacks_division(target, shares, forwards):
+    alike = all(same(share, shares[0]) for share in shares)
+    written = [_documented(measured, target, own, keys) for keys in tasks] if alike else shares
+    if _is_known(shares, target, data, forwards) or (alike and _is_known(written, target, data, forwards)):
         reached = reached_by(data, target.contributions)
         labels = [{one.loss.num_labels for key in keys if (one := counted[key]).loss is not None} for keys in forwards]
         if _train_apart(reached, tasks) and all(len(of_forward) == 1 for of_forward in labels):
@@ -157,6 +165,14 @@ def _treats_apart(held: Held, keys: Sequence[ContributionKey], handed_over: set[
     return False
 
 
+def _only_last(held: Held, keys: Sequence[ContributionKey]) -> bool | None:
+    """Whether of all losses of a forward pass the last one differentiated alone is there; None where that is not to be
+    seen."""
+    found = [] if held.observed is None else [held.observed[of] for of in _columns(held, sorted(keys))]
+    whole = [of for of in found if len(of) == len(keys) and np.isfinite(of).all()]
+    return all(np.abs(of[:-1]).max() <= GONE * abs(of[-1]) for of in whole) if whole else None
+
+
 def _columns(held: Held, keys: Sequence[ContributionKey]) -> list[list[int]]:
     """The columns of one forward pass's losses; ranks that share its tokens have one of each."""
     of_key = [[column for column, key in enumerate(held.replay.basis.keys) if key == one] for one in keys]
@@ -169,14 +185,30 @@ def _read_at(data: StepData) -> str:
     return f" ({lines[0]})" if lines else ""
 
 
-def _lacks_division(target: Aim, shares: Sequence[float], forwards: Forwards) -> bool:
-    """Whether nothing stands before any of the losses, each a mean over its pass's tokens, and all are too large by the
-    number of forward passes, of ranks, or of both: no coefficients are written there."""
+def _documented(
+    measured: list[Held], target: Aim, own: Mapping[ContributionKey, Fraction], keys: Sequence[ContributionKey]
+) -> float:
+    """The same by what losses weigh and records document: what nobody recorded, a clip by hand, is left to others."""
+    judged = judge(measured, target.contributions, dict(own))
+    found = [cell.nominal / float(cell.expected) for held in judged for cell in held.cells if cell.key in keys]
+    return found[0] if found and all(same(one, found[0]) for one in found) else 0.0
+
+
+def _is_known(shares: Sequence[float], target: Aim, data: StepData, forwards: Forwards) -> bool:
+    """Whether each loss is a mean over its tokens, or all are too large by what no coefficient is: by the loss scale of
+    a GradScaler, or, where nothing stands before any, by the number of forward passes, of ranks, or of both."""
+    if all(same(share, 1) for share in shares):
+        return True
     by_key = target.contributions.by_key
-    bare = all(same((by_key[key].weight or 0.0) * target.tokens[key], 1) for keys in forwards for key in keys)
+    scales = {event.scale for events in data.events.values() for event in events if isinstance(event, AmpScale)}
     ranks = len({keys[0][0] for keys in forwards})
-    degrees = {len(forwards) // ranks, ranks, len(forwards)} - {1}
-    return bare and any(all(same(share, degree) for share in shares) for degree in degrees)
+    for scale in scales or {1.0}:
+        bare = all(same((by_key[key].weight or 0.0) * target.tokens[key], scale) for keys in forwards for key in keys)
+        degrees = {len(forwards) // ranks, ranks, len(forwards)} - {1} if bare else set()
+        sizes = {scale, *degrees, *(scale * degree for degree in degrees)} - {1.0}
+        if any(all(same(share, size) for share in shares) for size in sizes):
+            return True
+    return False
 
 
 def _train_apart(
