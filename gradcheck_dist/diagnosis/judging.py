@@ -7,7 +7,7 @@ is left open, and the rules name the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.labels import open_labels
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
-from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
 from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
@@ -25,14 +24,12 @@ from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.repeated import weighing_or_gone
-from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
-from gradcheck_dist.diagnosis.losses.tasks import task_by_task, without_combined
+from gradcheck_dist.diagnosis.losses.tasks import without_combined
 from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
-from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart, spreads_of_losses
+from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart
 from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
@@ -47,7 +44,6 @@ from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
-from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.hand_clip import (
     HandClip,
     clip_by_hand,
@@ -57,46 +53,21 @@ from gradcheck_dist.diagnosis.steps.hand_clip import (
     tell_hidden,
     undone,
 )
-from gradcheck_dist.diagnosis.steps.handmade import name_places, note
-from gradcheck_dist.diagnosis.steps.lone import trained_alone
+from gradcheck_dist.diagnosis.steps.handmade import note
 from gradcheck_dist.diagnosis.steps.open_steps import (
-    infinite_losses,
     not_finite,
-    out_of_sight,
-    passes_unmatched,
-    tokens_known,
-    uncounted,
-    unmade,
-    unseen,
     weighed_apart,
-    why_not,
 )
-from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
-from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
-from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving, not_attached
+from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
-from gradcheck_dist.diagnosis.steps.waiting import unread_in
-from gradcheck_dist.diagnosis.weights.alike import without_repeats
+from gradcheck_dist.diagnosis.weighing import Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
-from gradcheck_dist.diagnosis.weights.context import step_context
-from gradcheck_dist.diagnosis.weights.measured import measure
-from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
-from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
-from gradcheck_dist.ledger.contributions import Contributions, collect
-from gradcheck_dist.ledger.discarded import without
-from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on, with_handed_on
-from gradcheck_dist.ledger.leaves import same_tokens
-from gradcheck_dist.ledger.looked_at import without_looks
-from gradcheck_dist.ledger.loss_backwards import as_given, own_backwards, words_of
-from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.contributions import Contributions
+from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
+from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.several_terms import several_terms
-from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
-from gradcheck_dist.ledger.tied import told, told_beside
-from gradcheck_dist.ledger.tracks import step_data
-from gradcheck_dist.ledger.transit import Transits, transits
-from gradcheck_dist.ledger.unwritten import without_unwritten
 from gradcheck_dist.ledger.vocabulary_shards import unlike_shards
 from gradcheck_dist.trace.run import Run
 
@@ -105,24 +76,6 @@ UNPAIRED = "GS802"
 """Rests on gradients of one loss that differ between ranks, as they do where the loss's weight does."""
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
-
-
-@dataclass
-class _Weighed:
-    """The weights of a step as they were measured, and what they are compared with. `as_measured`: up to coefficients,
-    which are what was measured."""
-
-    measured: list[Held]
-    means: OwnMeans
-    on_the_way: Transits
-
-    @property
-    def target(self) -> Aim:
-        return self.means.aim
-
-    @property
-    def as_measured(self) -> bool:
-        return bool(self.means.reasons)
 
 
 @left_open
@@ -174,9 +127,9 @@ def _judge_step(
     that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on the sum of their
     losses do so."""
     how = {"alone": alone, "given": given, "handed": handed, "terms": terms, "summed": summed}
-    verdict, own = _read(run, step, objective, objective_from, **how)
+    verdict, own = read_step(run, step, objective, objective_from, **how)
     data, recorded = verdict.data, verdict.contributions
-    weighed = _weigh(run, verdict, own, drop_lost=drop_lost)
+    weighed = weigh(run, verdict, own, drop_lost=drop_lost)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
@@ -267,100 +220,8 @@ def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
     return verdict
 
 
-def _read(
-    run: Run,
-    step: int,
-    objective: str,
-    objective_from: str,
-    *,
-    alone: bool,
-    given: bool,
-    handed: bool,
-    terms: bool,
-    summed: bool,
-) -> tuple[StepVerdict, dict[int, set[int]] | None]:
-    """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
-    where ranks train models of their own."""
-    recorded = step_data(run, step)
-    data = without_unwritten(with_chunks(without_looks(recorded)))
-    data = with_handed_on(data) if handed else data
-    data = as_given(data) if given else data
-    own_terms = several_terms(data) if terms else None
-    data = own_terms.data if own_terms is not None else data
-    own_losses = summed_losses(data, perhaps=summed)
-    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), own_losses))
-    everyone = own_coordinates(data, contributions)
-    models = own_models(data, everyone)
-    own = everyone if alone or models else None
-    if own is not None:
-        data = apart(data, own)
-    context = step_context(run, step, data.events, contributions, objective, objective_from)
-    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions), own_terms=own_terms)
-    verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
-    verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
-    verdict.unmade = [] if verdict.lost else unmade(data)
-    verdict.reasons += not_summed(data)
-    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
-    verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
-    verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
-    verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
-    # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
-    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
-    return verdict, own
-
-
-def _weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool) -> _Weighed | None:
-    """Lay observed weights beside expected ones; None where too little of the step is known for that."""
-    data, contributions, context = verdict.data, verdict.contributions, verdict.context
-    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
-        return None
-    if strange := infinite_losses(contributions):
-        verdict.reasons += strange
-        return None
-    on_the_way = transits(data, contributions)
-    context.num_handed_over = len(on_the_way.matched)
-    measured = without_repeats(measure(data, contributions, on_the_way), data)
-    if (late := from_before(measured)) is not None:
-        verdict.reasons.append(late)
-        return None
-    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
-    understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
-    of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
-    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
-    context.of_weighted = aimed_at.of_weighted
-    verdict.spreads = {} if understood and not context.of_weighted else spreads_of_losses(of_step)
-    assumed = context.objective_from.startswith("assumed")
-    aimed_at.decide(context.objective, declared=not assumed)
-    if aimed_at.of_samples and assumed:
-        context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
-    told = (aimed_at, context.objective, data, measured)
-    means = task_by_task(*told) or loss_by_loss(*told)
-    target = means.aim
-    context.judged_on(target.contributions)
-    context.counts_forwards(means.forwards)
-    verdict.contributions = target.contributions
-    context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
-    context.of_samples = target.of_samples
-    if target.of_samples and target.contributions.num_tokens:
-        context.quantities["num_tokens"] = float(target.contributions.num_tokens)
-    name_places(measured, data, target.contributions, target.expected)
-    verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
-    verdict.reasons += [*target.reasons, *means.reasons, *on_the_way.reasons]
-    verdict.held = judge(measured, target.contributions, target.expected)
-    verdict.reasons += [
-        *unseen(verdict.held, target.expected, own),
-        *uncounted(verdict.held, data, target.contributions.coordinate),
-        *trained_alone(data, target.contributions.coordinate),
-    ]
-    verdict.units = unit_of(verdict.held)
-    verdict.apart = sets_apart(verdict.held)
-    verdict.conduct = conduct_of(data, verdict.held, target.contributions)
-    verdict.own_divisors = own_divisors(target.contributions, data)
-    return _Weighed(measured, means, on_the_way)
-
-
 def _cases(
-    verdict: StepVerdict, weighed: _Weighed, norms: StepNorms
+    verdict: StepVerdict, weighed: Weighed, norms: StepNorms
 ) -> tuple[list[Case], Sequence[float] | None, HandNorm | None]:
     """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; the factors that
     such a clip hides, None where there is none; and such a clip that took a wrong norm."""
@@ -388,7 +249,7 @@ def _cases(
     return cases, by_hand.hidden if by_hand is not None else None, by_norm
 
 
-def _without(verdict: StepVerdict, weighed: _Weighed, clip: HandClip) -> list[Case]:
+def _without(verdict: StepVerdict, weighed: Weighed, clip: HandClip) -> list[Case]:
     """What is wrong in a step that is freed of a clip by hand."""
     return _judged_again(verdict, freed(weighed.measured, clip), weighed.target)
 
@@ -410,7 +271,7 @@ def _not_to_come(cases: list[Case], held: list[Held]) -> list[Case]:
 
 def _tell(
     verdict: StepVerdict,
-    weighed: _Weighed,
+    weighed: Weighed,
     recorded: Contributions,
     cases: list[Case],
     hidden: Sequence[float],

@@ -1,0 +1,164 @@
+"""What was recorded of a step, and its observed weights laid beside the expected ones: what a judgement begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
+from gradcheck_dist.diagnosis.losses import samples
+from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.losses.aims import aim
+from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
+from gradcheck_dist.diagnosis.losses.tasks import task_by_task
+from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
+from gradcheck_dist.diagnosis.steps.drift import sets_apart
+from gradcheck_dist.diagnosis.steps.handmade import name_places
+from gradcheck_dist.diagnosis.steps.lone import trained_alone
+from gradcheck_dist.diagnosis.steps.open_steps import (
+    infinite_losses,
+    out_of_sight,
+    passes_unmatched,
+    tokens_known,
+    uncounted,
+    unmade,
+    unseen,
+    weighed_apart,
+    why_not,
+)
+from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
+from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving
+from gradcheck_dist.diagnosis.steps.units import unit_of
+from gradcheck_dist.diagnosis.steps.waiting import unread_in
+from gradcheck_dist.diagnosis.weights.alike import without_repeats
+from gradcheck_dist.diagnosis.weights.cells import Held, judge
+from gradcheck_dist.diagnosis.weights.context import step_context
+from gradcheck_dist.diagnosis.weights.measured import measure
+from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
+from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
+from gradcheck_dist.ledger.contributions import collect
+from gradcheck_dist.ledger.discarded import without
+from gradcheck_dist.ledger.handed_on import with_handed_on
+from gradcheck_dist.ledger.leaves import same_tokens
+from gradcheck_dist.ledger.looked_at import without_looks
+from gradcheck_dist.ledger.loss_backwards import as_given
+from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.several_terms import several_terms
+from gradcheck_dist.ledger.strangers import strangers
+from gradcheck_dist.ledger.summed_losses import summed_losses
+from gradcheck_dist.ledger.tied import told, told_beside
+from gradcheck_dist.ledger.tracks import step_data
+from gradcheck_dist.ledger.transit import Transits, transits
+from gradcheck_dist.ledger.unwritten import without_unwritten
+from gradcheck_dist.trace.run import Run
+
+
+@dataclass
+class Weighed:
+    """The weights of a step as they were measured, and what they are compared with. `as_measured`: up to coefficients,
+    which are what was measured."""
+
+    measured: list[Held]
+    means: OwnMeans
+    on_the_way: Transits
+
+    @property
+    def target(self) -> Aim:
+        return self.means.aim
+
+    @property
+    def as_measured(self) -> bool:
+        return bool(self.means.reasons)
+
+
+def read_step(
+    run: Run,
+    step: int,
+    objective: str,
+    objective_from: str,
+    *,
+    alone: bool,
+    given: bool,
+    handed: bool,
+    terms: bool,
+    summed: bool,
+) -> tuple[StepVerdict, dict[int, set[int]] | None]:
+    """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
+    where ranks train models of their own."""
+    recorded = step_data(run, step)
+    data = without_unwritten(with_chunks(without_looks(recorded)))
+    data = with_handed_on(data) if handed else data
+    data = as_given(data) if given else data
+    own_terms = several_terms(data) if terms else None
+    data = own_terms.data if own_terms is not None else data
+    own_losses = summed_losses(data, perhaps=summed)
+    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), own_losses))
+    everyone = own_coordinates(data, contributions)
+    models = own_models(data, everyone)
+    own = everyone if alone or models else None
+    if own is not None:
+        data = apart(data, own)
+    context = step_context(run, step, data.events, contributions, objective, objective_from)
+    verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions), own_terms=own_terms)
+    verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
+    verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
+    verdict.unmade = [] if verdict.lost else unmade(data)
+    verdict.reasons += not_summed(data)
+    verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
+    verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
+    verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
+    verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
+    # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
+    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
+    return verdict, own
+
+
+def weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool) -> Weighed | None:
+    """Lay observed weights beside expected ones; None where too little of the step is known for that."""
+    data, contributions, context = verdict.data, verdict.contributions, verdict.context
+    if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        return None
+    if strange := infinite_losses(contributions):
+        verdict.reasons += strange
+        return None
+    on_the_way = transits(data, contributions)
+    context.num_handed_over = len(on_the_way.matched)
+    measured = without_repeats(measure(data, contributions, on_the_way), data)
+    if (late := from_before(measured)) is not None:
+        verdict.reasons.append(late)
+        return None
+    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
+    understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
+    of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
+    verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
+    context.of_weighted = aimed_at.of_weighted
+    verdict.spreads = {} if understood and not context.of_weighted else spreads_of_losses(of_step)
+    assumed = context.objective_from.startswith("assumed")
+    aimed_at.decide(context.objective, declared=not assumed)
+    if aimed_at.of_samples and assumed:
+        context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
+    told = (aimed_at, context.objective, data, measured)
+    means = task_by_task(*told) or loss_by_loss(*told)
+    target = means.aim
+    context.judged_on(target.contributions)
+    context.counts_forwards(means.forwards)
+    verdict.contributions = target.contributions
+    context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
+    context.of_samples = target.of_samples
+    if target.of_samples and target.contributions.num_tokens:
+        context.quantities["num_tokens"] = float(target.contributions.num_tokens)
+    name_places(measured, data, target.contributions, target.expected)
+    verdict.remarks += [*on_the_way.remarks, *means.remarks, *target.remarks]
+    verdict.reasons += [*target.reasons, *means.reasons, *on_the_way.reasons]
+    verdict.held = judge(measured, target.contributions, target.expected)
+    verdict.reasons += [
+        *unseen(verdict.held, target.expected, own),
+        *uncounted(verdict.held, data, target.contributions.coordinate),
+        *trained_alone(data, target.contributions.coordinate),
+    ]
+    verdict.units = unit_of(verdict.held)
+    verdict.apart = sets_apart(verdict.held)
+    verdict.conduct = conduct_of(data, verdict.held, target.contributions)
+    verdict.own_divisors = own_divisors(target.contributions, data)
+    return Weighed(measured, means, on_the_way)
