@@ -70,15 +70,15 @@ def test_a_header_that_cannot_be_leaves_its_rank_out(tmp_path: Path, change: dic
 def test_a_step_whose_records_contradict_each_other_is_left_open_and_the_others_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradcheck_dist.diagnosis import judging
+    from gradcheck_dist.diagnosis import weighing
 
     def breaks_at_1(run: object, step: int) -> object:
         if step == 1:
             raise KeyError("a rank that is not there")
         return whole(run, step)
 
-    whole = judging.step_data
-    monkeypatch.setattr(judging, "step_data", breaks_at_1)
+    whole = weighing.step_data
+    monkeypatch.setattr(weighing, "step_data", breaks_at_1)
     report = diagnose_run(write_run(tmp_path / "run", steps=3))
     assert report.verdict == "findings"
     assert report.findings[0].steps == [0, 2]
