@@ -67,3 +67,34 @@ def test_a_clip_between_the_divisions_of_parameters_is_early(tmp_path: Path) -> 
     (finding,) = diagnose(read_run(tmp_path / "run")).findings
     assert finding.code == "GS605"
     assert "3 of 5 were multiplied by" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("divides", "lr", "found"),
+    [("behind the clip", 99.0, []), ("behind the clip", 0.1, ["GS501"]), ("at the loss", 99.0, [])],
+)
+def test_a_clip_by_hand_of_sums_may_divide_by_the_tokens_that_all_steps_have(
+    tmp_path: Path, divides: str, lr: float, found: list[str]
+) -> None:
+    """As many in each step: what is left is one norm in all of them, and none that anybody writes. Where the model
+    hardly moves, the coefficient is the same, too, and a clip is not told from a constant."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with attach(tmp_path / "run", objective="global-token-mean"):
+        for _ in range(3):
+            data = [batch(0, k) for k in range(PASSES)]
+            count = torch.tensor(float(sum(int((labels >= 0).sum()) for _, labels in data)))
+            for part in data:
+                (token_sum(model, part) / (count if divides == "at the loss" else 1)).backward()
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            coefficient = 0.05 / torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.mul_(coefficient).div_(count if divides == "behind the clip" else 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found
+    assert (report.verdict == "clean") == (divides == "at the loss")
+    assert any("if it divides by this number as well" in reason for reason in report.reasons) == (
+        divides == "behind the clip"
+    )

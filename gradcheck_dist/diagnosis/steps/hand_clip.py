@@ -23,6 +23,7 @@ from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplaine
 from gradcheck_dist.diagnosis.steps import counted
 from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.undone_behind import leave_clipped_open
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
@@ -91,6 +92,9 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
             return list(verdicts)
     if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
         return [_as_clip_at_times(verdict) for verdict in verdicts]
+    for verdict in verdicts:
+        if verdict.scaling is not None and any(finding.code == CODE for finding in verdict.findings):
+            leave_clipped_open(verdict, verdict.scaling.factor, verdict.scaling.norm, verdict.scaling.tolerance)
     return list(verdicts)
 
 
@@ -182,7 +186,9 @@ def _tell_both(finding: Finding, verdict: StepVerdict, num_steps: int, own: floa
 
 def _to_norm(verdict: StepVerdict, scaling: Scaling) -> StepVerdict:
     text = f"clipped by hand to norm {scaling.norm:.4g} (x {scaling.factor:.4g}), the same in several steps"
-    return _as_clip(verdict, scaling.factor, text)
+    clipped = _as_clip(verdict, scaling.factor, text)
+    leave_clipped_open(clipped, scaling.factor, scaling.norm, scaling.tolerance)
+    return clipped
 
 
 def _came_right(verdict: StepVerdict) -> bool:

@@ -7,11 +7,12 @@ they shorten gradients, by another number in each step or on each rank, may divi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import log2
 
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
 
 SURE = 1e-2
@@ -20,25 +21,38 @@ SURE = 1e-2
 def leave_undone_open(changes: Iterable[tuple[StepVerdict, Change]]) -> None:
     """Take back what losses are accused of, where a change that is no constant may make up for it."""
     for verdict, change in changes:
+        factors = [factor for factor, _ in change.factors.values()]
         for finding in list(verdict.findings):
-            if _may_be_undone(verdict, finding, change):
-                verdict.take_away(finding)
-                verdict.reasons.append(
-                    f"weights are x {finding.factor.observed:.6g} from the loss on, and {change.words} makes gradients "
-                    "shorter still: if it divides by this number as well, no division is missing. Where gradients are "
-                    "clipped before they are divided by tokens, the clip's norm has to be multiplied by these"
-                )
+            if change.num_parameters >= finding.num_parameters and _may_be_undone(verdict, finding, factors):
+                _leave_open(verdict, finding, change.words)
 
 
-def _may_be_undone(verdict: StepVerdict, finding: Finding, change: Change) -> bool:
+def leave_clipped_open(verdict: StepVerdict, factor: float, norm: float, tolerance: float) -> None:
+    """The same for a clip by hand that several steps tell: it multiplied by `factor` and left `norm`. If nobody writes
+    that number, its lines do something besides."""
+    for finding in list(verdict.findings):
+        if not is_round(norm, tolerance) and _may_be_undone(verdict, finding, [factor]):
+            _leave_open(verdict, finding, f"a clip by hand behind it, which leaves norm {norm:.4g},")
+
+
+def _leave_open(verdict: StepVerdict, finding: Finding, words: str) -> None:
+    verdict.take_away(finding)
+    verdict.reasons.append(
+        f"weights are x {finding.factor.observed:.6g} from the loss on, and {words} makes gradients "
+        "shorter still: if it divides by this number as well, no division is missing. Where gradients are "
+        "clipped before they are divided by tokens, the clip's norm has to be multiplied by these"
+    )
+
+
+def _may_be_undone(verdict: StepVerdict, finding: Finding, factors: Sequence[float]) -> bool:
     event, off, shape = finding.first_event, finding.factor.observed, verdict.shapes.get(cause(finding))
     if event is None or event.kind != "loss" or event.unrecorded or off is None or off <= 1:
         return False
-    if shape is None or shape.kind != "uniform" or change.num_parameters < finding.num_parameters:
+    if shape is None or shape.kind != "uniform":
         return False
     exponent = log2(off)
     scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
     if not scale and TOKENS not in dict(verdict.made_of.get(cause(finding), ())):
         return False
     # What is left when this number is taken out of it is a clip, which only shortens.
-    return all(factor > 0 and factor * off <= 1 + SURE for factor, _ in change.factors.values())
+    return all(factor > 0 and factor * off <= 1 + SURE for factor in factors)
