@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from beside import judged_beside
 from probe_workers import Net, batch, token_sum
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
-from gradcheck_dist.trainer.launch import launch, warm_up
+from gradcheck_dist.trainer.launch import warm_up
 
 EXPECTED = {
     "right": ("clean", []),
@@ -26,9 +27,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
-    folder = tmp_path_factory.mktemp("kept")
-    launch("kept_workers:run", (list(EXPECTED), str(folder)), 2, timeout_s=90)
-    return {variant: diagnose(read_run(folder / variant)) for variant in EXPECTED}
+    return judged_beside(tmp_path_factory, "kept_workers:run", EXPECTED)
 
 
 @pytest.mark.parametrize("variant", EXPECTED)

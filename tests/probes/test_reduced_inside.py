@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from beside import judged_beside
 
-from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.trace.run import read_run
-from gradcheck_dist.trainer.launch import launch, warm_up
+from gradcheck_dist.trainer.launch import warm_up
 
 EXPECTED = {
     "right": ("clean", []),
@@ -29,9 +28,7 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     warm_up()
-    folder = tmp_path_factory.mktemp("inside")
-    launch("inside_workers:run", (list(EXPECTED), str(folder)), 2, timeout_s=90)
-    return {variant: diagnose(read_run(folder / variant)) for variant in EXPECTED}
+    return judged_beside(tmp_path_factory, "inside_workers:run", EXPECTED)
 
 
 @pytest.mark.slow
