@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import Reduce
+from gradcheck_dist.events import ProbeError, Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.parameters.regions import Finder, Region, in_memory
 from gradcheck_dist.stream.diagnose import diagnose_run
@@ -238,3 +238,22 @@ def test_channels_last_is_known_by_its_place_where_it_is_all_of_a_gradient() -> 
     in_order = grad.as_strided((grad.numel(),), (1,))
     assert in_memory(in_order, [(known, grad)]) == []
     assert in_memory(grad.clone(memory_format=torch.channels_last), [(known, grad)]) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:Running .* on global rank")
+def test_collectives_over_a_group_without_this_rank_do_nothing_as_in_torch(tmp_path: Path) -> None:
+    """They warn, and neither raise nor count as a failure of a probe."""
+    model, nobody = Net(), dist.GroupMember.NON_GROUP_MEMBER
+    with attach(tmp_path / "run"):
+        token_sum(model, batch(0, 0)).backward()
+        grad = model.head.weight.grad
+        assert grad is not None
+        before = grad.clone()
+        dist.all_reduce(grad, group=nobody)
+        dist.reduce(grad, group=nobody, group_dst=0)
+        dist.reduce_scatter(torch.empty_like(grad), [grad], group=nobody)
+        dist.reduce_scatter_tensor(torch.empty_like(grad), grad, group=nobody)
+        assert torch.equal(grad, before)
+    events = read_run(tmp_path / "run").ranks[0].events
+    assert not [event for event in events if isinstance(event, ProbeError | Reduce)]

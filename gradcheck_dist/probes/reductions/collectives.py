@@ -49,6 +49,9 @@ def install(recorder: Recorder, patches: Patches) -> None:
     awaited = Awaited(recorder, patches)
     recorder.group_names = GroupNames(recorder)
 
+    def behind(result: Any, async_op: bool, *, held: bool = False) -> Behind:
+        return Behind(coalesced, held, awaited, result if async_op else None)
+
     def watch_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -59,8 +62,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
             opened = before_manual(recorder, pending, tensor, "all_reduce", op, group)
             result = original(tensor, op=op, group=group, async_op=async_op)
             if opened is not None:
-                behind = Behind(coalesced, coalesced.holds(group), awaited, result if async_op else None)
-                after_manual(recorder, pending, opened, tensor, opened, behind)
+                when = behind(result, async_op, held=coalesced.holds(group))
+                after_manual(recorder, pending, opened, tensor, opened, when)
             return result
 
         return all_reduce
@@ -78,8 +81,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 low = dist.get_rank(group) * output.numel()
                 parts = [region.part(low, low + output.numel()) for region in opened]
                 own = [part for part in parts if part]
-                behind = Behind(coalesced, coalesced.holds(group), awaited, result if async_op else None)
-                after_manual(recorder, pending, opened, output, own, behind)
+                when = behind(result, async_op, held=coalesced.holds(group))
+                after_manual(recorder, pending, opened, output, own, when)
             return result
 
         return reduce_scatter
@@ -92,19 +95,12 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
-            opened: list[tuple[Tensor | None, list[Region]]] = []
-            if call is not None:
-                ranks = dist.get_process_group_ranks(call["group"] or dist.group.WORLD)
-                for rank, tensor in zip(ranks, call["input_list"], strict=False):
-                    how = ("reduce_scatter", call["op"], call["group"])
-                    regions = before_manual(recorder, pending, tensor, *how, root=rank)
-                    if regions is not None:
-                        opened.append((call["output"] if rank == dist.get_rank() else None, regions))
+            opened = before_list(recorder, pending, call) if call is not None else None
             result = original(*args, **kwargs)
-            if call is not None:
-                behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
-                for output, regions in opened:
-                    after_manual(recorder, pending, regions, output, [] if output is None else regions, behind)
+            for output, regions in opened or ():
+                if call is not None:
+                    own = [] if output is None else regions
+                    after_manual(recorder, pending, regions, output, own, behind(result, call["async_op"]))
             return result
 
         return reduce_scatter
@@ -117,14 +113,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
             if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
-            opened = None
-            if call is not None:
-                tensor, group = call["tensor"], call["group"]
-                opened = before_manual(recorder, pending, tensor, "reduce", call["op"], group, root=root_of(call))
+            opened = before_reduce(recorder, pending, call) if call is not None else None
             result = original(*args, **kwargs)
             if opened is not None and call is not None:
-                behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
-                after_manual(recorder, pending, opened, call["tensor"], opened, behind)
+                when = behind(result, call["async_op"])
+                after_manual(recorder, pending, opened, call["tensor"], opened, when)
             return result
 
         return reduce
@@ -147,8 +140,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             result = original(*args, **kwargs)
             for tensor, regions in opened:
                 if regions is not None and call is not None:
-                    behind = Behind(coalesced, False, awaited, result if call["async_op"] else None)
-                    after_manual(recorder, pending, regions, tensor, regions, behind)
+                    after_manual(recorder, pending, regions, tensor, regions, behind(result, call["async_op"]))
             return result
 
         return all_reduce_coalesced
@@ -191,9 +183,38 @@ def root_of(call: dict[str, Any]) -> int:
     return int(call["dst"] or 0)
 
 
+def _takes_part(group: Any) -> bool:
+    """Whether this rank is in a group: torch warns where it is not, and does nothing."""
+    return group != dist.GroupMember.NON_GROUP_MEMBER
+
+
+@guarded("collectives")
+def before_reduce(recorder: Recorder, pending: dict[int, _Pending], call: dict[str, Any]) -> list[Region] | None:
+    how = ("reduce", call["op"], call["group"])
+    return before_manual(recorder, pending, call["tensor"], *how, root=root_of(call)) if _takes_part(how[2]) else None
+
+
+@guarded("collectives")
+def before_list(
+    recorder: Recorder, pending: dict[int, _Pending], call: dict[str, Any]
+) -> list[tuple[Tensor | None, list[Region]]]:
+    """A reduce-scatter of a list is a reduction of each tensor to another rank: with where the result will lie, None
+    for those of other ranks."""
+    if not _takes_part(call["group"]):
+        return []
+    opened: list[tuple[Tensor | None, list[Region]]] = []
+    ranks = dist.get_process_group_ranks(call["group"] or dist.group.WORLD)
+    for rank, tensor in zip(ranks, call["input_list"], strict=False):
+        how = ("reduce_scatter", call["op"], call["group"])
+        regions = before_manual(recorder, pending, tensor, *how, root=rank)
+        if regions is not None:
+            opened.append((call["output"] if rank == dist.get_rank() else None, regions))
+    return opened
+
+
 @guarded("collectives")
 def note_hook(recorder: Recorder, op: Any, group: Any) -> None:
-    if recorder.current is not None:
+    if recorder.current is not None and _takes_part(group):
         recorder.current.reduce_ops.add(op_name(op))
         recorder.current.reduce_groups.add(tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
 
@@ -238,7 +259,7 @@ def before_manual(
     current = recorder.current
     if current is None and recorder.may_begin_empty:
         recorder.begins_empty([region.info for regions, _ in recorder.places.overlapping(local) for region in regions])
-    if not (recorder.accumulation_step or current is not None or recorder.without_pass):
+    if not (recorder.accumulation_step or current is not None or recorder.without_pass) or not _takes_part(group):
         return None
     how = (impl, op_name(op), tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), root)
     opened: list[Region] = []
