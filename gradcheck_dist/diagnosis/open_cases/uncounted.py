@@ -6,11 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held
+from gradcheck_dist.diagnosis.weights.cells import GONE, Cell, Held
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 
-GONE = 1e-3
-"""A weight, relative to the right one, that is as good as none."""
 HeldCell = tuple[Held, Cell]
 
 

@@ -3,8 +3,9 @@
 ## What it does
 Finds contributions that never reached a rank that holds the parameter: other ranks' tokens weigh nothing there, the
 own rank's keep the weight that they had before the reduction that did not come, or whose result was left aside: in a
-copy that nobody wrote back to `.grad`, or on its way, as nobody waited for it. So it finds a wrapper whose reduction
-changed nothing: a model that is moved or converted once it is wrapped loses the wrapper's hooks.
+copy that nobody wrote back to `.grad`, on its way, as nobody waited for it, or in a communication hook that returns
+what it was given. So it finds a wrapper whose reduction changed nothing: a model that is moved or converted once it is
+wrapped loses the wrapper's hooks.
 
 ## Why it matters
 Every rank now trains its own model on its own data. Replicas drift apart, each prints a plausible norm and loss, and

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.weights.cells import GONE
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import ZeroGrad
@@ -39,8 +40,6 @@ from gradcheck_dist.wording import plural
 
 CODE = "GS401"
 NAME = "zeroed-accumulation"
-GONE = 1e-3
-"""A weight, relative to the right one, that is as good as none."""
 
 
 def triggered(context: StepContext) -> bool:

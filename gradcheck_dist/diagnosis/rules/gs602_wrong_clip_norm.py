@@ -2,9 +2,9 @@
 
 ## What it does
 Finds clips whose total norm is neither the norm of what was clipped nor of the whole gradient, by whatever mechanism:
-copies counted once a rank (x sqrt(tp), x sqrt(dp)), norms of parts that are averaged over ranks, a norm taken before a
-reduction or an unscaling, a part left out. A norm of nothing that can be named, the same on all ranks, is a warning:
-leaving parameters out of it may be meant.
+copies counted once a rank (x sqrt(tp), x sqrt(dp)), experts that every rank adds up again, norms of parts that are
+averaged over ranks, a norm taken before a reduction or an unscaling, a part left out. A norm of nothing that can be
+named, the same on all ranks, is a warning: leaving parameters out of it may be meant.
 Where the trace cannot tell what the norm should be, it still finds ranks of one model that clip by different norms.
 
 ## Why it matters

@@ -31,9 +31,8 @@ class StepContext:
     auxiliary loss terms. `relative`: weights are only compared with one another.
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
-    tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward
-    pass are differentiated one by one. `num_handed_over`: ranks whose gradients were seen
-    to leave another pipeline stage."""
+    tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
+    differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage."""
 
     step: int
     world_size: int
