@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from still_source import first_snapshot
 from tiny_runs import write_run
+
+from gradcheck_dist.tui.snapshot import Snapshot
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +17,8 @@ def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_run(folder / "fixed", fault=None)
     return write_run(folder / "faulty", fault="repeated", steps=3)
+
+
+@pytest.fixture(scope="module")
+def snapshot(faulty_run: Path) -> Snapshot:
+    return first_snapshot(faulty_run)
