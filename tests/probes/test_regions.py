@@ -241,7 +241,7 @@ def test_channels_last_is_known_by_its_place_where_it_is_all_of_a_gradient() -> 
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore:Running .* on global rank")
+@pytest.mark.filterwarnings("ignore:Running .* on global rank", "ignore:.*reduce_scatter_tensor:FutureWarning")
 def test_collectives_over_a_group_without_this_rank_do_nothing_as_in_torch(tmp_path: Path) -> None:
     """They warn, and neither raise nor count as a failure of a probe."""
     model, nobody = Net(), dist.GroupMember.NON_GROUP_MEMBER
