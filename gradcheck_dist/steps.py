@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 
 from gradcheck_dist.errors import GradcheckError
 
@@ -27,3 +28,13 @@ def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
             code="E712",
         )
     return range(low, high)
+
+
+def end_of(steps: Container[int] | None) -> int | None:
+    """The step from which on none of them comes any more; None when there is none, or it is not known."""
+    if isinstance(steps, frozenset):
+        return max(steps, default=-1) + 1
+    if not isinstance(steps, range):
+        return getattr(steps, "end", None)
+    end = max(steps[0], steps[-1]) + 1 if steps else 0  # its ends alone: "2:" has more steps than can be looked at
+    return end if end < sys.maxsize else None

@@ -56,6 +56,15 @@ def test_steps_may_be_named_in_several_ways_and_recording_ends_behind_them(steps
     assert {event.step for event in run.ranks[0].events if isinstance(event, Loss)} == {1, 2}
 
 
+@pytest.mark.parametrize("steps", ["1:", range(1, 10**15), range(10**15, 0, -1)])
+def test_steps_may_go_on_for_ever(steps: Any, tmp_path: Path) -> None:
+    """The last of them was looked for one by one."""
+    with gradcheck_dist.attach(tmp_path / "run", steps=steps):
+        train(3)
+    run = read_run(tmp_path / "run")
+    assert {event.step for event in run.ranks[0].events if isinstance(event, Loss)} == {1, 2}
+
+
 def test_degrees_that_are_not_named_are_one(tmp_path: Path) -> None:
     with gradcheck_dist.attach(tmp_path / "run", axes={"tp": 1}, same_data=[[1, 0]], steps="0:1"):
         train(1)

@@ -38,6 +38,7 @@ from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.recording.unsampled import UnsampledSteps
+from gradcheck_dist.steps import end_of
 from gradcheck_dist.trace.writer import TraceWriter
 
 MAX_ERRORS_PER_PROBE = 20
@@ -100,11 +101,7 @@ class Recorder(Sampler):
         self.copies = HostCopies()
         self.unsampled = UnsampledSteps(writer.append, self.copies) if every_step else None
         self.recording = self.sampling or every_step
-        self.end: int | None = getattr(steps, "end", None)
-        if isinstance(steps, range | frozenset):
-            self.end = max(steps, default=-1) + 1
-        if every_step:
-            self.end = None
+        self.end = None if every_step else end_of(steps)
         self.finished: Callable[[], None] | None = None  # called once, when the last step to record is over
         self._stepped = False
         self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
