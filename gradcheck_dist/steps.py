@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from gradcheck_dist.errors import GradcheckError
 
@@ -30,11 +30,23 @@ def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
     return range(low, high)
 
 
+def first_of(steps: Container[int] | None) -> int:
+    """The first of them; 0 where it is not known, or there is none."""
+    ends = _ends(steps)
+    return min(ends, default=0) if ends is not None else getattr(steps, "first", 0)
+
+
 def end_of(steps: Container[int] | None) -> int | None:
     """The step from which on none of them comes any more; None when there is none, or it is not known."""
-    if isinstance(steps, frozenset):
-        return max(steps, default=-1) + 1
-    if not isinstance(steps, range):
+    ends = _ends(steps)
+    if ends is None:
         return getattr(steps, "end", None)
-    end = max(steps[0], steps[-1]) + 1 if steps else 0  # its ends alone: "2:" has more steps than can be looked at
+    end = max(ends, default=-1) + 1
     return end if end < sys.maxsize else None
+
+
+def _ends(steps: Container[int] | None) -> Collection[int] | None:
+    """Some of them, with the first and the last; None where that is not known. "2:" has too many to look at."""
+    if isinstance(steps, range):
+        return {steps[0], steps[-1]} if steps else ()
+    return steps if isinstance(steps, frozenset) else None

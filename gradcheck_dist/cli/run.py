@@ -134,7 +134,7 @@ def run(
 
         code = child.run(command, environment)
     sys.stdout.flush()
-    judged = _judge(folder, command, code)
+    judged = _judge(folder, command, code, chosen.start)
     if judged is None:
         raise typer.Exit(code or (2 if strict else 0))
     write_report(report, judged)
@@ -166,8 +166,11 @@ def _unwritable(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _judge(folder: Path, command: list[str], code: int) -> "Report | None":
-    """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way."""
+def _judge(folder: Path, command: list[str], code: int, first: int) -> "Report | None":
+    """The report; None, and why on stderr, when there is nothing to judge. The command's result stands either way.
+
+    `first`: the first step that was to be recorded.
+    """
     from gradcheck_dist.cli.progress import Progress
     from gradcheck_dist.stream.diagnose import diagnose_run
     from gradcheck_dist.trace.run import trace_files
@@ -179,11 +182,12 @@ def _judge(folder: Path, command: list[str], code: int) -> "Report | None":
         if code:
             _say(f"nothing was recorded: the command ended with exit code {code} before any loss. Its output says why.")
             return None
+        too_early = f", or training ended before step {first} (--steps; the first is 0)" if first else ""
         _say(
             "nothing was recorded: no process below this command computed a loss with a torch that gradcheck could "
-            f"watch. Is gradcheck-dist installed in the environment that {command[0]!r} uses? `gradcheck doctor` "
-            "tells what works here. The transforms of torch.func (grad, vjp, vmap) are not followed: judge the same "
-            "loss by functional_call and .backward()."
+            f"watch{too_early}. Is gradcheck-dist installed in the environment that {command[0]!r} uses? "
+            "`gradcheck doctor` tells what works here. The transforms of torch.func (grad, vjp, vmap) are not "
+            "followed: judge the same loss by functional_call and .backward()."
         )
         return None
     try:

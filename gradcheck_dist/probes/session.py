@@ -27,6 +27,7 @@ from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.stats.sampling import sample_size_of
+from gradcheck_dist.steps import first_of
 from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 
@@ -214,7 +215,7 @@ def attach(
     writer: TraceWriter = DeferredTraceWriter(locate, _not_recording) if deferred else _open_trace(locate)
     recorder = Recorder(writer, steps=steps, sample_size=sample_size, every_step=every_step)
     if exact:
-        recorder.impulses = Impulses(int(getattr(steps, "first", 0)))
+        recorder.impulses = Impulses(first_of(steps))
         recorder.registry.budget_bytes = EXACT_BUDGET_BYTES
         recorder.status("exact", False, WHAT_IT_HIDES)
     patches = Patches()

@@ -114,6 +114,12 @@ def test_strict_says_2_when_nothing_could_be_judged(run: Run) -> None:
     done = run("print('no training')", options=("--strict",))
     assert (done.code, done.stdout) == (2, "no training\n")
     assert "nothing was recorded" in done.stderr
+    assert "--steps" not in done.stderr
+
+
+def test_a_training_that_ends_before_the_steps_asked_for_is_a_reason_that_is_told(run: Run) -> None:
+    done = run("train()", options=("--steps", "100:"))
+    assert "or training ended before step 100 (--steps; the first is 0)" in done.stderr
     assert done.traces == []
 
 

@@ -65,6 +65,12 @@ def test_steps_may_go_on_for_ever(steps: Any, tmp_path: Path) -> None:
     assert {event.step for event in run.ranks[0].events if isinstance(event, Loss)} == {1, 2}
 
 
+@pytest.mark.parametrize("steps", ["2:", "2:3", [4, 2], range(3, 1, -1)])
+def test_impulse_mode_takes_the_first_of_the_steps(steps: Any, tmp_path: Path) -> None:
+    with gradcheck_dist.attach(tmp_path / "run", steps=steps, exact=True) as session:
+        assert session.recorder.impulses.step == 2
+
+
 def test_degrees_that_are_not_named_are_one(tmp_path: Path) -> None:
     with gradcheck_dist.attach(tmp_path / "run", axes={"tp": 1}, same_data=[[1, 0]], steps="0:1"):
         train(1)
