@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from collections.abc import Container
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from gradcheck_dist.reports.html_report import culprit_html, table_html
 from gradcheck_dist.reports.json_report import decode
 from gradcheck_dist.reports.page import prose_html
 from gradcheck_dist.reports.tables import COLUMNS, OF_RUN, Column, table
+from gradcheck_dist.steps import chosen_steps
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import Run, read_run
 from gradcheck_dist.trace.store import Place, Where, place_of
@@ -33,7 +35,7 @@ _COLOURS = {"clean": "#1e6f3e", "findings": "#b3261e", "undetermined": "#8a5a00"
 _TYPES = {"int": "Int64", "float": "float64", "str": "string", "bool": "boolean"}
 
 
-def load(path: Where, *, objective: str | None = None, steps: range | None = None) -> LoadedRun:
+def load(path: Where, *, objective: str | None = None, steps: Container[int] | str | None = None) -> LoadedRun:
     """Read and judge a run folder, step by step in bounded memory, or read a JSON report.
 
     A bar tells how far it is when it takes longer than a second.
@@ -42,10 +44,11 @@ def load(path: Where, *, objective: str | None = None, steps: range | None = Non
         path: a run folder or its URL in a store that fsspec opens, or a file that `gradcheck report --format json`
             wrote.
         objective: what a step's gradient is meant to be; None takes what was recorded or inferred.
-        steps: optimizer steps to judge; None takes all.
+        steps: optimizer steps to judge: a range, a collection, or text such as "0:3"; None takes all.
 
     Raises:
-        GradcheckError: E504, E505 no run lies there; E701, E702 the file is no report; E901 it holds several runs.
+        GradcheckError: E504, E505 no run lies there; E701, E702 the file is no report; E712 `steps` names
+            none; E901 it holds several runs.
     """
     place = place_of(path)
     if place.is_file():
@@ -57,8 +60,11 @@ def load(path: Where, *, objective: str | None = None, steps: range | None = Non
                 code="E901",
             )
         return LoadedRun(report, None)
+    chosen = chosen_steps(steps)
     with progress_bar(f"judging {place.name}") as say:
-        report = diagnose_run(place, objective=objective, steps=steps, progress=lambda done: say(done.share, str(done)))
+        report = diagnose_run(
+            place, objective=objective, steps=chosen, progress=lambda done: say(done.share, str(done))
+        )
     return LoadedRun(report, place)
 
 

@@ -30,6 +30,25 @@ def parse_steps(text: str | None, *, option: str = "--steps") -> range | None:
     return range(low, high)
 
 
+def chosen_steps(steps: Container[int] | str | None) -> Container[int] | None:
+    """Steps as Python code names them: text such as "0:3" as a range, a collection as a frozenset, the rest as it is.
+
+    Raises:
+        GradcheckError: E712 none of these, or a step below 0.
+    """
+    if steps is None or isinstance(steps, str):
+        return parse_steps(steps, option="steps")
+    if isinstance(steps, Container) and not isinstance(steps, bytes):
+        named = frozenset(steps) if isinstance(steps, Collection) and not isinstance(steps, range) else steps
+        if all(type(end) is int and end >= 0 for end in _ends(named) or ()):
+            return named
+    raise GradcheckError(
+        f"steps is {steps!r}; legal values are a range, a collection of step numbers from 0 up, or text such as "
+        '"0:3". Try steps=range(3).',
+        code="E712",
+    )
+
+
 def first_of(steps: Container[int] | None) -> int:
     """The first of them; 0 where it is not known, or there is none."""
     ends = _ends(steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
@@ -41,7 +41,7 @@ from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
 
 
-def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | None = None) -> Report:
+def diagnose(run: Run, *, objective: str | None = None, steps: Container[int] | None = None) -> Report:
     """Judge a recorded run.
 
     Args:
@@ -55,7 +55,7 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Iterable[int] | N
     chosen, chosen_from = objective_of(run, objective)
     recorded = steps_of(run)
     skipped = skipped_steps(run)
-    chosen_steps = recorded if steps is None else [step for step in recorded if step in set(steps)]
+    chosen_steps = recorded if steps is None else [step for step in recorded if step in steps]
     wanted = [step for step in chosen_steps if step not in skipped]
     if recorded and not chosen_steps:
         raise not_recorded(recorded)

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gradcheck_dist.axes import AXIS_NAMES, Axes
 from gradcheck_dist.errors import GradcheckError, unknown_value
-from gradcheck_dist.steps import parse_steps
-
-
-def chosen_steps(steps: Container[int] | str | None) -> Container[int] | None:
-    """The steps to record: text such as "0:3" as a range, a collection of numbers as a frozenset, the rest as it is.
-
-    Raises:
-        GradcheckError: E712 text that names no steps; E302 something else, or a step below 0.
-    """
-    if steps is None:
-        return None
-    if isinstance(steps, str):
-        return parse_steps(steps, option="steps")
-    legal = 'a range, a collection of step numbers from 0 up, or text such as "0:3"'
-    if not isinstance(steps, Container):
-        raise _illegal("steps", steps, legal, "steps=range(3)")
-    ends: list[Any]
-    if isinstance(steps, range):
-        ends = [steps[0], steps[-1]] if steps else []
-    elif isinstance(steps, Collection):
-        ends = list(steps)
-        steps = frozenset(ends)
-    else:
-        return steps
-    if not all(_is_count(end) for end in ends):
-        raise _illegal("steps", steps, legal, "steps=range(3)")
-    return steps
 
 
 def mesh_degrees(axes: Axes | Mapping[str, int] | None) -> dict[str, int] | None:

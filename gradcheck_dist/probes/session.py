@@ -22,12 +22,12 @@ from gradcheck_dist.events import SCHEMA_VERSION, Header, RunEnd
 from gradcheck_dist.objectives import check_objective
 from gradcheck_dist.probes.backward.exact import EXACT_BUDGET_BYTES, SAMPLE_SIZE, WHAT_IT_HIDES, Impulses
 from gradcheck_dist.probes.marked import mark
-from gradcheck_dist.probes.options import check_count, check_names, chosen_steps, mesh_degrees, rank_sets
+from gradcheck_dist.probes.options import check_count, check_names, mesh_degrees, rank_sets
 from gradcheck_dist.probes.recording.dynamo import keep_out, known_alike
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.stats.sampling import sample_size_of
-from gradcheck_dist.steps import first_of
+from gradcheck_dist.steps import chosen_steps, first_of
 from gradcheck_dist.trace.run import join_run_dir, next_restart, note_restart, note_unrecorded, trace_files
 from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_path
 

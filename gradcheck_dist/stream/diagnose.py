@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.steps import chosen_steps
 from gradcheck_dist.stream.watched import add_to, watch_run
 from gradcheck_dist.stream.workers import Processes, Wanted, Workers
 from gradcheck_dist.trace.run import Run
@@ -38,7 +39,7 @@ def diagnose_run(
     path: Where,
     *,
     objective: str | None = None,
-    steps: Collection[int] | None = None,
+    steps: Container[int] | None = None,
     first: bool = False,
     jobs: int = 1,
     workers: Workers | None = None,
@@ -116,20 +117,21 @@ def diagnose_run(
     return report
 
 
-def diagnose(run: Run | Where, *, objective: str | None = None, steps: Collection[int] | None = None) -> Report:
+def diagnose(run: Run | Where, *, objective: str | None = None, steps: Container[int] | str | None = None) -> Report:
     """Judge a recorded run, its steps in columns included.
 
     Args:
         run: as read by read_run, or its folder.
         objective: what a step's gradient is meant to be; None takes what the run declared, else global-token-mean.
-        steps: optimizer steps to judge; None takes all that were recorded.
+        steps: optimizer steps to judge: a range, a collection, or text such as "0:3"; None takes all.
 
     Raises:
-        GradcheckError: E401 unknown objective, E402 none of the steps was recorded; of a folder also what read_run
-            raises.
+        GradcheckError: E401 unknown objective, E402 none of the steps was recorded, E712 `steps` names none; of a
+            folder also what read_run raises.
     """
+    chosen = chosen_steps(steps)
     if not isinstance(run, Run):
-        return diagnose_run(run, objective=objective, steps=steps)
+        return diagnose_run(run, objective=objective, steps=chosen)
     if any(trace.header.columns for trace in run.ranks.values()):
-        return diagnose_run(run.path, objective=objective, steps=steps)
-    return engine.diagnose(run, objective=objective, steps=steps)
+        return diagnose_run(run.path, objective=objective, steps=chosen)
+    return engine.diagnose(run, objective=objective, steps=chosen)

@@ -7,7 +7,7 @@ loss with unequal weights) is a reason and no finding: measured samples of a rec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,7 +66,7 @@ class Watch:
 
     ranks: list[int]
     objective: str
-    wanted: Collection[int] | None = None
+    wanted: Container[int] | None = None
     num_judged: int = 0
     num_contributions: int = 0
     num_skipped: int = 0

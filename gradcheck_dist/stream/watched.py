@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,7 +47,7 @@ def watch_run(
     run: Run,
     objective: str,
     *,
-    steps: Collection[int] | None = None,
+    steps: Container[int] | None = None,
     first: bool = False,
     read: ReadShares = read_shares,
     told: Callable[[int, int, int, float], None] | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Container, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Protocol
 
@@ -44,7 +44,7 @@ class Workers(Protocol):
 class Wanted:
     """Which steps are judged. `recorded` has all steps that were asked for so far."""
 
-    def __init__(self, steps: Collection[int] | None) -> None:
+    def __init__(self, steps: Container[int] | None) -> None:
         self._steps = steps
         self.recorded: list[int] = []
 

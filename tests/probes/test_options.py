@@ -14,11 +14,11 @@ from gradcheck_dist.events import Loss, ProbeError
 from gradcheck_dist.trace.run import read_run
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"steps": 3}, "E302", "steps is 3"),
+    ({"steps": 3}, "E712", "steps is 3"),
     ({"steps": "3:1"}, "E712", "steps is '3:1'"),
-    ({"steps": range(-1, 2)}, "E302", "steps is range"),
-    ({"steps": [0, -1]}, "E302", "steps is"),
-    ({"steps": [0.5]}, "E302", "steps is"),
+    ({"steps": range(-1, 2)}, "E712", "steps is range"),
+    ({"steps": [0, -1]}, "E712", "steps is"),
+    ({"steps": [0.5]}, "E712", "steps is"),
     ({"objective": "token-mean"}, "E401", "Did you mean: rank-token-mean"),
     ({"axes": "dp=2"}, "E302", "axes is 'dp=2'"),
     ({"axes": {"dp": 2}}, "E302", "unknown axis 'dp'"),

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from small_runs import write_run
 
+import gradcheck_dist
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.errors import GradcheckError
@@ -63,6 +64,17 @@ def test_chosen_steps_and_unknown_ones(tmp_path: Path) -> None:
     with pytest.raises(GradcheckError, match="recorded: steps 0 to 4") as error:
         diagnose_run(run, steps=[7])
     assert error.value.code == "E402"
+
+
+def test_steps_as_text_without_an_end_and_wrong(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    for run in (folder, read_run(folder)):
+        assert gradcheck_dist.diagnose(run, steps="3:").run.steps == [3, 4]
+        assert gradcheck_dist.diagnose(run, steps=range(4, 10**15)).run.steps == [4]
+    for open_run in (gradcheck_dist.diagnose, gradcheck_dist.load):
+        with pytest.raises(GradcheckError, match="steps is 3; legal values are a range") as error:
+            open_run(folder, steps=3)
+        assert error.value.code == "E712"
 
 
 def test_it_stops_at_the_first_finding_and_says_so(tmp_path: Path) -> None:
