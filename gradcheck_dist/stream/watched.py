@@ -111,8 +111,10 @@ def result_of(watch: Watch, groups: Groups, run: Run) -> Watched:
 def _say(watch: Watch, groups: Groups, result: Watched) -> None:
     if watch.first_step is not None:
         off = "1 step is off" if groups.num_steps == 1 else f"{groups.num_steps} steps are off"
+        alone = watch.first_step == watch.last_step
+        which = f"step {watch.first_step}" if alone else f"steps {watch.first_step} to {watch.last_step}"
         result.notes.append(
-            f"steps {watch.first_step} to {watch.last_step}, {_how(groups)}: documented weights of "
+            f"{which}, {_how(groups)}: documented weights of "
             f"{plural(watch.num_judged, 'step')} "
             f"({plural(watch.num_contributions, 'contribution')}) were compared, {off}"
         )
