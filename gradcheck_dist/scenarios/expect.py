@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.finding import ExpectedFinding, Finding, Report, Weight
+from gradcheck_dist.events import LossGradient
 from gradcheck_dist.reports.source import line_text, short_path
 from gradcheck_dist.reports.text import number, printable
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.jobs import sizes_of
 from gradcheck_dist.scenarios.schema import Expectation, ExpectedCulprit
+from gradcheck_dist.trace.run import Run
 from gradcheck_dist.trainer.config import TrainConfig
 from gradcheck_dist.wording import plural
 
@@ -33,12 +35,30 @@ def published(expect: Sequence[Expectation]) -> ExpectedFinding | None:
     )
 
 
-def mismatch(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> str:
-    """How the report differs from what must be found, in one sentence; empty when it does not."""
-    return "; ".join(_differences(expect, report, config))
+def mismatch(
+    expect: Sequence[Expectation], report: Report, config: TrainConfig, without_tokens: Mapping[int, int] | None = None
+) -> str:
+    """How the report differs from what must be found, in one sentence; empty when it does not.
+
+    `without_tokens`: of each step, how many contributions have no token that a weight could be told of.
+    """
+    return "; ".join(_differences(expect, report, config, without_tokens or {}))
 
 
-def _differences(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> Iterator[str]:
+def contributions_without_tokens(run: Run, config: TrainConfig) -> dict[int, int]:
+    """How many contributions of each step count no token: all labels of their parts of the documents are masked."""
+    tokens: Counter[tuple[int, int, int, int]] = Counter()
+    for rank, trace in run.ranks.items():
+        for event in trace.events:
+            if isinstance(event, LossGradient) and event.num_tokens is not None:
+                key = event.step, _data_rank(rank, config), event.accumulation_step, event.microbatch
+                tokens[key] += event.num_tokens
+    return Counter(step for (step, *_), count in tokens.items() if not count)
+
+
+def _differences(
+    expect: Sequence[Expectation], report: Report, config: TrainConfig, without_tokens: Mapping[int, int]
+) -> Iterator[str]:
     wanted = sorted((one.code, one.name) for one in expect)
     found = sorted((finding.code, finding.name) for finding in report.findings)
     verdict = "findings" if expect else "clean"
@@ -52,7 +72,7 @@ def _differences(expect: Sequence[Expectation], report: Report, config: TrainCon
         # Of several findings with one code any may be the one that is meant.
         differences = [list(_wrong_finding(one, finding, report, config)) for finding in candidates]
         yield from min(differences, key=len, default=[])
-    yield from _wrong_weights(expect, report, config)
+    yield from _wrong_weights(expect, report, config, without_tokens)
 
 
 def _names(findings: list[tuple[str, str]]) -> str:
@@ -72,9 +92,9 @@ def _wrong_steps(expect: Sequence[Expectation], report: Report, config: TrainCon
 
 def _wrong_finding(expected: Expectation, finding: Finding, report: Report, config: TrainConfig) -> Iterator[str]:
     yield from _wrong_culprit(expected.culprit, finding)
-    named = finding.factor.expression
-    if expected.factor is not None and named != expected.factor:
-        yield f"the factor is called {printable(named or 'nothing')}, not {expected.factor}"
+    named, wanted = finding.factor.expression, _factor_name(expected.factor, config)
+    if wanted is not None and named != wanted:
+        yield f"the factor is called {printable(named or 'nothing')}, not {wanted}"
     if expected.terms:
         yield from _wrong_terms(expected, finding, report, config)
     if expected.parameters:
@@ -84,6 +104,19 @@ def _wrong_finding(expected: Expectation, finding: Finding, report: Report, conf
                 f"the finding concerns {plural(finding.num_parameters, 'parameter')}, not the {len(concerned)} of "
                 f"{', '.join(expected.parameters)}"
             )
+
+
+def _factor_name(name: str | None, config: TrainConfig) -> str | None:
+    """A product's name, or that of one over it, without what is 1 in this configuration."""
+    if name is None:
+        return None
+    sizes = {**config.axes.as_dict(), "accumulation_steps": config.accum, "microbatches": config.microbatches}
+    parts = name.removeprefix("1/").strip("()").split(" * ")
+    parts = [part for part in parts if sizes.get(part) != 1] or parts
+    product = " * ".join(parts)
+    if not name.startswith("1/"):
+        return product
+    return f"1/({product})" if len(parts) > 1 else f"1/{product}"
 
 
 def _wrong_terms(expected: Expectation, finding: Finding, report: Report, config: TrainConfig) -> Iterator[str]:
@@ -112,7 +145,9 @@ def _wrong_culprit(expected: ExpectedCulprit, finding: Finding) -> Iterator[str]
         yield f"the culprit's line {event.line} is {text!r}, which does not hold {expected.line!r}"
 
 
-def _wrong_weights(expect: Sequence[Expectation], report: Report, config: TrainConfig) -> Iterator[str]:
+def _wrong_weights(
+    expect: Sequence[Expectation], report: Report, config: TrainConfig, without_tokens: Mapping[int, int]
+) -> Iterator[str]:
     members = {unit.unit: unit.parameters for unit in report.units}
     split = [
         f"{printable(unit)} holds parameters of {', '.join(one.parameters)} and others"
@@ -127,7 +162,7 @@ def _wrong_weights(expect: Sequence[Expectation], report: Report, config: TrainC
     for step, weights in sorted(steps.items()):
         tokens = {_key(weight): weight.num_tokens for weight in weights if weight.num_tokens is not None}
         seen = {_key(weight) for weight in weights if weight.ratio is not None}
-        wanted = config.gradient_ranks * config.contributions
+        wanted = config.gradient_ranks * config.contributions - without_tokens.get(step, 0)
         if len(seen) != wanted:
             yield f"step {step} has observed weights of {len(seen)} contributions, not of {wanted}"
         off = []

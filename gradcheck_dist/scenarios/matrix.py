@@ -20,7 +20,7 @@ from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.reports.markdown import text as escaped
 from gradcheck_dist.reports.text import number, printable
-from gradcheck_dist.scenarios.expect import mismatch
+from gradcheck_dist.scenarios.expect import contributions_without_tokens, mismatch
 from gradcheck_dist.scenarios.runner import MIB, WORKER, judge, peak_memory_bytes
 from gradcheck_dist.scenarios.table import said
 from gradcheck_dist.trace.run import create_run_dir, read_run
@@ -126,7 +126,11 @@ class Matrix:
             run = read_run(folder / "run")
             report = judge(run)
             verdict = report.verdict
-            notes = [mismatch((), report, case.config), _wrong_norm(norm, control, tolerance(case.config))]
+            without_tokens = contributions_without_tokens(run, case.config)
+            notes = [
+                mismatch((), report, case.config, without_tokens),
+                _wrong_norm(norm, control, tolerance(case.config)),
+            ]
             notes += unexplained(judge_step(run, 0, OBJECTIVE, "declared"))
             note = "; ".join(part for part in notes if part)
         except Exception as error:  # one configuration must not cost the table of all others

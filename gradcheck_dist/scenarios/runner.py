@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradcheck_dist.diagnosis.finding import Report, ScenarioReport, Tool, VariantReport
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.scenarios.expect import mismatch, published
+from gradcheck_dist.scenarios.expect import contributions_without_tokens, mismatch, published
 from gradcheck_dist.scenarios.jobs import Overrides, check
 from gradcheck_dist.scenarios.schema import Scenario, Variant
 from gradcheck_dist.trace.run import Run, create_run_dir, read_run
@@ -132,11 +132,15 @@ def _record(
 
 
 def _judge(scenario: Scenario, variant: Variant, config: TrainConfig, run_dir: Path) -> VariantReport:
-    report = judge(read_run(run_dir))
-    difference = mismatch(variant.expect, report, config)
+    run = read_run(run_dir)
+    report = judge(run)
+    without_tokens = contributions_without_tokens(run, config)
+    difference = mismatch(variant.expect, report, config, without_tokens)
     version = report.run.torch_version.partition("+")[0]
     # A bug of torch's own may be mended elsewhere; then this variant must be as clean as its twin.
-    elsewhere = bool(variant.expect) and not scenario.seen_on(version) and not mismatch((), report, config)
+    elsewhere = (
+        bool(variant.expect) and not scenario.seen_on(version) and not mismatch((), report, config, without_tokens)
+    )
     if elsewhere:
         difference = f"not reproduced here: torch {version}, seen on {', '.join(scenario.torch)}"
     return VariantReport(

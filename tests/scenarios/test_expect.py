@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sample_reports import finding, first_event, report, weight
 
 from gradcheck_dist.axes import Axes
-from gradcheck_dist.diagnosis.finding import Report, UnitInfo
-from gradcheck_dist.scenarios.expect import mismatch, published
+from gradcheck_dist.diagnosis.finding import Factor, Report, UnitInfo
+from gradcheck_dist.events import LossGradient
+from gradcheck_dist.scenarios.expect import contributions_without_tokens, mismatch, published
 from gradcheck_dist.scenarios.formula import Formula
 from gradcheck_dist.scenarios.schema import Expectation, ExpectedCulprit
 from gradcheck_dist.trainer.config import TrainConfig
@@ -37,6 +39,48 @@ def test_what_the_file_says_is_no_mismatch() -> None:
 
 def test_a_finding_on_a_healthy_twin_is_a_mismatch() -> None:
     assert "the verdict is findings, not clean" in mismatch(CLEAN, report(), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("accumulation_steps * microbatches", "accumulation_steps"),
+        ("1/(accumulation_steps * microbatches)", "1/accumulation_steps"),
+        ("1/(dp_replicate * accumulation_steps)", "1/(dp_replicate * accumulation_steps)"),
+        ("num_tokens", "num_tokens"),
+        ("1/cp", "1/cp"),
+    ],
+)
+def test_a_factor_is_called_without_what_is_one_in_this_configuration(name: str, called: str) -> None:
+    for expression in (name, called):
+        found = report([finding(factor=Factor(observed=0.5, expression=expression))])
+        fits = mismatch(expecting(factor=name), found, CONFIG) == ""
+        assert fits is (expression == called)
+
+
+def test_contributions_without_tokens_need_no_weight() -> None:
+    cells = with_ratios(1.0).weights[:-1]
+    clean = report([], weights=cells)
+    assert "observed weights of 5 contributions, not of 6" in mismatch(CLEAN, clean, CONFIG)
+    assert mismatch(CLEAN, clean, CONFIG, {0: 1}) == ""
+    assert "not of 4" in mismatch(CLEAN, clean, CONFIG, {0: 2})
+
+
+def test_contributions_without_tokens_are_counted_by_step() -> None:
+    """A context-parallel rank has a contribution of its own, tensor-parallel ranks have one together."""
+
+    def trace(*counts: int | None) -> Any:
+        common: dict[str, Any] = {"t_ns": 0, "loss_id": 1, "microbatch": 0, "weight": 1.0}
+        return SimpleNamespace(
+            events=[
+                LossGradient(seq=seq, step=seq % 2, accumulation_step=seq // 2, num_tokens=count, **common)
+                for seq, count in enumerate(counts)
+            ]
+        )
+
+    run: Any = SimpleNamespace(ranks={0: trace(3, 0, 2, 5), 1: trace(1, 0, 0, None)})
+    assert contributions_without_tokens(run, TrainConfig(axes=Axes(cp=2), accum=2)) == {0: 1, 1: 2}
+    assert contributions_without_tokens(run, TrainConfig(axes=Axes(tp=2), accum=2)) == {1: 1}
 
 
 def test_an_undetermined_verdict_is_never_as_expected() -> None:
