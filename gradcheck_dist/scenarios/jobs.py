@@ -78,8 +78,8 @@ def configurations(scenario: Scenario, overrides: Overrides) -> dict[str, TrainC
     """The training job of each variant.
 
     Raises:
-        GradcheckError: the sizes do not fit the scenario's mesh (E604) or leave a variant without its bug (E605), or
-            the trainer refuses a value.
+        GradcheckError: the sizes do not fit the scenario or its mesh (E604) or leave a variant without its bug (E605),
+            or the trainer refuses a value.
     """
     configs = {variant.name: _configuration(scenario, variant, overrides) for variant in scenario.variants}
     for variant in scenario.variants:
@@ -125,6 +125,13 @@ def _shows(ratio: Formula, config: TrainConfig) -> bool:
 
 def _configuration(scenario: Scenario, variant: Variant, overrides: Overrides) -> TrainConfig:
     sizes = {size: getattr(overrides, size) for size in scenario.defaults if getattr(overrides, size) is not None}
+    for size in scenario.fixed_sizes:
+        if sizes.get(size, scenario.defaults[size]) != scenario.defaults[size]:
+            raise GradcheckError(
+                f"--{size} is {sizes[size]}; scenario {scenario.name} shows its bug with {size}="
+                f"{scenario.defaults[size]} only. Leave --{size} out.",
+                code="E604",
+            )
     # What belongs to one variant beats what belongs to all, and the command line beats both.
     values: dict[str, Any] = {**scenario.config, **scenario.defaults, **variant.config, **sizes}
     values["axes"] = _degrees(scenario, values.pop("nproc"))

@@ -80,7 +80,8 @@ class Scenario:
 
     `mesh` gives each axis a degree, or the word "nproc" for the one axis that takes all remaining ranks. `torch` holds
     the versions that a bug of torch's own was seen on; elsewhere it need not show. `verify`: every backward is checked
-    by central differences, as `gradcheck run --verify` does.
+    by central differences, as `gradcheck run --verify` does. `fixed_sizes`: defaults that no command line may replace,
+    for with others this is another bug, or none.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Scenario:
     variants: tuple[Variant, ...]
     torch: tuple[str, ...] = ()
     verify: bool = False
+    fixed_sizes: tuple[str, ...] = ()
 
     def seen_on(self, version: str) -> bool:
         """Whether the bug must show on this version of torch."""
@@ -265,8 +267,11 @@ def parse(text: str, file: str) -> Scenario:
         variants=tuple(_variant(name, variants.fields(name)) for name in names),
         torch=top.texts("torch", []),
         verify=top.flag("verify"),
+        fixed_sizes=top.texts("fixed_sizes", []),
     )
     top.done()
+    for size in scenario.fixed_sizes:
+        top.check("fixed_sizes", size, size in scenario.defaults, f"one of {', '.join(scenario.defaults)}")
     top.check("name", scenario.name, scenario.name == file.rpartition("/")[2].removesuffix(".yaml"), "the file's name")
     for name in names:
         top.check("variants", name, bool(_NAME.fullmatch(name)), "a name of small letters, digits and hyphens")

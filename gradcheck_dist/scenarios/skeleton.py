@@ -16,6 +16,7 @@ mesh:                    # a degree for each axis, and nproc for the one that ta
 defaults:                # what --nproc, --accum, --microbatches, --steps and --seed replace
   nproc: 2
   accum: 3
+# fixed_sizes: [accum]   # those of them that have to stay, for with others this is another bug
 config: {{}}               # keys of gradcheck_dist/trainer/config.py for all variants, as {{optimizer: sgd}}
 
 variants:

@@ -91,6 +91,7 @@ def test_every_scenario_tells_its_story_cites_a_thread_and_makes_jobs_the_traine
         ("mesh", {"dp_shard": 2, "ep": "nproc"}, ["mesh is", "not ep"]),
         ("torch", "2.13", ["torch is '2.13'", "a list of texts"]),
         ("torch", [2], ["torch is [2]", "a list of texts"]),
+        ("fixed_sizes", ["depth"], ["fixed_sizes is 'depth'", "accum"]),
         ("variants.bad.expect", [], ["variants.bad.expect is []", "list of findings"]),
         ("variants.bad.expect", ["GS101"], ["variants.bad.expect[0] is 'GS101'", "a mapping"]),
         ("variants.bad.expect", "right", ["variants.bad.expect is 'right'", "gradients-right"]),
@@ -203,6 +204,15 @@ def test_a_number_of_ranks_that_does_not_fit_the_mesh_names_legal_ones(nproc: in
     with pytest.raises(GradcheckError, match=r"Legal values: 4, 6, 8 and so on\. Try --nproc [46]\.") as caught:
         configurations(scenario, Overrides(nproc=nproc))
     assert f"--nproc is {nproc}" in str(caught.value)
+
+
+def test_a_size_that_has_to_stay_is_not_replaced() -> None:
+    scenario = parse(changed("fixed_sizes", ["microbatches"]), "demo.yaml")
+    stays = scenario.defaults["microbatches"]
+    assert configurations(scenario, Overrides(microbatches=stays, accum=7))["bad"].accum == 7
+    with pytest.raises(GradcheckError, match=f"shows its bug with microbatches={stays} only") as caught:
+        configurations(scenario, Overrides(microbatches=stays + 1))
+    assert caught.value.code == "E604"
 
 
 @pytest.mark.parametrize(
