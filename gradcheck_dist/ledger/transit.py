@@ -31,6 +31,8 @@ SIGMAS = 6.0
 MAX_PARTS = 16
 """Earlier microbatches that are looked for in one gradient, its own among them."""
 STALE_RESIDUAL = 1e-4
+"""How far a gradient may be from the sum of several, relative to its norm, or so many spacings of its type."""
+STALE_SPACINGS = 2
 MAX_TOLD = 3
 """Passes that are named in a sentence."""
 LEAST_PART = 0.05
@@ -297,7 +299,8 @@ def _stale(
         return None
     weights, _, rank_of, _ = np.linalg.lstsq(parts, arrived, rcond=None)
     residual = float(np.linalg.norm(arrived - parts @ weights)) / max(float(np.linalg.norm(arrived)), 1e-300)
-    if rank_of < len(sent) or residual > STALE_RESIDUAL or abs(weights[-1]) < LEAST_PART:
+    most = max(STALE_RESIDUAL, STALE_SPACINGS * EPSILON.get(end.dtype, 0.0))
+    if rank_of < len(sent) or residual > most or abs(weights[-1]) < LEAST_PART:
         return None
     found = [(at, float(weight)) for (at, _), weight in zip(sent, weights, strict=True) if abs(weight) >= LEAST_PART]
     return Stale(place, tuple(found), rank, _backward(data, own[0])) if len(found) > 1 else None
