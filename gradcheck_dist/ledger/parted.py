@@ -84,10 +84,13 @@ class Parted:
 
 
 def _whole_sizes(parted: Iterable[Param], copies: Iterable[Param]) -> set[int]:
-    """Sizes of layers that nobody parts: those of copies, and the one that all parted matrices have."""
+    """Sizes of layers that nobody parts: those of copies, and the one that all parted matrices have. That is the part's
+    where a matrix has no other size than it and those of copies, as beside adapters of layers that are parted alike."""
     matrices = {tuple(param.shape) for param in parted if len(sizes_of(param)) > 1}
+    told = set[int]().union(*map(sizes_of, copies))
     shared = set[int].intersection(*map(set, matrices)) if len(matrices) >= MANY else set()
-    return set[int]().union(*map(sizes_of, copies)) | (shared if len(shared) == 1 else set())
+    of_parts = any(set(shape) - told == shared for shape in matrices)
+    return told | (shared if len(shared) == 1 and not of_parts else set())
 
 
 def _part_sizes(parted: Iterable[Param], whole: Collection[int]) -> set[int]:
