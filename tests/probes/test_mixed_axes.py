@@ -32,6 +32,12 @@ def test_right_ones_are_clean(trainer: str, how: str, tmp_path: Path) -> None:
     assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
 
 
+def test_sharded_parts_of_one_seed_leave_the_verdict_open(tmp_path: Path) -> None:
+    report = trained("fsdp1", "vocabulary", tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert report.reasons[0].startswith("the gradients of first.weight differ between ranks")
+
+
 def test_a_clip_by_copies_that_differ_is_a_consequence(tmp_path: Path) -> None:
     """Each tensor-parallel rank clips by a norm of its own, for its copy of the first layer has its own summand."""
     (finding,) = trained("by hand", "unsummed, clipped", tmp_path).findings
