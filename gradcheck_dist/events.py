@@ -74,7 +74,8 @@ class Reduce(Event, tag="reduce"):
     under HSDP (`replicate_group`), and where a communication hook of DDP's reduces over two groups, the sum runs over
     both, and `all_reduced` is False while the replicate axis is left out. `op` "unknown": a user's communication hook
     or an operation whose arithmetic is not known. `root`: the only rank that holds the result; None where all of the
-    group do. `dtype`: what it sums in, None where that is the gradients' own.
+    group do. `dtype`: what it sums in, None where that is the gradients' own. `scheduled`: while a pipeline's schedule
+    ran.
     """
 
     impl: str
@@ -93,6 +94,7 @@ class Reduce(Event, tag="reduce"):
     all_reduced: bool = True
     root: int | None = None
     dtype: str | None = None
+    scheduled: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradcheck_dist.events import Backward, Event, LossGradient
+import msgspec
+
+from gradcheck_dist.events import Backward, Event, LossGradient, RootValue, StageGradient
 from gradcheck_dist.ledger.tracks import Slot, StepData
 
 
@@ -59,7 +61,24 @@ def _without_inputs(data: StepData) -> StepData:
         ]
     if all(len(events[rank]) == len(of_rank) for rank, of_rank in data.events.items()):
         return data
-    return replace(data, events=events)
+    return replace(data, events={rank: _sent_early(of_rank, events[rank]) for rank, of_rank in data.events.items()})
+
+
+def _sent_early(every: list[Event], left: list[Event]) -> list[Event]:
+    """Events without the losses of passes for inputs. What such a pass sent to another stage belongs to the pass that
+    differentiates the same loss for parameters later (zero bubble by hand)."""
+    slots = {event.loss_id: _slot(event) for event in left if isinstance(event, LossGradient)}
+    kept = {event.seq for event in left if isinstance(event, LossGradient)}
+    moved: dict[int, Event] = {}
+    own: Slot | None = None
+    for event in every:
+        if isinstance(event, LossGradient):
+            own = None if event.seq in kept else slots.get(event.loss_id)
+        elif isinstance(event, Backward | RootValue):
+            own = None
+        elif isinstance(event, StageGradient) and own is not None:
+            moved[event.seq] = msgspec.structs.replace(event, accumulation_step=own[0], microbatch=own[1])
+    return [moved.get(event.seq, event) for event in left]
 
 
 def _slot(event: LossGradient | Backward) -> Slot:

@@ -6,7 +6,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from gradcheck_dist.events import Backward, Event, LossGradient, Param, Reduce
+from gradcheck_dist.events import Backward, Event, Exchange, Loss, LossGradient, Param, Reduce
+from gradcheck_dist.ledger.contributions import UNKNOWN
 from gradcheck_dist.ledger.moved import ParamKey as ParamKey
 from gradcheck_dist.ledger.moved import as_on_rank, moved
 from gradcheck_dist.ledger.moved import param_key as param_key
@@ -38,7 +39,7 @@ def names_and_sizes(run: Run) -> tuple[dict[tuple[int, int], ParamKey], Sizes]:
         for key, params in found.items()
     }
     names: dict[tuple[int, int], ParamKey] = {}
-    parted = Parted(found, parts)
+    parted = Parted(found, _of_one_stage(run, parts, without_loss))
     for (stage, name), params in found.items():
         apart = parts[stage, name]
         of_module = (stage, f"{name.removesuffix('bias')}weight")
@@ -107,10 +108,35 @@ def _of(found: Iterable[tuple[int, int]], rank: int) -> Iterator[int]:
 
 
 def _without_loss(run: Run) -> set[int]:
-    """Ranks that ran backward passes and never had a loss, where others had."""
+    """Ranks that ran backward passes and never had a loss that counts anything, where others had: a stage that hands
+    its output to the next one in a function of its own begins backward at what that function gave."""
     ranks = {rank for rank, trace in run.ranks.items() if any(isinstance(e, Backward) for e in trace.events)}
-    having = {rank for rank, trace in run.ranks.items() if any(isinstance(e, LossGradient) for e in trace.events)}
+    having: set[int] = set()
+    counting: set[int] = set()
+    for rank, trace in run.ranks.items():
+        counted = {e.loss_id for e in trace.events if isinstance(e, Loss) and e.reduction != UNKNOWN}
+        roots = {e.loss_id for e in trace.events if isinstance(e, LossGradient)}
+        having |= {rank} if roots else set()
+        counting |= {rank} if roots & counted else set()
+    having = counting or having
     return ranks - having if having else set()
+
+
+def _of_one_stage(
+    run: Run, parts: dict[ParamKey, list[set[int]]], without_loss: set[int]
+) -> dict[ParamKey, list[set[int]]]:
+    """The parts of each parameter, but for those that lie on unlike stages of a pipeline by hand: layers of their own
+    under one name. Ranks of one stage combine activations."""
+    if not without_loss:
+        return parts
+    groups = {e.group for trace in run.ranks.values() for e in trace.events if isinstance(e, Exchange)}
+    stages = merge([{rank} for rank in run.ranks], groups)
+    apart = {
+        key: sets
+        for key, sets in parts.items()
+        if any(sum(not one.isdisjoint(stage) for one in sets) > 1 for stage in stages)
+    }
+    return {key: apart.get(key, [set[int]().union(*sets)]) for key, sets in parts.items()}
 
 
 def _parts(params: dict[int, Param], reduced: Iterable[Iterable[int]], without_loss: set[int]) -> list[set[int]]:

@@ -44,7 +44,8 @@ class Parted:
 
     def __init__(self, params: Mapping[ParamKey, OfRank], parts: Mapping[ParamKey, list[set[int]]]) -> None:
         self._params = params
-        self._parts = {key: sets for key, sets in parts.items() if len(sets) > 1 and _is_plain(params[key])}
+        apart = {key: sets for key, sets in parts.items() if len(sets) > 1}
+        self._parts = {key: sets for key, sets in apart.items() if _is_plain(params[key]) or _in_shards(params[key])}
         self._modules = {(stage, module_of(name)): (stage, name) for stage, name in self._parts}
         copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
         parted = [_first(params[key]) for key in self._parts]
@@ -84,10 +85,13 @@ class Parted:
 
 
 def _whole_sizes(parted: Iterable[Param], copies: Iterable[Param]) -> set[int]:
-    """Sizes of layers that nobody parts: those of copies, and the one that all parted matrices have."""
+    """Sizes of layers that nobody parts: those of copies, and the one that all parted matrices have. That is the part's
+    where a matrix has no other size than it and those of copies, as beside adapters of layers that are parted alike."""
     matrices = {tuple(param.shape) for param in parted if len(sizes_of(param)) > 1}
+    told = set[int]().union(*map(sizes_of, copies))
     shared = set[int].intersection(*map(set, matrices)) if len(matrices) >= MANY else set()
-    return set[int]().union(*map(sizes_of, copies)) | (shared if len(shared) == 1 else set())
+    of_parts = any(set(shape) - told == shared for shape in matrices)
+    return told | (shared if len(shared) == 1 and not of_parts else set())
 
 
 def _part_sizes(parted: Iterable[Param], whole: Collection[int]) -> set[int]:
@@ -103,6 +107,16 @@ def _part_sizes(parted: Iterable[Param], whole: Collection[int]) -> set[int]:
 
 def _first(of_rank: OfRank) -> Param:
     return next(iter(of_rank.values()))
+
+
+def in_shards(param: Param) -> bool:
+    """Whether ranks shard it and do nothing else with it: of ranks that shard another tensor, or the same one, it tells
+    nothing, as tensor-parallel ranks' parts below FSDP."""
+    return param.placements.startswith("(Shard(") and param.placements.endswith("),)")
+
+
+def _in_shards(of_rank: OfRank) -> bool:
+    return all(map(in_shards, of_rank.values()))
 
 
 def _is_plain(of_rank: OfRank) -> bool:

@@ -158,6 +158,7 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
                     left[place[2]].append((place, event))
     result = Transits()
     sources: dict[Place, tuple[Place, Hop]] = {}
+    unmatched: list[Place] = []
     for place, ends in entered.items():
         found = _source(data, contributions, place, ends, left[place[2]])
         if found is not None:
@@ -165,7 +166,18 @@ def transits(data: StepData, contributions: Contributions) -> Transits:
         elif (stale := _stale(data, contributions, place, ends, left)) is not None:
             result.stale.append(stale)
             continue
-        (result.unmatched if found is None else result.matched).add(place[0])
+        if found is None:
+            unmatched.append(place)
+    known: dict[tuple[int, int], list[Hop]] = defaultdict(list)
+    for (rank, stage, _), (_, hop) in sources.items():
+        known[rank, stage].append(hop)
+    for place in unmatched:
+        of_stage = known.get(place[:2], [])
+        found = _source(data, contributions, place, entered[place], left[place[2]], least=1) if of_stage else None
+        if found is not None and any(_as_much(found[1], hop) for hop in of_stage):
+            sources[place] = found
+    result.matched = {rank for rank, _, _ in sources}
+    result.unmatched = {place[0] for place in unmatched if place not in sources}
     explained = {one.place for one in result.stale}
     lossless = {rank for rank, events in data.events.items() if not any(isinstance(e, LossGradient) for e in events)}
     result.strange = [
@@ -203,14 +215,16 @@ def _source(
     place: Place,
     ends: list[StageGradient],
     left: list[tuple[Place, StageGradient]],
+    least: int = MIN_ELEMENTS,
 ) -> tuple[Place, Hop] | None:
-    """The stage that sent all that entered here, and the one factor on the way; None where that is not clear."""
+    """The stage that sent all that entered here, and the one factor on the way; None where that is not clear. `least`:
+    how many elements have to show it."""
     options: dict[Place, list[tuple[float, float]]] = {}
     for other, sent in left:
         if not _may_hand_over(contributions, other, place):
             continue
         for end in ends:
-            found = multiple(end, sent)
+            found = multiple(end, sent, least)
             if found is not None:
                 options.setdefault(other, []).append(found)
     whole = {other: found for other, found in options.items() if len(found) >= len(ends)}
@@ -306,7 +320,12 @@ def _stale(
     return Stale(place, tuple(found), rank, _backward(data, own[0])) if len(found) > 1 else None
 
 
-def multiple(entered: StageGradient, left: StageGradient) -> tuple[float, float] | None:
+def _as_much(one: Hop, other: Hop) -> bool:
+    """Whether two gradients were scaled by one factor: a few elements tell no more than that they were, too."""
+    return abs(one.factor - other.factor) <= max(UNTOUCHED, SIGMAS * (one.noise + other.noise)) * abs(other.factor)
+
+
+def multiple(entered: StageGradient, left: StageGradient, least: int = MIN_ELEMENTS) -> tuple[float, float] | None:
     """(factor, its relative standard error) by which one gradient is the other; None where it is no multiple."""
     if entered.shape != left.shape or len(entered.values) % 4 or len(left.values) % 4:
         return None
@@ -314,7 +333,7 @@ def multiple(entered: StageGradient, left: StageGradient) -> tuple[float, float]
     if len(arrived) != len(sent) or not (np.isfinite(arrived).all() and np.isfinite(sent).all()):
         return None
     num = int(np.count_nonzero(sent))
-    if num < MIN_ELEMENTS or not arrived.any():
+    if num < least or not arrived.any():
         return None
     factor = float(arrived @ sent / (sent @ sent))
     residual = float(np.linalg.norm(arrived - factor * sent) / np.linalg.norm(arrived))

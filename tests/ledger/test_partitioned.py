@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gradcheck_dist.events import Event, Header, Param, ParamSet, Reduce
-from gradcheck_dist.ledger.names import crossed, distinct_names
+from gradcheck_dist.events import Backward, Event, Exchange, Header, Loss, LossGradient, Param, ParamSet, Reduce
+from gradcheck_dist.ledger.names import crossed, distinct_names, names_and_sizes
 from gradcheck_dist.probes.parameters.identity import is_expert, partitioned
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
@@ -88,3 +89,53 @@ def test_experts_of_one_seed_are_one_where_they_are_reduced_together(expert: boo
         trace.events.append(Reduce(seq=5, t_ns=0, step=0, impl="all_reduce", op="sum", params=0, group=group))
     names = distinct_names(run)
     assert {rank: min(other for other in range(4) if names[other, 0] == names[rank, 0]) for rank in range(4)} == parts
+
+
+NOW: dict[str, Any] = {"t_ns": 0, "step": 0}
+
+
+def two_ranks(**held: tuple[tuple[int, ...], bool]) -> Run:
+    """Two ranks with parameters of these shapes, that began with other values on each, or alike."""
+    run = Run(Path(), {})
+    for rank in (0, 1):
+        header = Header(schema_version=1, tool_version="", rank=rank, world_size=2, pid=1, started_unix_s=0.0)
+        trace = run.ranks[rank] = RankTrace(Path(), header)
+        for id, (name, (shape, alike)) in enumerate(held.items()):
+            began = 100 + 10 * id + (0 if alike else rank)
+            trace.params[id] = Param(
+                id=id, name=name.replace("_", "."), shape=shape, dtype="float32", num_positions=8, fingerprint=began,
+                start=began,
+            )  # fmt: skip
+    return run
+
+
+def test_the_size_that_all_parts_have_is_no_whole_layers_where_copies_tell_the_width() -> None:
+    """Adapters of tensor-parallel layers: of the first one the small factor is a copy, of the second one the other."""
+    run = two_ranks(
+        head=((32, 16), True),
+        up_weight=((20, 16), False), up_a=((4, 16), True), up_b=((20, 4), False),
+        down_weight=((16, 20), False), down_a=((4, 20), False), down_b=((16, 4), True),
+    )  # fmt: skip
+    names, sizes = names_and_sizes(run)
+    assert sizes.parts == {20}
+    assert {id for id in range(7) if names[0, id] == names[1, id]} == {0, 2, 6}
+
+
+@pytest.mark.parametrize("combine", [True, False])
+def test_layers_of_two_stages_are_no_parts_of_one(combine: bool) -> None:
+    """A pipeline by hand: the rank without a loss runs another stage, unless ranks combine activations. A loss that
+    counts nothing is what a stage's own send gave."""
+    run = two_ranks(layer_weight=((16, 16), False), word=((32, 16), True))
+    for rank, trace in run.ranks.items():
+        count = {"op": "unknown", "reduction": "unknown"} if rank == 0 else {"num_tokens": 3}
+        trace.events.append(Loss(seq=1, loss_id=1, **count, **NOW))
+        trace.events.append(Backward(seq=2, accumulation_step=0, microbatch=0, params=None, duration_ns=0, **NOW))
+        trace.events.append(LossGradient(seq=3, loss_id=1, accumulation_step=0, microbatch=0, weight=1.0, **NOW))
+        if combine:
+            trace.events.append(
+                Exchange(seq=4, function="f", group=(0, 1), index=0, accumulation_step=0, microbatch=0,
+                         input_counts=(8,), output_counts=(8,), values=b"", **NOW)
+            )  # fmt: skip
+    names, sizes = names_and_sizes(run)
+    assert bool(sizes.parts) is combine
+    assert names[0, 1] != names[1, 1], "another stage's, until their values tell that they are tied"

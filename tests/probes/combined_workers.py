@@ -164,20 +164,24 @@ def tensor_parallel(fault: str) -> None:
 
 
 def pipeline(fault: str) -> None:
-    """Two stages below data parallelism, two schedules a step; sums, which one line divides by all tokens."""
+    """Two stages below data parallelism, two schedules a step; sums, which one line divides by all tokens, or the loss
+    does ("averaged means")."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     dp, stage, model = mesh["dp"], mesh["pp"].get_local_rank(), Model()
     part = nn.Sequential(*list(model)[2 * stage : 2 * stage + 2])
-    if fault == "averaged":
+    if "averaged" in fault:
         fully_shard(part, mesh=dp)
     runner = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(runner, 3, loss_fn=token_sum, scale_grads=False)
+    divisor = [torch.tensor(1)]
+    schedule = Schedule1F1B(runner, 3, loss_fn=lambda *pair: token_sum(*pair) / divisor[0], scale_grads=False)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
     for step in range(STEPS):
         tokens = torch.tensor(0)
+        if "means" in fault:
+            divisor[0] = count([batch(step, 10 * k + other, rows=6) for k in range(2) for other in range(2)])
         for k in range(2):
             x, y = batch(step, 10 * k + dp.get_local_rank(), rows=6)
             tokens = count([(x, y)]) + (0 if fault == "last_count" else tokens)
@@ -190,6 +194,8 @@ def pipeline(fault: str) -> None:
         dist.all_reduce(tokens, group=dp.get_group())
         for p in part.parameters():
             assert p.grad is not None
+            if "means" in fault:
+                continue
             grad = p.grad.to_local() if fault == "averaged" else p.grad  # type: ignore[attr-defined]
             if fault not in ("averaged", "unreduced"):
                 dist.all_reduce(grad, group=dp.get_group())

@@ -57,6 +57,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("pipeline", "last_count", "GS305", True),
         ("pipeline", "halved", "GS000", True),
         ("pipeline", "averaged", "GS101", False),
+        ("pipeline", "averaged means", "GS101", False),  # by two lines, one for each stage
         ("pipeline", "unreduced", "GS103", False),
         ("pipeline", "emptied", "GS401", False),
         ("hook", "never_reduced", "GS103", True),

@@ -18,6 +18,7 @@ from math import prod
 
 import numpy as np
 
+from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, Replay
@@ -50,13 +51,12 @@ class Step:
         if self.like is not None:
             return self.like.hand
         event = self.event
-        site = (event.site.file, event.site.line) if event.site is not None else None
         group, op = len(getattr(event, "group", ()) or ()), getattr(event, "op", None)
         if isinstance(event, Reduce) and event.replicate_group:
             group, op = group * len(event.replicate_group), op if group > 1 else event.replicate_op
         constant = nominal_factor(event) if isinstance(event, Reduce) else getattr(event, "divisor", None)
         constant = None if constant is None or constant != constant else round(constant, 12)
-        return (type(event).__name__, op, group, site, constant)
+        return (type(event).__name__, op, group, caller_of(event), constant)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes.account import Account, Gap
+from gradcheck_dist.diagnosis.causes.places import caller_of as caller_of
+from gradcheck_dist.diagnosis.causes.places import line_of as line_of
 from gradcheck_dist.diagnosis.causes.vocabulary import Rival
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient, PipelineStep, ScaleGrads
+from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient
 from gradcheck_dist.ledger.contributions import Contribution
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -86,21 +88,6 @@ class Culprit:
             self.missing and line_of(self.missing),
             *(() if self.before is None else (type(self.before).__name__, caller_of(self.before))),
         )
-
-
-def line_of(event: Event) -> tuple[str, int] | None:
-    return (event.site.file, event.site.line) if event.site is not None else None
-
-
-def caller_of(event: Event) -> tuple[str, int | str] | None:
-    """The line of an event. Of a schedule the function, and its divisor: the first stage steps it with inputs, the last
-    with targets, each on a line of its own."""
-    if event.site is not None and event.site.function:
-        if isinstance(event, ScaleGrads):
-            return (event.site.file, f"{event.site.function} / {event.divisor:g}")
-        if isinstance(event, PipelineStep) or (isinstance(event, Backward) and event.stage is not None):
-            return (event.site.file, f"{event.site.function} of stages")
-    return line_of(event)
 
 
 def blame_loss(contribution: Contribution, factor: float) -> Culprit:

@@ -25,7 +25,9 @@ from gradcheck_dist.ledger.tracks import ParamKey, StepData
 MOST_VAGUE = 5e-4
 """With a tolerance above this, some wrong norm is near to a number that people write too often."""
 OWN = "what lies on this rank, which is all of it"
-"""Of ranks that hold whole copies, no wrong norm."""
+"""Of ranks that hold whole copies, or parts and copies, no wrong norm."""
+SAME_FACTOR = 1e-6
+"""Relative difference up to which ranks clipped by one coefficient."""
 FAR = 1e-3
 """Relative: a norm that is nearer to the right one than this convicts nobody."""
 
@@ -64,15 +66,33 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
     if not unseen or all(map(is_constant, unseen)):
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
-    whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)
-    if len(unseen) < len(cases) and not whole:
-        return None
-    factors = _coefficients(judged, most=whole)
-    if len(ranks) < 2 or ranks != set(factors) or not ranks <= {rank for rank, _ in norms.parts}:
+    if len(ranks) < 2 or not ranks <= {rank for rank, _ in norms.parts}:
         return None
     if any(isinstance(event, Clip) for rank in ranks for event in data.events[rank]):
         return None
     parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in ranks}
+    whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)
+    for copies in (True, False) if not whole else (True,):
+        if copies or len(unseen) == len(cases):
+            found = _taken(unseen, parts, _coefficients(judged, most=copies), data, norms, copies=copies)
+            if found is not None:
+                return found
+    return None
+
+
+def _taken(
+    unseen: Sequence[Case],
+    parts: dict[int, list[Part]],
+    factors: dict[int, float],
+    data: StepData,
+    norms: StepNorms,
+    *,
+    copies: bool,
+) -> HandNorm | None:
+    """The norm that ranks took which clipped by these factors. `copies`: each took a right one of the copies that it
+    has, which differ."""
+    if parts.keys() != factors.keys():
+        return None
     every = [part for of_rank in parts.values() for part in of_rank]
     tolerance, truth = own_error(every), norm_of(every)
     acted = [rank for rank, factor in factors.items() if factor < 1 - FAR]
@@ -80,9 +100,10 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     if truth.exact and is_round(truth.middle, tolerance):
         return None  # the right norm
-    least = 2 * tolerance if whole else FAR
+    least = 2 * tolerance if copies else FAR
     apart = max(factors[rank] for rank in acted) > min(factors[rank] for rank in acted) * (1 + least)
-    for meaning, over, norms_left in _own(parts) if whole else _candidates(parts, acted, factors, data):
+    several = [] if copies else [*_candidates(parts, acted, factors, data), *_of_groups(parts, data, norms)]
+    for meaning, over, norms_left in _own(parts, factors) if copies else several:
         left = [value for rank, value in norms_left.items() if rank in acted]
         norm = median(left)
         alike = max(left) <= min(left) * (1 + 2 * tolerance)
@@ -90,7 +111,7 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         # What other factors on other ranks made one norm needs no round number to be what was clipped.
         # Of many ways to combine norms, one leaves a number of two digits by chance now and then.
         round_one = is_round(norm, tolerance, digits=1 if meaning in COMBINED else 2)
-        sure = apart if whole else far and (apart or round_one)
+        sure = apart if copies else far and (apart or round_one)
         if alike and sure and max(norms_left.values()) <= norm * (1 + FAR):
             narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
             culprit = (narrow or [case.culprit for case in unseen])[0]
@@ -108,8 +129,21 @@ def _hold_copies(ranks: set[int], data: StepData, norms: StepNorms, coordinate: 
     return alone and len(set(held)) == 1 and all(part.box is None or part.whole for part in parts)
 
 
-def _own(parts: dict[int, list[Part]]) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
-    yield OWN, (), {rank: local_norm(of_rank) for rank, of_rank in parts.items()}
+def _own(
+    parts: dict[int, list[Part]], factors: dict[int, float]
+) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
+    """What all gradients would have as their norm if all ranks had clipped by a rank's factor, with the copies of those
+    that did: of tensor-parallel ranks each knows of all parts and of its own copies."""
+    left: dict[int, float] = {}
+    for rank, factor in factors.items():
+        pieces: dict[tuple[ParamKey, object], tuple[bool, float]] = {}
+        for of_rank in parts.values():
+            for part in of_rank:
+                alike = abs(factors[part.rank] - factor) <= SAME_FACTOR * factor
+                found = (alike, part.norm * factor / factors[part.rank])
+                pieces[part.key, part.box] = max(found, pieces.get((part.key, part.box), (False, 0.0)))
+        left[rank] = hypot(*(norm for _, norm in pieces.values()))
+    yield OWN, (), left
 
 
 def _coefficients(judged: Sequence[Held], *, most: bool) -> dict[int, float]:
@@ -169,6 +203,21 @@ def _candidates(
             yield COPIES, group, {acted[0]: hypot(*own)}
             for meaning, combine in COMBINED.items():
                 yield meaning, group, {acted[0]: combine(own)}
+
+
+def _of_groups(
+    parts: dict[int, list[Part]], data: StepData, norms: StepNorms
+) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
+    """The norm over one axis of several: each rank's of what lies on its group of ranks."""
+    combined = {event.group for of_rank in data.events.values() for event in of_rank if isinstance(event, Exchange)}
+    axes = [*norms.axes, frozenset(map(frozenset, combined))]
+    for groups in axes:
+        members = sorted(rank for group in groups for rank in group)
+        if members == sorted(parts) and 1 < len(groups) < len(parts):
+            left = {rank: norm_of(part for one in group for part in parts[one]) for group in groups for rank in group}
+            if all(norm.exact for norm in left.values()):
+                first = next(group for group in groups if members[0] in group)
+                yield SHARDS, tuple(sorted(first)), {rank: norm.middle for rank, norm in left.items()}
 
 
 def _counted_apart(parts: dict[int, list[Part]], rank: int) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:

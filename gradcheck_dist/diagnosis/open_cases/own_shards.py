@@ -12,7 +12,7 @@ from gradcheck_dist.events import Exchange, Param
 from gradcheck_dist.ledger.combined_copies import fed_alike
 from gradcheck_dist.ledger.exchanges import SCATTER, SUM
 from gradcheck_dist.ledger.names import plain_name
-from gradcheck_dist.ledger.parted import MANY, module_of, sizes_of
+from gradcheck_dist.ledger.parted import MANY, in_shards, module_of, sizes_of
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 
@@ -79,7 +79,7 @@ class _Shards:
         if plain_name(key[1]) != key[1] or len(of_rank) < 2:
             return False
         param = next(iter(of_rank.values())).param
-        if param.partitioned is False or param.placements:
+        if param.partitioned is False or (param.placements and not in_shards(param)):
             return False
         if self._of_a_part(key, param):
             return True

@@ -115,9 +115,10 @@ def _by_hand(clip: HandNorm) -> Answer:
             fix=FIX,
         )
     shown = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(clip.factors.items())[:4])
+    where = f"it and its group (of rank {min(clip.over)}: {numbered('rank', clip.over)})" if clip.over else "it"
     return Answer(
-        explanation=f"Every rank's gradients were scaled to norm {clip.norm:.4g} of what lies on it ({shown}), by a "
-        f"hand-written clip whose norm was not combined over the ranks that train one model. All gradients have norm "
+        explanation=f"Every rank's gradients were scaled to norm {clip.norm:.4g} of what lies on {where} ({shown}), by "
+        f"a hand-written clip whose norm was not combined over the ranks that train one model. All gradients have norm "
         f"{clip.truth:.6g} after it. Where coefficients differ, copies that ranks hold drift apart.",
         fix=FIX,
     )

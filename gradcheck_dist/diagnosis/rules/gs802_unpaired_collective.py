@@ -135,7 +135,9 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             rank=ranks[0],
             event=event,
             factor=Factor(observed=_factor(first)),
-            explains=functools.partial(_holds_parts, ranks) if parts else lambda finding: False,
+            explains=functools.partial(_holds_parts, facts.norms.together(ranks[0]).union(ranks))
+            if parts
+            else lambda finding: False,
         )
 
 
@@ -150,8 +152,9 @@ def _factor(fault: Faulty) -> float | None:
     return fault.share or (fault.passed.factor if fault.passed.outcome == "scaled" else None)
 
 
-def _holds_parts(ranks: tuple[int, ...], finding: Finding) -> bool:
-    """Whether a finding is that copies between two such functions got the summands that arrive there."""
+def _holds_parts(ranks: frozenset[int], finding: Finding) -> bool:
+    """Whether a finding is that copies between two such functions got the summands that arrive there. `ranks` train one
+    model, of which other stages may lack the same sum."""
     at_a_pass = finding.first_event is not None and finding.first_event.kind == "backward"
     return finding.code == UNSUMMED and at_a_pass and set(finding.ranks) <= set(ranks)
 

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wrapper
 from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
-from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, is_expert, partitioned, start
+from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, is_expert, partitioned
+from gradcheck_dist.probes.parameters.identity import start as first_values
 from gradcheck_dist.probes.parameters.plans import LocalPlan as LocalPlan
 from gradcheck_dist.probes.parameters.plans import ParamInfo as ParamInfo
 from gradcheck_dist.probes.parameters.plans import Plans
 from gradcheck_dist.probes.parameters.regions import Finder, Region, gradient_of, whole
 from gradcheck_dist.probes.parameters.stand_ins import stands_in
 
+PARTED = "(Shard(dim=0),)"
+"""How torch's sharded tensors say that ranks hold parts of one."""
 _WRAPPER_COMPONENTS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -145,7 +148,16 @@ class Registry(Plans):
             info.shows(stand_in, len(info.positions))
             self._write_param(info, info.id in self._looked_up)
         self.add_copy(leaf, [Region(info, start, 0, held)])
+        self.holds(info, leaf)
         return info
+
+    def holds(self, info: ParamInfo, part: Tensor) -> None:
+        """What this rank holds of a parameter that ranks shard and that has no memory of its own: values tell whether
+        other groups of ranks shard another tensor of that name (tensor-parallel layers, experts)."""
+        began = first_values(part, len(info.positions))
+        told = {"placements": PARTED, "start": began, "partitioned": partitioned(part), "expert": is_expert(part)}
+        self._written[info.id] = msgspec.structs.replace(self._written[info.id], **told)
+        self._write(self._written[info.id])
 
     def _add(self, name: str, param: Tensor, stage: int | None, fallback: str, looked_up: bool = False) -> ParamInfo:
         while (stage, name) in self._names:
@@ -197,7 +209,7 @@ class Registry(Plans):
             requires_grad=param.requires_grad,
             fingerprint=fingerprint(param, info.positions),
             sampled_every=info.period,
-            start=start(param, len(info.positions)),
+            start=first_values(param, len(info.positions)),
             looked_up=looked_up,
             partitioned=partitioned(param),
             expert=is_expert(param),

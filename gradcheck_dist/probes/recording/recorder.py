@@ -397,6 +397,7 @@ class Recorder(Sampler):
             params=self.registry.param_set(infos),
             accumulation_step=self.accumulation_step,
             microbatch=current.microbatch if current else 0,
+            scheduled=self.in_pipeline,
             **{"site": current.site if current else caller_site(), **fields},
         )
 

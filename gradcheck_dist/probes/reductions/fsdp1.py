@@ -96,6 +96,11 @@ class Flats:
         else:
             parts = zip(flat._params, held, strict=True)
             copies = [registry.add_copy(param, [region._replace(offset=0)]) for param, region in parts]
+        if handle.uses_sharded_strategy:
+            for index, (info, region) in enumerate(zip(infos, held, strict=True)):
+                lies_in = flat if flat._params is None else flat._params[index]
+                begin = region.offset if flat._params is None else 0
+                registry.holds(info, lies_in.detach().view(-1)[begin : begin + region.length])
         found = Flat(state, handle, infos, whole, held, copies, self._wrapper(prefix, state, infos))
         self._recorder.discovery.hook_flat(flat, infos, functools.partial(arrived, self._recorder, found))
         return found
