@@ -197,3 +197,45 @@ def test_sums_that_are_divided_behind_their_clip_accuse_no_loss(tmp_path: Path) 
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("if it divides by this number as well" in reason for reason in report.reasons)
     assert any("weights are x 36 from the loss on" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "behind", "assigned", "found"),
+    [
+        (0.1, 1 / 3, True, "GS000"),
+        (1.0, 1 / 3, True, "GS000"),
+        (1.0, 1 / 3, False, "GS000"),
+        (1.0, 1 / 2, False, "undetermined"),
+        (1.0, 0.1, False, "clean"),
+        (0.1, 1.0, True, "clean"),
+    ],
+)
+def test_what_multiplies_behind_a_clip_shows_beside_its_line(
+    tmp_path: Path, max_norm: float, behind: float, assigned: bool, found: str
+) -> None:
+    """Also where no line is seen. Unit length times a number may be the clip, or may lack a division by two passes."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="microbatch-mean"):
+        for step in range(2):
+            for k in range(2):
+                part = batch(0, 2 * step + k)
+                (token_sum(model, part) / int((part[1] >= 0).sum()) / 2).backward()
+            coefficient = max_norm / one_by_one([p.grad for p in model.parameters() if p.grad is not None])
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.mul_(coefficient)
+            for param in model.parameters():
+                assert param.grad is not None
+                if assigned:
+                    param.grad = param.grad * behind
+                else:
+                    param.grad *= behind
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    if found != "GS000":
+        assert (report.verdict, report.findings) == (found, [])
+        return
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.observed) == (found, pytest.approx(behind, rel=1e-5))

@@ -9,12 +9,14 @@ from math import inf, prod
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written
 from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6
+MEASURED = 1e-5
+"""Relative; how well a factor is known of which a recorded number is taken out."""
 
 
 def behind_bare_sum(
@@ -139,10 +141,10 @@ def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None
     return alike[-1] if alike else None
 
 
-def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
-    """A number of the program by which the last line of an unrecorded change multiplies all of these gradients, behind
-    one whose number is computed (a clip's coefficient) and with which it makes up all of the change; 1 where there is
-    no such line."""
+def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
+    """A number of the program by which an unrecorded change multiplied all of these gradients besides one number that
+    is computed (a clip's coefficient); 1 where there is none, or what its lines do is not known. Of the two one may be
+    none of a line that was seen: `p.grad = p.grad / 3`."""
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return 1.0
     rank = rank_of(data, culprit.before)
@@ -156,11 +158,17 @@ def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> floa
         of_line = lines.setdefault(line, {}) if mine and line is not None else {}
         for param in mine:
             of_line[param] = of_line.get(param, 1.0) * (event.factor or 1.0)
-    if len(lines) != 2 or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
+    if not lines or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
         return 1.0
-    computed, written = (next(iter(of_line.values())) for of_line in lines.values())
-    accounted = _is(computed * written, culprit.factor, EXACT)
-    return written if accounted and is_exactly_written(written) and not is_exactly_written(computed) else 1.0
+    numbers = [next(iter(of_line.values())) for of_line in lines.values()]
+    written = [number for number in numbers if is_exactly_written(number)]
+    computed = [number for number in numbers if not is_exactly_written(number)]
+    rest = culprit.factor / prod(numbers)
+    if abs(rest - 1) <= EXACT:
+        return prod(written) if len(computed) == 1 else 1.0
+    if computed:
+        return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, {}) else 1.0
+    return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
 
 
 def line_between(

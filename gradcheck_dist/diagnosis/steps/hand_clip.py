@@ -13,7 +13,7 @@ from math import log2
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.own_lines import written_last
+from gradcheck_dist.diagnosis.causes.own_lines import beside_computed
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
@@ -25,6 +25,7 @@ from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_clipped_open
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
@@ -258,13 +259,16 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
         # Where the weights were off before it, the number may have put them right: tokens behind a clip of sums.
         right_before = len(cases) == 1 and abs(own / factor - 1) <= SAME
-        last = written_last(data, case.culprit, case.held) if right_before else 1.0
-        if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
-            norm, factor, own = norm / last, factor / last, own / last
+        last = beside_computed(data, case.culprit, case.held) if right_before else 1.0
+        reason = ""
+        if last != 1 and is_round(norm / last, tolerance):
+            if abs(norm / last - 1) > tolerance or not is_round(norm, tolerance):
+                norm, factor, own = norm / last, factor / last, own / last
+            elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
+                reason = _unit_or_clip(norm, last)
         unit = abs(norm - 1) <= tolerance
         if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
-        reason = ""
         if factor > 1 > own:
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
             before, factor = factor / own, factor if unit else own
@@ -322,6 +326,14 @@ def _normalised(norm: float, before: float) -> str:
         f"gradients were scaled by hand to norm {norm:.2g}, and all weights were x {before:.4g} before that: made to "
         "unit length on purpose, any scale is right before it; clipped, they lack a division by this number. A step "
         "whose gradients are shorter than the clip's norm tells: record one, or clip at a larger norm"
+    )
+
+
+def _unit_or_clip(norm: float, last: float) -> str:
+    return (
+        f"gradients were scaled by hand to norm 1 and then by {last:.4g}, which leaves norm {norm:.4g}: unit length "
+        "times the norm that is meant, or a clip to norm 1 with a number of ranks or passes behind it that is one too "
+        "many. A step whose gradients are shorter than 1 tells: record one, or clip at a larger norm"
     )
 
 
