@@ -127,10 +127,14 @@ def _differs_so(
 
 
 def _writes(data: StepData, culprit: Culprit, rank: int) -> list[GradWrite]:
-    """The writes of a rank between the events of an unrecorded change, each of which it has at its own time."""
+    return [event for event in between(data, culprit, rank) if isinstance(event, GradWrite)]
+
+
+def between(data: StepData, culprit: Culprit, rank: int) -> list[Event]:
+    """What a rank recorded between the events of an unrecorded change, each of which it has at its own time."""
     first, last = (_counterpart(data, event, rank) for event in (culprit.event, culprit.before))
     begin, end = first.seq if first is not None else -1, last.seq if last is not None else inf
-    return [one for one in data.events[rank] if isinstance(one, GradWrite) and begin < one.seq < end]
+    return [event for event in data.events[rank] if begin < event.seq < end]
 
 
 def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None:

@@ -18,7 +18,8 @@ from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
-from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
+from gradcheck_dist.diagnosis.norms.left_norms import error_of, norm_afterwards
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps import counted
 from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
@@ -27,7 +28,7 @@ from gradcheck_dist.diagnosis.steps.undone_behind import leave_clipped_open
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
-from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
+from gradcheck_dist.events import GradientNorm
 from gradcheck_dist.ledger.tracks import StepData
 
 CODE = "GS501"
@@ -58,7 +59,7 @@ class HandClip:
 def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
     """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
     norm = norm_afterwards(case, data, norms) if case.could_be_clip else None
-    return None if norm is None else Scaling(case.pattern.factor, norm, own_error(_parts(case, norms)))
+    return None if norm is None else Scaling(case.pattern.factor, norm, error_of(case, norms))
 
 
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
@@ -219,33 +220,6 @@ def _as_clip(verdict: StepVerdict, factor: float, what: str) -> StepVerdict:
     return replace(verdict, findings=findings, weights=weights, remarks=[*verdict.remarks, text])
 
 
-def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | None:
-    """The norm of all gradients where the culprit's bracket ends; None where it is not known as one number."""
-    before = case.culprit.before
-    if before is None:
-        return None
-    found = []
-    for group in {norms.together(held.rank) for held in case.held}:
-        parts = [part for (rank, _), part in norms.parts.items() if rank in group]
-        if any(_first_clip(data, rank, type(before)) is None for rank in group):
-            return None
-        norm = norm_of(parts)
-        if not parts or not norm.known:
-            return None
-        # A matrix that is tied may be counted once or with each of its copies: who clips does either.
-        either = (norm.middle,) if norm.exact else (norm.low, norm.high)
-        if not (value := next((one for one in either if norm.exact or is_round(one, own_error(parts))), None)):
-            return None
-        found.append(value)
-    return found[0] if found and max(found) <= min(found) * (1 + 1e-3) else None
-
-
-def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
-    """The event at which a rank's norms were taken, when it is of this kind."""
-    ends = [event for event in data.events[rank] if isinstance(event, Clip | OptimizerStep)]
-    return ends[0] if ends and isinstance(ends[0], kind) else None
-
-
 def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> HandClip | None:
     """The clip among the cases of a step, when one surely is. Copies that a rank leaves out of its norm tell of it less
     than what the norm was taken of."""
@@ -253,7 +227,7 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         if not case.scaled_alike:
             continue
         norm = norm_afterwards(case, data, norms)
-        tolerance = own_error(_parts(case, norms))
+        tolerance = error_of(case, norms)
         if norm is None or tolerance > TOO_VAGUE:
             continue
         factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
@@ -337,11 +311,6 @@ def _unit_or_clip(norm: float, last: float) -> str:
     )
 
 
-def _parts(case: Case, norms: StepNorms) -> list[Part]:
-    ranks = {rank for held in case.held for rank in held.ranks}
-    return [part for (rank, _), part in norms.parts.items() if rank in ranks]
-
-
 def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
     """Say what a finding's factor may be as well, where the lines of a clip may divide by something besides."""
     if not case.everywhere or case.pattern.kind != "uniform" or case.culprit.unrecorded or finding.code == CODE:
@@ -366,14 +335,14 @@ def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
         )
 
 
-def freed(measured: list[Held], clip: HandClip) -> list[Held]:
-    """What was measured, freed of the clip."""
+def freed(measured: list[Held], factor: float) -> list[Held]:
+    """What was measured, freed of a clip by hand that multiplied it by `factor`."""
     return [
         replace(
             held,
-            observed=held.observed / clip.factor,
-            stderr=held.stderr / clip.factor,
-            clip_by_hand=clip.factor,
+            observed=held.observed / factor,
+            stderr=held.stderr / factor,
+            clip_by_hand=factor,
         )
         if held.observed is not None and held.stderr is not None
         else held
