@@ -14,9 +14,10 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
 from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
+from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
-from gradcheck_dist.diagnosis.steps.handmade import NO_COMBINATION, weigh
+from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
 from gradcheck_dist.diagnosis.steps.never_read import leave_unread_open
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law

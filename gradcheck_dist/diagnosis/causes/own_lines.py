@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf, prod
 
@@ -10,7 +10,7 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written
-from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
+from gradcheck_dist.events import SCALED, WRITTEN, Backward, Event, GradWrite, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -127,7 +127,7 @@ def _differs_so(
 
 
 def _writes(data: StepData, culprit: Culprit, rank: int) -> list[GradWrite]:
-    return [event for event in between(data, culprit, rank) if isinstance(event, GradWrite)]
+    return [one for one in between(data, culprit, rank) if isinstance(one, GradWrite) and one.op == SCALED]
 
 
 def between(data: StepData, culprit: Culprit, rank: int) -> list[Event]:
@@ -175,6 +175,27 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
 
 
+def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
+    """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what."""
+    if not culprit.unrecorded or culprit.event is None or culprit.before is None:
+        return ()
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    return lines_that_write(data, rank, params, between(data, culprit, rank))
+
+
+def lines_that_write(data: StepData, rank: int, params: Set[int], events: Iterable[Event]) -> tuple[str, ...]:
+    """The lines of `events` that changed gradients of a rank's parameters, or parts of them, by no one number."""
+    found = [
+        one.site.short
+        for one in events
+        if isinstance(one, GradWrite) and one.site is not None and one.params is not None
+        if one.op == WRITTEN or one.factor is None
+        if not params.isdisjoint(data.params_of(rank, one.params))
+    ]
+    return tuple(dict.fromkeys(found))
+
+
 def line_between(
     data: StepData, culprit: Culprit, held: Sequence[Held], off: float, tolerance: float
 ) -> GradWrite | None:
@@ -204,9 +225,10 @@ def line_between(
         event
         for event in data.events[rank]
         if isinstance(event, GradWrite) and event.site is not None and begin < event.seq < end
+        if event.op != WRITTEN or event.factor is not None
     ]
     owners = {one.seq: set(data.params_of(rank, one.params or 0)) for one in between if one.params is not None}
-    writes = [one for one in between if params & owners.get(one.seq, set())]
+    writes = [one for one in between if params & owners.get(one.seq, set()) and one.op != WRITTEN]
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:
         such = [one for one in writes or between if _is(one.factor, value, tolerance)]

@@ -15,7 +15,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import between, rank_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.left_norms import error_of, norm_afterwards
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
-from gradcheck_dist.events import AmpUnscale, Event, GradWrite
+from gradcheck_dist.events import SCALED, AmpUnscale, Event, GradWrite
 from gradcheck_dist.ledger.tracks import StepData
 
 LEAST_POWER = 5
@@ -79,6 +79,8 @@ def _unscaled_last(case: Case, data: StepData) -> tuple[float, bool] | None:
     scales: set[tuple[float, bool]] = set()
     for event in reversed(between(data, case.culprit, rank)):
         if not isinstance(event, AmpUnscale | GradWrite) or event.params is None:
+            continue
+        if isinstance(event, GradWrite) and event.op != SCALED:
             continue
         mine = missed & set(data.params_of(rank, event.params))
         scale = event.scale if isinstance(event, AmpUnscale) else scale_of(event)

@@ -28,6 +28,7 @@ from gradcheck_dist.diagnosis.steps.undone_behind import leave_clipped_open
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+from gradcheck_dist.diagnosis.words import that_write
 from gradcheck_dist.events import GradientNorm
 from gradcheck_dist.ledger.tracks import StepData
 
@@ -59,7 +60,7 @@ class HandClip:
 def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
     """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
     norm = norm_afterwards(case, data, norms) if case.could_be_clip else None
-    return None if norm is None else Scaling(case.pattern.factor, norm, error_of(case, norms))
+    return None if norm is None else Scaling(case.pattern.factor, norm, error_of(case, norms), case.culprit.lines)
 
 
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
@@ -150,6 +151,8 @@ def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None,
                 f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is {name}, "
                 "another number in each: a formula, and no clip."
             )
+        if verdict.scaling is not None and verdict.scaling.lines:
+            finding.explanation += f" In between, {that_write(verdict.scaling.lines, 'them')}."
         at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
         finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
         if own is not None and finding.factor.observed:

@@ -42,11 +42,12 @@ def cause(finding: Finding) -> Cause:
 @dataclass(frozen=True)
 class Scaling:
     """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
-    is relative."""
+    is relative. `lines` are those that wrote to them there, nobody knows what."""
 
     factor: float
     norm: float
     tolerance: float
+    lines: tuple[str, ...] = ()
 
 
 Key = tuple[ParamKey, int, ContributionKey]
