@@ -137,7 +137,7 @@ def _by_hand(case: Case) -> bool:
 def _stands_written(case: Case) -> bool:
     """Whether one step alone shows numbers of the program and not of the data."""
     pattern = case.pattern
-    if pattern.kind not in ("uniform", "geometric", "repeated", "other"):
+    if pattern.kind not in ("uniform", "geometric", "repeated", "part", "other"):
         return True  # follows counts, or who holds it
     if pattern.kind in ("geometric", "repeated") and pattern.base is not None:
         values = [(value, pattern.tolerance) for value in (pattern.base, pattern.factor)]
