@@ -55,6 +55,7 @@ from gradcheck_dist.diagnosis.steps.hand_clip import (
     undone,
 )
 from gradcheck_dist.diagnosis.steps.handmade import note
+from gradcheck_dist.diagnosis.steps.kept_apart import kept_apart
 from gradcheck_dist.diagnosis.steps.open_steps import (
     not_finite,
     weighed_apart,
@@ -155,6 +156,7 @@ def _judge_step(
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)
+    verdict.kept_apart = kept_apart(verdict) if verdict.findings or verdict.changes else None
     relative, expected = weighed.target.relative, weighed.target.expected
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)

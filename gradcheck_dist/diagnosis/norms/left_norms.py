@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
 from gradcheck_dist.events import Clip, OptimizerStep
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 
 def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | None:
@@ -23,11 +26,20 @@ def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | Non
         if not parts or not norm.known:
             return None
         # A matrix that is tied may be counted once or with each of its copies: who clips does either.
-        either = (norm.middle,) if norm.exact else (norm.low, norm.high)
+        either = (norm.middle,) if norm.exact else (norm.low, norm.high, *_counted_once(parts))
         if not (value := next((one for one in either if norm.exact or is_round(one, own_error(parts))), None)):
             return None
         found.append(value)
     return found[0] if found and max(found) <= min(found) * (1 + 1e-3) else None
+
+
+def _counted_once(parts: Sequence[Part]) -> Iterator[float]:
+    """The norms with one of a tied matrix's copies, which differ where nobody adds them up."""
+    names: dict[ParamKey, set[ParamKey | None]] = defaultdict(set)
+    for part in parts:
+        names[part.key].add(part.own)
+    for chosen in zip(*(sorted(of_key, key=str) for of_key in names.values() if len(of_key) > 1), strict=False):
+        yield norm_of(part for part in parts if len(names[part.key]) == 1 or part.own in chosen).middle
 
 
 def _first_clip(data: StepData, rank: int, kind: type) -> object | None:

@@ -271,7 +271,7 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
 def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
     """The same, where something besides set some gradients apart from most: behind the clip, or before its norm."""
     for case in cases:
-        if (alike := as_if_all_alike(case, judged, data, norms)) is not None:
+        if (alike := as_if_all_alike(case, cases, judged, data, norms)) is not None:
             instead = [alike[0], *(other for other in cases if other is not case)]
             return clip_by_hand(instead, data, alike[1]) or clip_by_hand(instead, data, norms)
     return None

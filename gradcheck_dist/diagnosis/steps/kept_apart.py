@@ -2,8 +2,8 @@
 
 Gradient surgery (PCGrad) runs a forward pass for each task, keeps its gradient, empties the buffers and projects the
 gradients on one another. Where none of them conflict nothing but their sum is left, which looks like an accumulation
-whose division is missing: each pass is a mean over its own tokens, and all are added up. The steps in which
-the same run combines passes by unlike numbers show that these are tasks.
+whose division is missing: each pass is a mean over its own tokens, and all are added up. The steps in which the same
+run combines passes by unlike numbers show that these are tasks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.step_verdict import KeptApart, StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.written import Measured, distinct
 from gradcheck_dist.events import Backward
@@ -35,22 +35,55 @@ def leave_tasks_open(verdicts: Sequence[StepVerdict]) -> None:
     same one, combines such passes by numbers computed from them; unless they weigh another number as tasks, too."""
     combines = any(map(_combines, verdicts))
     for verdict in verdicts:
+        kept = verdict.kept_apart
         sums = [one for one in verdict.errors if one.first_event is not None and one.first_event.kind == "loss"]
         sums = [one for one in sums if cause(one) in verdict.shapes]
-        if not sums or not _kept_apart(verdict):
+        if not sums or kept is None:
             continue
-        weights = _as_tasks(verdict)
-        right = bool(weights) and max(abs(weight - 1) for weight in weights) <= SAME
-        if combines and (right or (_are_means(verdict) and len(distinct([(one, SAME) for one in weights])) > 1)):
+        if combines and (kept.right or kept.unlike):
             for finding in sums:
                 verdict.take_away(finding)
             verdict.reasons.append(
                 "the gradients of passes are kept apart, and the program combines them by numbers that it computes. "
                 f"Each is a mean over its own tokens: too much where they are parts of one batch. If they are {TASKS}"
             )
-        elif right:
+        elif kept.right:
             for finding in sums:
                 finding.explanation += f" The gradients of these passes are kept apart: if they are {TASKS}."
+
+
+def _combines(verdict: StepVerdict) -> bool:
+    """Whether lines that nobody records multiply passes that are kept apart by numbers that are no constants."""
+    known = {id(finding) for finding in verdict.findings}
+    computed = [change for change in verdict.changes if id(change.finding) not in known]
+    for change in computed if verdict.kept_apart is not None else ():
+        found: dict[object, dict[object, Measured]] = defaultdict(dict)
+        for (param, rank, key), factor in change.factors.items():
+            found[param, rank, key[0]][key[1:]] = factor
+        num_passes = verdict.kept_apart.num_passes if verdict.kept_apart is not None else 1
+        if any(len(of) < num_passes or len(distinct(list(of.values()))) > 1 for of in found.values()):
+            return True
+    return False
+
+
+def kept_apart(verdict: StepVerdict) -> KeptApart | None:
+    """What is known of a step where all passes but the last were handed to the program, or gone from `.grad` when the
+    last was there, and are in what the optimizer reads for all that; None for all others."""
+    recorded = verdict.contributions
+    returned: set[ContributionKey] = {
+        (recorded.coordinate.get(rank, rank), event.accumulation_step, event.microbatch)
+        for rank, events in verdict.data.events.items()
+        for event in events
+        if isinstance(event, Backward) and event.returned
+    }
+    passes = {key[1:] for key in recorded.by_key}
+    earlier = {key for key in recorded.by_key if key[1:] != max(passes)}
+    if not earlier or not (earlier <= returned or any(_came_back(held, earlier) for held in verdict.held)):
+        return None
+    weights = _as_tasks(verdict)
+    right = bool(weights) and max(abs(weight - 1) for weight in weights) <= SAME
+    unlike = _are_means(verdict) and len(distinct([(weight, SAME) for weight in weights])) > 1
+    return KeptApart(len(passes), right, unlike)
 
 
 def _as_tasks(verdict: StepVerdict) -> list[float]:
@@ -68,35 +101,6 @@ def _are_means(verdict: StepVerdict) -> bool:
     """Whether all losses weigh the same number of means over their own tokens."""
     weights = [(one.weight or 0.0) * (one.num_tokens or 0) for one in verdict.contributions.by_key.values()]
     return bool(weights) and min(weights) > 0 and max(weights) <= min(weights) * (1 + SAME)
-
-
-def _combines(verdict: StepVerdict) -> bool:
-    """Whether lines that nobody records multiply passes that are kept apart by numbers that are no constants."""
-    known = {id(finding) for finding in verdict.findings}
-    computed = [change for change in verdict.changes if id(change.finding) not in known]
-    passes = {key[1:] for key in verdict.contributions.by_key}
-    for change in computed if _kept_apart(verdict) else ():
-        found: dict[object, dict[object, Measured]] = defaultdict(dict)
-        for (param, rank, key), factor in change.factors.items():
-            found[param, rank, key[0]][key[1:]] = factor
-        if any(len(of) < len(passes) or len(distinct(list(of.values()))) > 1 for of in found.values()):
-            return True
-    return False
-
-
-def _kept_apart(verdict: StepVerdict) -> bool:
-    """Whether all passes of a step but the last were handed to the program, or gone from `.grad` when the last was
-    there, and are in what the optimizer reads for all that."""
-    recorded = verdict.contributions
-    returned: set[ContributionKey] = {
-        (recorded.coordinate.get(rank, rank), event.accumulation_step, event.microbatch)
-        for rank, events in verdict.data.events.items()
-        for event in events
-        if isinstance(event, Backward) and event.returned
-    }
-    last = max((key[1:] for key in recorded.by_key), default=(0, 0))
-    earlier = {key for key in recorded.by_key if key[1:] != last}
-    return bool(earlier) and (earlier <= returned or any(_came_back(held, earlier) for held in verdict.held))
 
 
 def _came_back(held: Held, keys: Set[ContributionKey]) -> bool:
