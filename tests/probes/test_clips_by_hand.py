@@ -43,11 +43,12 @@ def trained(
     norm_of: Callable[[list[torch.Tensor]], float] = squares,
     behind: bool = False,
     over: float = 1.0,
+    seen: bool = False,
 ) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
     clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
     it as it arrives. `behind`: their norm is taken before the division, and divided as well. `over`: what tokens are
-    divided by before gradients are divided by them."""
+    divided by before gradients are divided by them. `seen`: that is done where gradients lie."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -60,8 +61,13 @@ def trained(
                 (token_sum(model, part) * (loss_factor if divides else loss_factor / total)).backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm_of(grads) / (total / over if divides else 1) if behind else 0.0
-            for grad in grads:
-                grad.div_(total / over if divides else 1)
+            for param in model.parameters():
+                assert param.grad is not None
+                if seen:
+                    param.grad /= total / over if divides else 1
+                else:
+                    param.grad = param.grad / (total / over if divides else 1)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm if behind else norm_of(grads)
             for grad in grads:
                 grad.mul_(min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm))
@@ -76,6 +82,11 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert all("are taken to divide by" in problem for problem in report.coverage.problems)
+
+
+def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
+    report = trained(tmp_path, 1.0, divides=True, max_norm=0.25, seen=True)
+    assert (report.verdict, report.findings) == ("clean", [])
 
 
 def test_a_step_without_a_clip_shows_what_its_lines_divide_by(tmp_path: Path) -> None:

@@ -175,6 +175,20 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
 
 
+def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: float) -> bool:
+    """Whether a line was seen that divides all of these gradients by a number between the events of an unrecorded
+    change."""
+    if culprit.event is None or culprit.before is None:
+        return False
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    lines: dict[tuple[str, int] | None, set[int]] = {}
+    for event in _writes(data, culprit, rank):
+        if _is(event.factor, 1 / divisor, 0.0) and event.params is not None:
+            lines.setdefault(line_of(event), set()).update(data.params_of(rank, event.params))
+    return any(params <= of_line for of_line in lines.values())
+
+
 def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
     """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what."""
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:

@@ -13,7 +13,7 @@ from math import log2
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.own_lines import beside_computed
+from gradcheck_dist.diagnosis.causes.own_lines import beside_computed, is_divided
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
@@ -260,7 +260,8 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         if divisor > 1 + TOO_VAGUE:
             number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
             text += _besides(number)
-            assumed = Assumed(divisor, place_of(case.culprit), line, number)
+            if not is_divided(data, case.culprit, case.held, divisor):
+                assumed = Assumed(divisor, place_of(case.culprit), line, number)
         measured = isinstance(case.culprit.event, GradientNorm)
         return HandClip(
             factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
