@@ -111,8 +111,12 @@ class ScaleGrads(Event, tag="scale_grads"):
     accumulation_step: Index = 0
 
 
+SCALED, WRITTEN = "scaled", "written"
+
+
 class GradWrite(Event, tag="grad_write"):
-    """A line of the trainer's own multiplied gradients in place by `factor`; None where that is no one number.
+    """A line of the trainer's own multiplied gradients in place by `factor`, None where that is no one number; or did
+    so to a part of them, or wrote something else into them (`op` is WRITTEN).
 
     It tells a line and is no hand of the ledgers: what happened there is measured by the samples around it. `params`
     None: a tensor that is nobody's gradient, such as a buffer that is copied into some.
@@ -120,6 +124,7 @@ class GradWrite(Event, tag="grad_write"):
 
     params: int | None = None
     factor: float | None = None
+    op: str = SCALED
 
 
 class ZeroGrad(Event, tag="zero_grad"):

@@ -14,9 +14,11 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import leave_weighted_open
 from gradcheck_dist.diagnosis.norms.assumed import confirm
 from gradcheck_dist.diagnosis.report.conclusion import report_of
 from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
+from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
-from gradcheck_dist.diagnosis.steps.handmade import NO_COMBINATION, weigh
+from gradcheck_dist.diagnosis.steps.handmade import weigh
+from gradcheck_dist.diagnosis.steps.kept_apart import leave_tasks_open
 from gradcheck_dist.diagnosis.steps.left_over import say_lost
 from gradcheck_dist.diagnosis.steps.never_read import leave_unread_open
 from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
@@ -90,6 +92,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     tell_terms(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)
+    leave_tasks_open(verdicts)
     lay_to_passes(verdicts)
     tell_by_other_steps(verdicts)
     leave_weighted_open(verdicts)

@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart
 from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
+from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip, scaled_clip
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.arrived_twice import arrived_twice
 from gradcheck_dist.diagnosis.open_cases.own_shards import leave_shards_open
@@ -54,6 +55,7 @@ from gradcheck_dist.diagnosis.steps.hand_clip import (
     undone,
 )
 from gradcheck_dist.diagnosis.steps.handmade import note
+from gradcheck_dist.diagnosis.steps.kept_apart import kept_apart
 from gradcheck_dist.diagnosis.steps.open_steps import (
     not_finite,
     weighed_apart,
@@ -141,7 +143,7 @@ def _judge_step(
         verdict.remarks += strange
     else:
         verdict.reasons += strange
-    cases, hidden, by_norm = _cases(verdict, weighed, norms)
+    cases, hidden, by_norm, scaled = _cases(verdict, weighed, norms)
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:
         cases = _not_to_come(cases, verdict.held)
@@ -154,12 +156,13 @@ def _judge_step(
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)
+    verdict.kept_apart = kept_apart(verdict) if verdict.findings or verdict.changes else None
     relative, expected = weighed.target.relative, weighed.target.expected
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)
     found = frozenset(finding.code for finding in verdict.findings)
     on_the_way = weighed.on_the_way
     facts = StepFacts(verdict.context, data, recorded, norms, verdict.held, found, on_the_way, bool(made_up))
-    facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm)
+    facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm, scaled=scaled)
     backwards = list(own_backwards(data.events))
     if backwards := [*backwards, *unlike_shards(data.events, backwards)]:
         with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
@@ -222,9 +225,9 @@ def _laid_to_backwards(verdict: StepVerdict, facts: StepFacts) -> StepVerdict:
 
 def _cases(
     verdict: StepVerdict, weighed: Weighed, norms: StepNorms
-) -> tuple[list[Case], Sequence[float] | None, HandNorm | None]:
+) -> tuple[list[Case], Sequence[float] | None, HandNorm | None, ScaledClip | None]:
     """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; the factors that
-    such a clip hides, None where there is none; and such a clip that took a wrong norm."""
+    such a clip hides, None where there is none; such a clip that took a wrong norm; and one of scaled gradients."""
     data, target = verdict.data, weighed.target
     cases = cases_of(verdict, weighed.measured, target.expected, target.tokens)
     by_hand = clip_by_hand(cases, data, norms)
@@ -236,6 +239,11 @@ def _cases(
         verdict.remarks.append(by_hand.text)
         verdict.reasons += [by_hand.reason] if by_hand.reason else []
         verdict.assumed = by_hand.assumed
+    scaled = scaled_clip(cases, data, norms) if by_hand is None else None
+    if scaled is not None:
+        cases = _judged_again(verdict, freed(weighed.measured, scaled.factor), target)
+        verdict.remarks.append(f"step {data.step}: {scaled.text}")
+        return cases, None, None, scaled
     by_norm = wrong_norm(cases, verdict.held, data, norms) if by_hand is None else None
     if by_hand is None and by_norm is None and (by_hand := clip_of_most(cases, verdict.held, data, norms)) is not None:
         cases = _without(verdict, weighed, by_hand)
@@ -246,12 +254,12 @@ def _cases(
         verdict.remarks.append(f"step {data.step}: {by_norm.text}")
     if not cases and verdict.assumed is None:
         verdict.divided = divisions(data, verdict.held, verdict.context.quantities)
-    return cases, by_hand.hidden if by_hand is not None else None, by_norm
+    return cases, by_hand.hidden if by_hand is not None else None, by_norm, None
 
 
 def _without(verdict: StepVerdict, weighed: Weighed, clip: HandClip) -> list[Case]:
     """What is wrong in a step that is freed of a clip by hand."""
-    return _judged_again(verdict, freed(weighed.measured, clip), weighed.target)
+    return _judged_again(verdict, freed(weighed.measured, clip.factor), weighed.target)
 
 
 def _judged_again(verdict: StepVerdict, measured: list[Held], target: Aim) -> list[Case]:

@@ -11,8 +11,8 @@ from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
+from gradcheck_dist.diagnosis.steps.changed_in import name_places
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
-from gradcheck_dist.diagnosis.steps.handmade import name_places
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
     infinite_losses,

@@ -23,3 +23,8 @@ def in_short(names: Sequence[str]) -> str:
 def reduction(event: Reduce) -> str:
     """What reduces: "FSDP reduction", "reduction by Gather"."""
     return f"reduction by {event.hook}" if event.impl == GATHERED else f"{event.impl.upper()} reduction"
+
+
+def that_write(lines: Sequence[str], to: str) -> str:
+    """Which lines change something: "a.py:3 writes to it"."""
+    return f"{in_short(lines)} {'writes' if len(lines) == 1 else 'write'} to {to}"

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from gradcheck_dist.diagnosis.steps.handmade import _until_then
+from gradcheck_dist.diagnosis.steps.changed_in import _until_then
 from gradcheck_dist.diagnosis.weights.cells import Cell
 
 

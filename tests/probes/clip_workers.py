@@ -54,14 +54,16 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
     dist.destroy_process_group()
 
 
-def train_with_one_stages_norm(config: TrainConfig, run_dir: str) -> TrainResult:
-    """The same, clipping by hand by a norm to which the pipeline's last stage adds nothing (DeepSpeed 0.19.8 does)."""
+def train_with_one_stages_norm(config: TrainConfig, run_dir: str, left_out: str = "") -> TrainResult:
+    """The same, clipping by hand by a norm to which the pipeline's last stage adds nothing (DeepSpeed 0.19.8 does), or
+    all but what is `left_out`."""
     from gradcheck_dist.trainer import clip
 
     def clip_gradients(model: torch.nn.Module, max_norm: float, pipeline_group: dist.ProcessGroup | None) -> float:
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        squares = torch.stack([(grad * grad).sum() for grad in grads]).sum()
-        total = squares if dist.get_rank() == 0 else torch.zeros(())
+        counted = [param.grad for name, param in model.named_parameters() if name != left_out]
+        squares = torch.stack([(grad * grad).sum() for grad in counted if grad is not None]).sum()
+        total = squares if dist.get_rank() == 0 or left_out else torch.zeros(())
         dist.all_reduce(total)
         for grad in grads:
             grad.mul_(min(1.0, max_norm / float(total.sqrt())))

@@ -65,3 +65,41 @@ def train_by_hand(run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_experts(run_dir: str, divisor: float) -> None:
+    """Pairs of ranks share a batch and add up what an expert of each makes of it; each has the loss for itself. Experts
+    are sharded by FSDP2 over the ranks that hold them. `divisor`: what its reduction divides by, 0 for its choice."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.nn.functional import all_reduce
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("holders", "experts"))
+    with attach(run_dir):
+        torch.manual_seed(0)
+        embedding, head = nn.Linear(8, 16), nn.Linear(16, 32)
+        torch.manual_seed(1 + rank % 2)
+        expert = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        fully_shard(expert, mesh=mesh["holders"])
+        if divisor:
+            expert.set_gradient_divide_factor(divisor)  # type: ignore[attr-defined]
+            expert.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]  # gloo knows no other
+        copies = [*embedding.parameters(), *head.parameters()]
+        optimizer = torch.optim.SGD([*copies, *expert.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(10 + rank // 2)
+        for _ in range(2):
+            hidden = embedding(torch.randn(24, 8, generator=generator))
+            labels = torch.randint(0, 32, (24,), generator=generator)
+            made = all_reduce(expert(hidden), group=mesh["experts"].get_group())
+            F.cross_entropy(head(hidden + made), labels).backward()
+            for p in copies:
+                dist.all_reduce(p.grad)
+                p.grad.div_(4)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

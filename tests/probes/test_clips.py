@@ -57,6 +57,10 @@ def by_hand(max_norm: float) -> Finish:
     return clip
 
 
+def clip(max_norm: float) -> Finish:
+    return lambda model: utils.clip_grad_norm_(model.parameters(), max_norm) and None
+
+
 def in_groups(model: Net) -> None:
     utils.clip_grad_norm_(model.inner.parameters(), 0.1)
     utils.clip_grad_norm_([*model.embedding.parameters(), *model.head.parameters()], 0.2)
@@ -289,8 +293,11 @@ def test_clipping_inside_the_accumulation_loop_is_early(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("hand", [False, True])
 @pytest.mark.parametrize("order", ["unscaled", "scaled", "threshold scaled"])
-def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(order: str, tmp_path: Path) -> None:
+def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(
+    order: str, hand: bool, tmp_path: Path
+) -> None:
     model, scaler = Net(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(torch.zeros(()))
@@ -299,7 +306,8 @@ def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(orde
             accumulate(model, scale=scaler.get_scale())
             if order == "unscaled":
                 scaler.unscale_(optimizer)
-            utils.clip_grad_norm_(model.parameters(), 0.1 * (scaler.get_scale() if "threshold" in order else 1.0))
+            max_norm = 0.1 * (scaler.get_scale() if "threshold" in order else 1.0)
+            (by_hand(max_norm) if hand else clip(max_norm))(model)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -308,19 +316,24 @@ def test_a_clip_of_scaled_gradients_is_found_unless_its_threshold_is_scaled(orde
     if order == "scaled":
         assert report.findings[0].factor.observed == pytest.approx(1 / 65536)
         assert report.findings[0].factor.expression == "1/loss_scale"
+        assert report.findings[0].steps == list(range(NUM_STEPS))
+        assert {round(weight.ratio or 0, 4) for weight in report.weights if hand} <= {1.0}
 
 
 @pytest.mark.parametrize(
-    ("scale", "max_norm", "first", "found"),
+    ("scale", "max_norm", "first", "found", "clips"),
     [
-        (1024.0, 0.1, "clip", ["GS604"]),
-        (1024.0, 0.1, "division", []),
-        (1024.0, 0.1 * 1024, "clip", []),
-        (4.0, 0.1, "clip", ["GS605"]),
+        (1024.0, 0.1, "clip", ["GS604"], clip),
+        (1024.0, 0.1, "clip", ["GS604"], by_hand),
+        (1024.0, 0.1, "division", [], clip),
+        (1024.0, 0.1, "division", [], by_hand),
+        (1024.0, 0.1 * 1024, "clip", [], clip),
+        (1024.0, 0.1 * 1024, "clip", [], by_hand),
+        (4.0, 0.1, "clip", ["GS605"], clip),
     ],
 )
 def test_a_loss_scale_by_hand_is_taken_out_before_the_clip(
-    scale: float, max_norm: float, first: str, found: list[str], tmp_path: Path
+    scale: float, max_norm: float, first: str, found: list[str], clips: Callable[[float], Finish], tmp_path: Path
 ) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,10 +341,10 @@ def test_a_loss_scale_by_hand_is_taken_out_before_the_clip(
         for _ in range(NUM_STEPS):
             accumulate(model, scale=scale)
             if first == "clip":
-                utils.clip_grad_norm_(model.parameters(), max_norm)
+                clips(max_norm)(model)
             torch._foreach_div_([param.grad for param in model.parameters()], scale)
             if first == "division":
-                utils.clip_grad_norm_(model.parameters(), max_norm)
+                clips(max_norm)(model)
             optimizer.step()
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))

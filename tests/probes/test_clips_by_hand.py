@@ -43,11 +43,12 @@ def trained(
     norm_of: Callable[[list[torch.Tensor]], float] = squares,
     behind: bool = False,
     over: float = 1.0,
+    seen: bool = False,
 ) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
     clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
     it as it arrives. `behind`: their norm is taken before the division, and divided as well. `over`: what tokens are
-    divided by before gradients are divided by them."""
+    divided by before gradients are divided by them. `seen`: that is done where gradients lie."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -60,8 +61,13 @@ def trained(
                 (token_sum(model, part) * (loss_factor if divides else loss_factor / total)).backward()
             grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm_of(grads) / (total / over if divides else 1) if behind else 0.0
-            for grad in grads:
-                grad.div_(total / over if divides else 1)
+            for param in model.parameters():
+                assert param.grad is not None
+                if seen:
+                    param.grad /= total / over if divides else 1
+                else:
+                    param.grad = param.grad / (total / over if divides else 1)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
             norm = norm if behind else norm_of(grads)
             for grad in grads:
                 grad.mul_(min(1.0, (max_norm if isinstance(max_norm, float) else max_norm[step]) / norm))
@@ -76,6 +82,11 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert all("are taken to divide by" in problem for problem in report.coverage.problems)
+
+
+def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
+    report = trained(tmp_path, 1.0, divides=True, max_norm=0.25, seen=True)
+    assert (report.verdict, report.findings) == ("clean", [])
 
 
 def test_a_step_without_a_clip_shows_what_its_lines_divide_by(tmp_path: Path) -> None:
@@ -197,3 +208,45 @@ def test_sums_that_are_divided_behind_their_clip_accuse_no_loss(tmp_path: Path) 
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("if it divides by this number as well" in reason for reason in report.reasons)
     assert any("weights are x 36 from the loss on" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "behind", "assigned", "found"),
+    [
+        (0.1, 1 / 3, True, "GS000"),
+        (1.0, 1 / 3, True, "GS000"),
+        (1.0, 1 / 3, False, "GS000"),
+        (1.0, 1 / 2, False, "undetermined"),
+        (1.0, 0.1, False, "clean"),
+        (0.1, 1.0, True, "clean"),
+    ],
+)
+def test_what_multiplies_behind_a_clip_shows_beside_its_line(
+    tmp_path: Path, max_norm: float, behind: float, assigned: bool, found: str
+) -> None:
+    """Also where no line is seen. Unit length times a number may be the clip, or may lack a division by two passes."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="microbatch-mean"):
+        for step in range(2):
+            for k in range(2):
+                part = batch(0, 2 * step + k)
+                (token_sum(model, part) / int((part[1] >= 0).sum()) / 2).backward()
+            coefficient = max_norm / one_by_one([p.grad for p in model.parameters() if p.grad is not None])
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.mul_(coefficient)
+            for param in model.parameters():
+                assert param.grad is not None
+                if assigned:
+                    param.grad = param.grad * behind
+                else:
+                    param.grad *= behind
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    if found != "GS000":
+        assert (report.verdict, report.findings) == (found, [])
+        return
+    (finding,) = report.findings
+    assert (finding.code, finding.factor.observed) == (found, pytest.approx(behind, rel=1e-5))

@@ -41,6 +41,18 @@ def test_a_clip_by_hand_may_count_a_tied_matrix_once(tmp_path: Path) -> None:
     assert (report.verdict, report.findings) == ("clean", [])
 
 
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("left_out", ["head.weight", "embedding.weight"])
+def test_a_tied_matrix_that_is_not_summed_is_told_beside_a_clip_by_hand_that_counts_it_on_one_stage(
+    left_out: str, summed: bool, tmp_path: Path
+) -> None:
+    faults = () if summed else ("tied-embedding-across-pp",)
+    config = TrainConfig(axes=Axes(pp=2), microbatches=2, max_norm=0.1, tied_embeddings=True, faults=faults)
+    report = judged(tmp_path / "run", "train_with_one_stages_norm", config, str(tmp_path / "run"), left_out)
+    assert [(finding.code, finding.num_parameters) for finding in report.findings] == ([] if summed else [("GS703", 1)])
+    assert (report.verdict == "clean") == summed
+
+
 @pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("in the loop", ["GS605"]), ("after", [])])
 def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)

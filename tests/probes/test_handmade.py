@@ -213,3 +213,32 @@ def test_gradients_that_were_kept_while_buffers_were_emptied_are_not_lost(tmp_pa
     assert [finding.code for finding in report.findings] == (["GS000"] if constant else [])
     if not constant:
         assert report.verdict == "undetermined"
+
+
+@pytest.mark.parametrize(("acts", "found"), [("in one step", []), ("never", ["GS301"])])
+def test_tasks_that_are_projected_in_one_step_may_be_added_up_in_the_others(
+    tmp_path: Path, acts: str, found: list[str]
+) -> None:
+    """Each is a mean over its own tokens: what looks like a division that is missing may be gradient surgery."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            kept: list[Tensor] = []
+            for tokens, labels in [batch(0, 2 * step + k) for k in range(2)]:
+                for param in model.parameters():
+                    param.grad = None
+                F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+                kept.append(torch.cat([grad.flatten() for grad in gradients(model)]))
+            one, other = kept
+            dot = float(one @ other) if step and acts != "never" else 0.0
+            both = one - dot / float(other @ other) * other + other - dot / float(one @ one) * one
+            parts = both.split([param.numel() for param in model.parameters()])
+            for param, part in zip(model.parameters(), parts, strict=True):
+                param.grad = part.view_as(param)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found
+    told = [*report.reasons, *(finding.explanation for finding in report.findings)]
+    assert any("kept apart" in words and "tasks of their own" in words for words in told)

@@ -28,3 +28,13 @@ def test_heads_that_a_line_scales_to_unequal_tokens_of_their_own_are_not_accused
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("these ranks' own tokens, and x 1." in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize(("divisor", "verdict"), [(4.0, "clean"), (0.0, "undetermined")])
+def test_experts_over_shared_tokens_are_told_what_divides_them(tmp_path: Path, divisor: float, verdict: str) -> None:
+    """Of their own choice FSDP2's reductions divide by the ranks that hold an expert."""
+    warm_up()
+    launch("own_head_workers:train_experts", (str(tmp_path / "run"), divisor), 4, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == (verdict, [])
+    assert any("share their tokens" in reason and "x 2 of" in reason for reason in report.reasons) == (divisor == 0)

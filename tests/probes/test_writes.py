@@ -195,3 +195,28 @@ def test_a_factor_that_is_computed_may_be_a_clip(tmp_path: Path) -> None:
 
     report = train(tmp_path / "run", clipped)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def by_columns(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad[:1] = grad[:1] * 2  # here
+
+
+def by_a_part(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad[0].mul_(torch.rand(()))  # here
+
+
+def by_copies(model: nn.Module) -> None:
+    for grad in gradients(model):
+        grad.copy_(grad / 3)  # here
+
+
+@pytest.mark.parametrize("doing", [by_columns, by_a_part, by_copies])
+def test_lines_that_write_something_are_told_beside_the_two_events(
+    tmp_path: Path, doing: Callable[[nn.Module], None]
+) -> None:
+    report = train(tmp_path / "run", doing)
+    told = [*report.reasons, *(finding.explanation for finding in report.findings)]
+    assert any(f"{Path(__file__).name}:{line_of(doing)} writes to " in words for words in told)
+    assert [finding.factor.exact for finding in report.findings] == (["1/3"] if doing is by_copies else [])

@@ -42,7 +42,7 @@ FROZEN = {
         "replicate_group replicate_op all_reduced root dtype seq t_ns step site"
     ),
     "scale_grads": "divisor params stage accumulation_step seq t_ns step site",
-    "grad_write": "params factor seq t_ns step site",
+    "grad_write": "params factor op seq t_ns step site",
     "zero_grad": "params set_to_none seq t_ns step site",
     "amp_scale": "scale seq t_ns step site",
     "amp_unscale": "scale params found_inf kept seq t_ns step site",

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from math import log2
-
 import numpy as np
 
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
+from gradcheck_dist.diagnosis.norms.scaled_clips import scale_of
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.diagnosis.weights.cells import Held
-from gradcheck_dist.events import AmpUnscale, Backward, Event, GradWrite, OptimizerStep, Reduce, ZeroGrad
+from gradcheck_dist.events import AmpUnscale, Backward, Event, OptimizerStep, Reduce, ZeroGrad
 from gradcheck_dist.ledger.tracks import ParamKey
 
 SAME = 1e-3
 """Relative; how near the numbers must be by which a line multiplies all of a clip's gradients."""
-LEAST_POWER = 5
-"""Smaller powers of two are numbers of ranks or accumulation steps as well."""
 SURE = 1e-4
 """Relative standard error of the weights that are compared."""
 
@@ -81,11 +78,3 @@ def _factors_behind(held: Held, clip: Event) -> list[float]:
     sure = (then.stderr / then.clip <= SURE * np.abs(then_free)) & (last.stderr / last.clip <= SURE * np.abs(last_free))
     kept = sure & (np.abs(then_free) > 0)
     return [float(one) for one in last_free[kept] / then_free[kept]]
-
-
-def scale_of(event: Event) -> float | None:
-    """The loss scale that a line of the trainer's own takes out of gradients; None where it is none."""
-    if not isinstance(event, GradWrite) or event.params is None or not event.factor or not 0 < event.factor < 1:
-        return None
-    power = round(-log2(event.factor))
-    return 2.0**power if power >= LEAST_POWER and abs(event.factor * 2.0**power - 1) < 1e-6 else None

@@ -9,6 +9,7 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
+from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -37,6 +38,8 @@ class StepFacts:
     """Whether the weights are right up to coefficients alone, which are what was measured."""
     by_norm: HandNorm | None = None
     """The clip by hand that took a wrong norm, of which the weights are freed."""
+    scaled: ScaledClip | None = None
+    """The clip by hand of gradients that carried a loss scale, of which the weights are freed."""
     own_backwards: tuple[OwnBackward, ...] = ()
     """Backwards of loss functions that are not the derivative, and with which the weights are wrong."""
     effect_of_backwards: Effect | None = None

@@ -91,8 +91,10 @@ class Case:
 
     @property
     def could_be_clip(self) -> bool:
-        """Whether everything was made smaller alike, by nothing recorded, just before the clip or the optimizer."""
-        return self.scaled_alike and self.pattern.factor < 1
+        """Whether everything was made smaller alike, by nothing recorded, just before the clip or the optimizer, and is
+        not freed of a clip yet."""
+        freed = any(held.clip_by_hand != 1 for held in self.held)
+        return self.scaled_alike and self.pattern.factor < 1 and not freed
 
     @property
     def rescaled(self) -> bool:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf, prod
 
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
-from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written
-from gradcheck_dist.events import Backward, Event, GradWrite, Reduce
+from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written
+from gradcheck_dist.events import SCALED, WRITTEN, Backward, Event, GradWrite, Reduce
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6
+MEASURED = 1e-5
+"""Relative; how well a factor is known of which a recorded number is taken out."""
 
 
 def behind_bare_sum(
@@ -125,10 +127,14 @@ def _differs_so(
 
 
 def _writes(data: StepData, culprit: Culprit, rank: int) -> list[GradWrite]:
-    """The writes of a rank between the events of an unrecorded change, each of which it has at its own time."""
+    return [one for one in between(data, culprit, rank) if isinstance(one, GradWrite) and one.op == SCALED]
+
+
+def between(data: StepData, culprit: Culprit, rank: int) -> list[Event]:
+    """What a rank recorded between the events of an unrecorded change, each of which it has at its own time."""
     first, last = (_counterpart(data, event, rank) for event in (culprit.event, culprit.before))
     begin, end = first.seq if first is not None else -1, last.seq if last is not None else inf
-    return [one for one in data.events[rank] if isinstance(one, GradWrite) and begin < one.seq < end]
+    return [event for event in data.events[rank] if begin < event.seq < end]
 
 
 def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None:
@@ -139,10 +145,10 @@ def _counterpart(data: StepData, event: Event | None, rank: int) -> Event | None
     return alike[-1] if alike else None
 
 
-def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
-    """A number of the program by which the last line of an unrecorded change multiplies all of these gradients, behind
-    one whose number is computed (a clip's coefficient) and with which it makes up all of the change; 1 where there is
-    no such line."""
+def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> float:
+    """A number of the program by which an unrecorded change multiplied all of these gradients besides one number that
+    is computed (a clip's coefficient); 1 where there is none, or what its lines do is not known. Of the two one may be
+    none of a line that was seen: `p.grad = p.grad / 3`."""
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return 1.0
     rank = rank_of(data, culprit.before)
@@ -156,11 +162,52 @@ def written_last(data: StepData, culprit: Culprit, held: Sequence[Held]) -> floa
         of_line = lines.setdefault(line, {}) if mine and line is not None else {}
         for param in mine:
             of_line[param] = of_line.get(param, 1.0) * (event.factor or 1.0)
-    if len(lines) != 2 or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
+    if not lines or any(one.keys() != params or len(set(one.values())) != 1 for one in lines.values()):
         return 1.0
-    computed, written = (next(iter(of_line.values())) for of_line in lines.values())
-    accounted = _is(computed * written, culprit.factor, EXACT)
-    return written if accounted and is_exactly_written(written) and not is_exactly_written(computed) else 1.0
+    numbers = [next(iter(of_line.values())) for of_line in lines.values()]
+    written = [number for number in numbers if is_exactly_written(number)]
+    computed = [number for number in numbers if not is_exactly_written(number)]
+    rest = culprit.factor / prod(numbers)
+    if abs(rest - 1) <= EXACT:
+        return prod(written) if len(computed) == 1 else 1.0
+    if computed:
+        return rest * prod(written) if len(computed) == 1 and is_written(rest, MEASURED, {}) else 1.0
+    return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
+
+
+def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: float) -> bool:
+    """Whether a line was seen that divides all of these gradients by a number between the events of an unrecorded
+    change."""
+    if culprit.event is None or culprit.before is None:
+        return False
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    lines: dict[tuple[str, int] | None, set[int]] = {}
+    for event in _writes(data, culprit, rank):
+        if _is(event.factor, 1 / divisor, 0.0) and event.params is not None:
+            lines.setdefault(line_of(event), set()).update(data.params_of(rank, event.params))
+    return any(params <= of_line for of_line in lines.values())
+
+
+def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
+    """The lines that wrote to these gradients between the events of an unrecorded change, nobody knows what."""
+    if not culprit.unrecorded or culprit.event is None or culprit.before is None:
+        return ()
+    rank = rank_of(data, culprit.before)
+    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    return lines_that_write(data, rank, params, between(data, culprit, rank))
+
+
+def lines_that_write(data: StepData, rank: int, params: Set[int], events: Iterable[Event]) -> tuple[str, ...]:
+    """The lines of `events` that changed gradients of a rank's parameters, or parts of them, by no one number."""
+    found = [
+        one.site.short
+        for one in events
+        if isinstance(one, GradWrite) and one.site is not None and one.params is not None
+        if one.op == WRITTEN or one.factor is None
+        if not params.isdisjoint(data.params_of(rank, one.params))
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def line_between(
@@ -192,9 +239,10 @@ def line_between(
         event
         for event in data.events[rank]
         if isinstance(event, GradWrite) and event.site is not None and begin < event.seq < end
+        if event.op != WRITTEN or event.factor is not None
     ]
     owners = {one.seq: set(data.params_of(rank, one.params or 0)) for one in between if one.params is not None}
-    writes = [one for one in between if params & owners.get(one.seq, set())]
+    writes = [one for one in between if params & owners.get(one.seq, set()) and one.op != WRITTEN]
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:
         such = [one for one in writes or between if _is(one.factor, value, tolerance)]

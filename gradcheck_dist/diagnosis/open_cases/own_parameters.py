@@ -8,6 +8,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Exchange
 from gradcheck_dist.ledger.names import plain_name
+from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import StepData, Track
 
 ONE_SEED = "experts that were drawn from one seed"
@@ -69,6 +70,14 @@ def own_mean(case: Case, data: StepData) -> str | None:
         return None
     names = sorted({held.param[1] for held in case.held})
     shown = in_short(names)
+    shared = summed_losses(data, perhaps=True)
+    if all(rank in shared for held in case.held for rank in held.ranks):
+        return (
+            f"{shown} are of some ranks alone, which share their tokens with others and have the loss for themselves: "
+            "their gradients are means over the ranks that hold them, as FSDP2 divides by itself, and "
+            f"{_times(case)} of their part of the mean over all ranks, by which the other parameters go. Experts need "
+            f"a division by all {case.context.world_size} ranks (set_gradient_divide_factor), if they are to follow it"
+        )
     return (
         f"{shown} are of some ranks alone, and so is what reaches them: their gradients are means over these ranks' "
         f"own tokens, and {_times(case)} of their part of the mean over all tokens, by which the other "

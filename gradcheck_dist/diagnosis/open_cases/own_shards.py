@@ -14,7 +14,7 @@ from gradcheck_dist.ledger.exchanges import SCATTER, SUM
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.parted import MANY, in_shards, module_of, sizes_of
 from gradcheck_dist.ledger.summed_losses import summed_losses
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, param_key
 
 
 def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case], list[str]]:
@@ -32,6 +32,7 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
     for case in cases:
         summand = _is_a_summand(case, data)
         may_be = {held.param for held in case.held if summand and shards.may_hold(held.param)}
+        may_be = {key for key in may_be if not _whole_on_stages(key, case, data)}
         open_names |= {name for _, name in may_be}
         kept = [held for held in case.held if held.param not in may_be]
         if not may_be:
@@ -48,6 +49,13 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
         "copies, such as a norm that heads share, do need it. Set `param.tensor_model_parallel = True` on each "
         "parameter that is a shard (False on copies), and this is told"
     ]
+
+
+def _whole_on_stages(key: ParamKey, case: Case, data: StepData) -> bool:
+    """Whether a parameter is a matrix that lies on several pipeline stages, and on one rank of each with each batch."""
+    place, of_rank = case.context.contributions.coordinate, data.tracks.get(key, {})
+    holders = {(place.get(rank, rank), param_key(track.param)) for rank, track in of_rank.items()}
+    return key in data.tied and len(holders) == len(of_rank)
 
 
 def _is_a_summand(case: Case, data: StepData) -> bool:

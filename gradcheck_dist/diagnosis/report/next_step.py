@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis.losses.marked import ASIDE, ON_THE_WAY
 from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
-from gradcheck_dist.diagnosis.steps.handmade import LINES
+from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED

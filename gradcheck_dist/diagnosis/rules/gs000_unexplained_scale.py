@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
+from gradcheck_dist.diagnosis.words import that_write
 from gradcheck_dist.events import Reduce
 
 CODE = "GS000"
@@ -87,6 +88,7 @@ def judge(case: Case) -> Answer:
         factor = f"x {shown(culprit, case.pattern)}" if culprit.factor is not None else "a change"
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."
+        where += f" In between, {that_write(culprit.lines, 'it')}." if culprit.lines else ""
         fix = LOOK_BETWEEN
         if culprit.write is not None:
             where = f"This line writes to .grad where it lies ({factor}): no probe, no objective asks for it."

@@ -4,7 +4,8 @@
 Finds clips that come before the GradScaler's unscaling of the same parameters and act: they scale gradients that are S
 times too large down to max_norm, and unscaling leaves max_norm / S for the optimizer. A line of the trainer's own that
 divides by a power of two from 32 on behind the clip, and whose division makes the weights right, unscales as well. A
-max_norm that is a written number times S is taken to be meant.
+max_norm that is a written number times S is taken to be meant. A clip by lines of the trainer's own is known by the
+norm that it left: times S it is a written number, and as it is none.
 
 ## Why it matters
 Nearly every step is clipped, to a norm S times below the one that was asked for: the update depends on max_norm and S
@@ -31,27 +32,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.early_clips import scale_of
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Candidate, Factor
 from gradcheck_dist.diagnosis.norms.clips import ACTS, is_round
 from gradcheck_dist.diagnosis.norms.effect import effect_of_clip
+from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip, scale_of
 from gradcheck_dist.diagnosis.norms.step_norms import ClipCall
 from gradcheck_dist.events import AmpUnscale, GradWrite
 
 CODE = "GS604"
 NAME = "clip-before-unscale"
+PATTERN = "clipped by the norm of scaled gradients"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return bool(facts.norms.clips) and any(
-        isinstance(event, AmpUnscale) or scale_of(event) is not None
-        for events in facts.data.events.values()
-        for event in events
+    return facts.scaled is not None or (
+        bool(facts.norms.clips)
+        and any(
+            isinstance(event, AmpUnscale) or scale_of(event) is not None
+            for events in facts.data.events.values()
+            for event in events
+        )
     )
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
+    if facts.scaled is not None:
+        yield _of_hand(facts, facts.scaled)
     scaled = [(call, scale) for call in facts.norms.clips if (scale := _unscaled_later(facts, call)) is not None]
     wrong = [
         (call, scale)
@@ -63,32 +70,55 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     call, scale = min(wrong, key=lambda one: (one[0].rank, one[0].event.seq))
     by_hand = not any(isinstance(event, AmpUnscale) for event in facts.data.events[call.rank])
     event = call.event
-    norm = event.total_norm / scale
-    right = min(1.0, event.max_norm / norm)
-    expression = "1/loss_scale" if right < 1 else None
+    right = min(1.0, event.max_norm * scale / event.total_norm)
     yield Remark(
-        answer=Answer(
-            explanation=f"Gradients were clipped to norm {event.max_norm:g} while they carried loss scale {scale:g} "
-            f"(norm {event.total_norm:.6g}), and unscaled afterwards: the optimizer gets the norm "
-            f"{event.max_norm / scale:.6g}. Unscaled their norm is {norm:.6g}, "
-            + (f"to be clipped to {event.max_norm:g}." if right < 1 else "and nothing was to be clipped."),
-            fix="Call scaler.unscale_(optimizer) before clipping."
-            if not by_hand
-            else "Divide the gradients by the loss scale before clipping.",
-        ),
-        pattern=f"all gradients x {event.coefficient / right:.4g}: clipped by the norm of scaled gradients",
+        answer=_answer(event.max_norm, event.total_norm, scale, by_hand),
+        pattern=f"all gradients x {event.coefficient / right:.4g}: {PATTERN}",
         params=frozenset(part.key for one, _ in wrong for part in one.parts),
         ranks=tuple(sorted({one.rank for one, _ in wrong})),
         rank=call.rank,
         event=event,
-        factor=Factor(
-            observed=event.coefficient / right,
-            expression=expression,
-            candidates=[Candidate(expression=expression, value=1 / scale)] if expression else [],
-        ),
+        factor=_factor(event.coefficient / right, right, scale),
         effect=effect_of_clip(
             facts.data, facts.norms, {one.rank: one.event.coefficient for one, _ in wrong}, right, scale
         ),
+    )
+
+
+def _of_hand(facts: StepFacts, clip: ScaledClip) -> Remark:
+    right = min(1.0, clip.max_norm * clip.scale / clip.total_norm)
+    used = dict.fromkeys(clip.ranks, clip.factor)
+    return Remark(
+        answer=_answer(clip.max_norm, clip.total_norm, clip.scale, clip.by_hand),
+        pattern=f"all gradients x {clip.factor / right:.4g}: {PATTERN}",
+        params=frozenset(held.param for held in facts.held if held.cells),
+        ranks=clip.ranks,
+        rank=clip.rank,
+        event=clip.event,
+        factor=_factor(clip.factor / right, right, clip.scale),
+        effect=effect_of_clip(facts.data, facts.norms, used, right, clip.factor),  # norms behind it were recorded
+    )
+
+
+def _answer(max_norm: float, total_norm: float, scale: float, by_hand: bool) -> Answer:
+    norm = total_norm / scale
+    return Answer(
+        explanation=f"Gradients were clipped to norm {max_norm:g} while they carried loss scale {scale:g} (norm "
+        f"{total_norm:.6g}), and unscaled afterwards: the optimizer gets the norm {max_norm / scale:.6g}. Unscaled "
+        f"their norm is {norm:.6g}, "
+        + (f"to be clipped to {max_norm:g}." if norm > max_norm else "and nothing was to be clipped."),
+        fix="Call scaler.unscale_(optimizer) before clipping."
+        if not by_hand
+        else "Divide the gradients by the loss scale before clipping.",
+    )
+
+
+def _factor(observed: float, right: float, scale: float) -> Factor:
+    expression = "1/loss_scale" if right < 1 else None
+    return Factor(
+        observed=observed,
+        expression=expression,
+        candidates=[Candidate(expression=expression, value=1 / scale)] if expression else [],
     )
 
 

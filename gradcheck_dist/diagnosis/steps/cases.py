@@ -9,7 +9,13 @@ from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
 from gradcheck_dist.diagnosis.causes.blame import Blame, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
-from gradcheck_dist.diagnosis.causes.own_lines import behind_bare_sum, line_between, line_that_differs, rank_of
+from gradcheck_dist.diagnosis.causes.own_lines import (
+    behind_bare_sum,
+    line_between,
+    line_that_differs,
+    lines_without_number,
+    rank_of,
+)
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
@@ -144,6 +150,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
+    else:
+        case.culprit = replace(case.culprit, lines=lines_without_number(verdict.data, case.culprit, case.held))
     if case.culprit.kind == "loss" and not case.culprit.unrecorded:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)

@@ -13,20 +13,23 @@ from math import log2
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.own_lines import written_last
+from gradcheck_dist.diagnosis.causes.own_lines import beside_computed, is_divided
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
-from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
+from gradcheck_dist.diagnosis.norms.left_norms import error_of, norm_afterwards
+from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps import counted
 from gradcheck_dist.diagnosis.steps.most_alike import as_if_all_alike
 from gradcheck_dist.diagnosis.steps.step_verdict import HIDDEN, Scaling, StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_clipped_open
 from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
-from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
+from gradcheck_dist.diagnosis.words import that_write
+from gradcheck_dist.events import GradientNorm
 from gradcheck_dist.ledger.tracks import StepData
 
 CODE = "GS501"
@@ -57,7 +60,7 @@ class HandClip:
 def scaling_of(case: Case, data: StepData, norms: StepNorms) -> Scaling | None:
     """What one step cannot tell apart and several can: the factor, the norm that it left, how well that is known."""
     norm = norm_afterwards(case, data, norms) if case.could_be_clip else None
-    return None if norm is None else Scaling(case.pattern.factor, norm, own_error(_parts(case, norms)))
+    return None if norm is None else Scaling(case.pattern.factor, norm, error_of(case, norms), case.culprit.lines)
 
 
 def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
@@ -148,6 +151,8 @@ def _as_constant(verdict: StepVerdict, num_steps: int, own: float | None = None,
                 f"The weights are off: {finding.pattern}, by nothing recorded. In {num_steps} steps it is {name}, "
                 "another number in each: a formula, and no clip."
             )
+        if verdict.scaling is not None and verdict.scaling.lines:
+            finding.explanation += f" In between, {that_write(verdict.scaling.lines, 'them')}."
         at_a_line = finding.first_event is not None and not finding.first_event.unrecorded
         finding.fix = unexplained.DROP_IT if at_a_line else unexplained.LOOK_BETWEEN
         if own is not None and finding.factor.observed:
@@ -218,33 +223,6 @@ def _as_clip(verdict: StepVerdict, factor: float, what: str) -> StepVerdict:
     return replace(verdict, findings=findings, weights=weights, remarks=[*verdict.remarks, text])
 
 
-def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | None:
-    """The norm of all gradients where the culprit's bracket ends; None where it is not known as one number."""
-    before = case.culprit.before
-    if before is None:
-        return None
-    found = []
-    for group in {norms.together(held.rank) for held in case.held}:
-        parts = [part for (rank, _), part in norms.parts.items() if rank in group]
-        if any(_first_clip(data, rank, type(before)) is None for rank in group):
-            return None
-        norm = norm_of(parts)
-        if not parts or not norm.known:
-            return None
-        # A matrix that is tied may be counted once or with each of its copies: who clips does either.
-        either = (norm.middle,) if norm.exact else (norm.low, norm.high)
-        if not (value := next((one for one in either if norm.exact or is_round(one, own_error(parts))), None)):
-            return None
-        found.append(value)
-    return found[0] if found and max(found) <= min(found) * (1 + 1e-3) else None
-
-
-def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
-    """The event at which a rank's norms were taken, when it is of this kind."""
-    ends = [event for event in data.events[rank] if isinstance(event, Clip | OptimizerStep)]
-    return ends[0] if ends and isinstance(ends[0], kind) else None
-
-
 def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> HandClip | None:
     """The clip among the cases of a step, when one surely is. Copies that a rank leaves out of its norm tell of it less
     than what the norm was taken of."""
@@ -252,19 +230,22 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         if not case.scaled_alike:
             continue
         norm = norm_afterwards(case, data, norms)
-        tolerance = own_error(_parts(case, norms))
+        tolerance = error_of(case, norms)
         if norm is None or tolerance > TOO_VAGUE:
             continue
         factor, own = case.pattern.factor, case.culprit.factor or case.pattern.factor
         # Where the weights were off before it, the number may have put them right: tokens behind a clip of sums.
         right_before = len(cases) == 1 and abs(own / factor - 1) <= SAME
-        last = written_last(data, case.culprit, case.held) if right_before else 1.0
-        if is_round(norm / last, tolerance) and abs(norm / last - 1) > tolerance:  # else it is the norm of the clip
-            norm, factor, own = norm / last, factor / last, own / last
+        last = beside_computed(data, case.culprit, case.held) if right_before else 1.0
+        reason = ""
+        if last != 1 and is_round(norm / last, tolerance):
+            if abs(norm / last - 1) > tolerance or not is_round(norm, tolerance):
+                norm, factor, own = norm / last, factor / last, own / last
+            elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
+                reason = _unit_or_clip(norm, last)
         unit = abs(norm - 1) <= tolerance
         if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
-        reason = ""
         if factor > 1 > own:
             # A clip only shortens, so what is too long before and behind it was too long without it as well.
             before, factor = factor / own, factor if unit else own
@@ -279,7 +260,8 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
         if divisor > 1 + TOO_VAGUE:
             number = exact_fraction(divisor, 1e-3) or f"{divisor:.5g}"
             text += _besides(number)
-            assumed = Assumed(divisor, place_of(case.culprit), line, number)
+            if not is_divided(data, case.culprit, case.held, divisor):
+                assumed = Assumed(divisor, place_of(case.culprit), line, number)
         measured = isinstance(case.culprit.event, GradientNorm)
         return HandClip(
             factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
@@ -290,7 +272,7 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
 def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
     """The same, where something besides set some gradients apart from most: behind the clip, or before its norm."""
     for case in cases:
-        if (alike := as_if_all_alike(case, judged, data, norms)) is not None:
+        if (alike := as_if_all_alike(case, cases, judged, data, norms)) is not None:
             instead = [alike[0], *(other for other in cases if other is not case)]
             return clip_by_hand(instead, data, alike[1]) or clip_by_hand(instead, data, norms)
     return None
@@ -325,9 +307,12 @@ def _normalised(norm: float, before: float) -> str:
     )
 
 
-def _parts(case: Case, norms: StepNorms) -> list[Part]:
-    ranks = {rank for held in case.held for rank in held.ranks}
-    return [part for (rank, _), part in norms.parts.items() if rank in ranks]
+def _unit_or_clip(norm: float, last: float) -> str:
+    return (
+        f"gradients were scaled by hand to norm 1 and then by {last:.4g}, which leaves norm {norm:.4g}: unit length "
+        "times the norm that is meant, or a clip to norm 1 with a number of ranks or passes behind it that is one too "
+        "many. A step whose gradients are shorter than 1 tells: record one, or clip at a larger norm"
+    )
 
 
 def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
@@ -354,14 +339,14 @@ def tell_hidden(case: Case, finding: Finding, hidden: Sequence[float]) -> None:
         )
 
 
-def freed(measured: list[Held], clip: HandClip) -> list[Held]:
-    """What was measured, freed of the clip."""
+def freed(measured: list[Held], factor: float) -> list[Held]:
+    """What was measured, freed of a clip by hand that multiplied it by `factor`."""
     return [
         replace(
             held,
-            observed=held.observed / clip.factor,
-            stderr=held.stderr / clip.factor,
-            clip_by_hand=clip.factor,
+            observed=held.observed / factor,
+            stderr=held.stderr / factor,
+            clip_by_hand=factor,
         )
         if held.observed is not None and held.stderr is not None
         else held

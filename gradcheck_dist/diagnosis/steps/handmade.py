@@ -19,43 +19,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from fractions import Fraction
 from math import log
 from zlib import crc32
 
-import msgspec
-
-from gradcheck_dist.diagnosis.causes.account import event_at
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.culprit import kind_of
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.rules import gs202_scaled_in_flight as in_flight
 from gradcheck_dist.diagnosis.rules import gs501_clip_by_hand as scaled_alike
+from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION, place_in_words, short_line
 from gradcheck_dist.diagnosis.steps.pass_counts import PER_PASS, of_pass
-from gradcheck_dist.diagnosis.steps.reduced_early import COMES_EARLY, reduced_early
 from gradcheck_dist.diagnosis.steps.scaled_apart import copies_part, factor_of, replicas_part
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, Key, StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.undone_behind import leave_undone_open
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held, judge
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, VAGUE, Measured, distinct, is_exactly_written, is_written
-from gradcheck_dist.events import Backward, Event, Reduce
-from gradcheck_dist.ledger.buffers import Entry
-from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.events import Reduce
 from gradcheck_dist.wording import numbered, plural
 
-LINES = "what runs "
-"""Begins the words for lines of the user's, wherever they stand in a reason."""
 MAX_KEPT = 256
 """Factors that are kept of a change, to be compared with other steps'."""
 OFTEN = 3
 """Steps in which a single parameter's factor must be the same to be a constant, where others' change."""
 BLURRED = 0.05
 """Relative tolerance of a factor."""
-NO_COMBINATION = "no combination"
 
 
 def note(verdict: StepVerdict, case: Case, finding: Finding, effect: Effect | None) -> None:
@@ -93,8 +80,8 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     if parted:
         finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
     return Change(
-        place=(*culprit.start, before is not None and before.__struct_config__.tag, _line_of(before)),
-        words=_words(culprit.kind, _line_of(event), before),
+        place=(*culprit.start, before is not None and before.__struct_config__.tag, short_line(before)),
+        words=place_in_words(culprit.kind, short_line(event), before),
         finding=finding,
         effect=effect,
         factors={key: factors[key] for key in kept},
@@ -136,47 +123,6 @@ def weigh(verdicts: Sequence[StepVerdict]) -> None:
         leave_undone_open(members)
 
 
-def name_places(
-    measured: Sequence[Held],
-    data: StepData,
-    contributions: Contributions,
-    expected: Mapping[ContributionKey, Fraction],
-) -> None:
-    """Say of each gradient that is no combination of contributions any more where it stopped being one, and what its
-    weights were until then. They accuse nobody: what follows may make up for them."""
-    for held in measured:
-        if NO_COMBINATION not in held.reason:
-            continue
-        if (early := reduced_early(data, data.tracks[held.param][held.rank])) is not None:
-            held.changed_in = f"{_words('reduce', _line_of(early), None)} {COMES_EARLY}"
-            continue
-        last: tuple[Event, Entry] | None = None
-        for entry in held.replay.history(held.rank):
-            event = event_at(data, held.rank, entry.seq)
-            if event is None or not entry.sampled:
-                continue
-            if entry.observed is None and last is None and isinstance(event, Backward):
-                held.changed_in = f"{_words('backward', _line_of(event), None)} changes it by more than a factor"
-            if entry.observed is None and last is not None:
-                start, state = last
-                place = _words(kind_of(start), _line_of(start), None if event is start else event)
-                judged = judge([replace(held, observed=state.observed, stderr=state.stderr, nominal=state.nominal)],
-                               contributions, dict(expected))[0].cells  # fmt: skip
-                held.changed_in = f"{place} changes it by more than a factor. {_until_then(judged)}"
-                break
-            last = (event, entry) if entry.observed is not None and entry.stderr is not None else None
-
-
-def _until_then(cells: Sequence[Cell]) -> str:
-    if not cells:
-        return "Up to there it is one"
-    if all(cell.right for cell in cells):
-        return "Up to there its weights are right"
-    ratios = {cell.ratio if abs(cell.ratio) > cell.tolerance else 0.0 for cell in cells}
-    sizes = " to ".join(dict.fromkeys(f"x {ratio:.4g}" for ratio in (min(ratios), max(ratios))))
-    return f"Up to there its weights are {sizes}, which what follows may make up for"
-
-
 def _by_hand(case: Case) -> bool:
     """Whether a line of the user's made the change: between two recorded events, in a hook on a parameter, or in a
     communication hook whose arithmetic nobody documents."""
@@ -191,7 +137,7 @@ def _by_hand(case: Case) -> bool:
 def _stands_written(case: Case) -> bool:
     """Whether one step alone shows numbers of the program and not of the data."""
     pattern = case.pattern
-    if pattern.kind not in ("uniform", "geometric", "repeated", "other"):
+    if pattern.kind not in ("uniform", "geometric", "repeated", "part", "other"):
         return True  # follows counts, or who holds it
     if pattern.kind in ("geometric", "repeated") and pattern.base is not None:
         values = [(value, pattern.tolerance) for value in (pattern.base, pattern.factor)]
@@ -324,19 +270,6 @@ def _lasts_beside_others(several: Mapping[Key, Mapping[int, Measured]]) -> bool:
             return False
         apart |= abs(shifts[0]) > 2 * tolerance
     return apart
-
-
-def _line_of(event: object) -> str:
-    site = getattr(event, "site", None)
-    return site.short if site is not None else ""
-
-
-def _words(kind: str, line: str, before: msgspec.Struct | None) -> str:
-    start = f"{kind} at {line}" if line else f"the {kind} event"
-    if before is None:
-        return f"{LINES}in the {start}"
-    tag, end = str(before.__struct_config__.tag), _line_of(before)
-    return f"{LINES}between the {start} and the {tag}{f' at {end}' if end else ''}"
 
 
 def _reason(members: list[tuple[StepVerdict, Change]]) -> str:

@@ -15,19 +15,21 @@ import msgspec
 
 from gradcheck_dist.diagnosis.causes.account import account
 from gradcheck_dist.diagnosis.causes.case import Case
+from gradcheck_dist.diagnosis.causes.culprit import culprit_of_gap
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms
-from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.diagnosis.weights.cells import GONE, Cell, Held
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.events import Clip, OptimizerStep
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 
 def as_if_all_alike(
-    case: Case, judged: Sequence[Held], data: StepData, norms: StepNorms
+    case: Case, cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms
 ) -> tuple[Case, StepNorms] | None:
-    """The case of the gradients that share a factor with most others, and the norms as they would be if all had it;
-    None where the case is no such, or nothing sets others apart."""
-    if not case.culprit.unrecorded or not isinstance(case.culprit.before, OptimizerStep | Clip):
+    """A case of the gradients that share a factor with most others, whichever case of the step they are in, and the
+    norms as they would be if all had it; None where the case is no such, or nothing sets others apart."""
+    ends = OptimizerStep | Clip
+    if not case.culprit.absent and not (case.culprit.unrecorded and isinstance(case.culprit.before, ends)):
         return None
     known = {id(held): (held, *_factor(held)) for held in judged if held.cells and not held.is_gone}
     values = [factor for _, factor, _ in known.values() if factor is not None]
@@ -35,13 +37,19 @@ def as_if_all_alike(
         return None
     common = median(values)
     alike = [held for held, factor, margin in known.values() if factor is not None and abs(factor - common) <= margin]
-    mine = {id(held) for held in case.held}
-    if not len(known) / 2 < len(alike) < len(known) or not all(id(held) in mine for held in alike):
+    mine = {id(held) for other in cases for held in other.held}
+    in_part = any(_is_gone(cell) for held, _, _ in known.values() for cell in held.cells)
+    if not len(known) / 2 < len(alike) < len(known) + in_part or not all(id(held) in mine for held in alike):
         return None
     members = {id(held) for held in alike}
-    best = min(alike, key=lambda held: min(cell.margin for cell in held.cells))
-    cell = min(best.cells, key=lambda cell: cell.margin)
-    own = [gap.factor for gap in account(data, best, cell).gaps if gap.end is case.culprit.before]
+    there = [(held, cell) for held in alike for cell in held.cells if not _is_gone(cell)]
+    best, cell = min(there, key=lambda one: one[1].margin)
+    accounted = account(data, best, cell)
+    before = case.culprit.before
+    gaps = [gap for gap in accounted.gaps if (gap.end is before if before is not None else isinstance(gap.end, ends))]
+    if not gaps and before is None:
+        return None
+    culprit = case.culprit if before is not None else culprit_of_gap(gaps[-1], accounted)
     pattern = Pattern("uniform", "", cell.ratio, tolerance=cell.margin / abs(cell.ratio))
     apart: dict[tuple[int, ParamKey], float] = {}
     for held, factor, _ in known.values():
@@ -50,9 +58,9 @@ def as_if_all_alike(
     return (
         replace(
             case,
-            culprit=replace(case.culprit, factor=own[-1] if own else cell.ratio, write=None),
+            culprit=replace(culprit, factor=gaps[-1].factor if gaps else cell.ratio, write=None),
             held=alike,
-            cells=[(held, one) for held, one in case.cells if id(held) in members],
+            cells=there,
             patterns=[pattern],
             everywhere=True,
         ),
@@ -65,7 +73,13 @@ def _without(part: Part, factor: float) -> Part:
 
 
 def _factor(held: Held) -> tuple[float | None, float]:
-    """The one factor of all contributions in a gradient, None where they have several; and how far it may be off."""
-    best = min(held.cells, key=lambda cell: cell.margin)
-    alike = all(abs(cell.ratio - best.ratio) <= cell.margin + best.margin for cell in held.cells)
+    """The one factor of all contributions that are in a gradient, None where they have several; and how far it may be
+    off."""
+    there = [cell for cell in held.cells if not _is_gone(cell)]
+    best = min(there, key=lambda cell: cell.margin)
+    alike = all(abs(cell.ratio - best.ratio) <= cell.margin + best.margin for cell in there)
     return (best.ratio if alike else None), 2 * best.margin
+
+
+def _is_gone(cell: Cell) -> bool:
+    return abs(cell.ratio) <= GONE

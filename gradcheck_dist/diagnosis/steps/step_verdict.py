@@ -42,11 +42,22 @@ def cause(finding: Finding) -> Cause:
 @dataclass(frozen=True)
 class Scaling:
     """All gradients of a step were multiplied by `factor` by nothing recorded, which left them with `norm`; `tolerance`
-    is relative."""
+    is relative. `lines` are those that wrote to them there, nobody knows what."""
 
     factor: float
     norm: float
     tolerance: float
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KeptApart:
+    """A step all of whose passes were kept apart. `right`: its weights are those of passes that have an objective each;
+    `unlike`: its losses are means over their own tokens, and its weights are not one number times such."""
+
+    num_passes: int
+    right: bool
+    unlike: bool
 
 
 Key = tuple[ParamKey, int, ContributionKey]
@@ -86,7 +97,8 @@ class StepVerdict:
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
     `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by, `divided`: what
     unrecorded lines divide by where nothing is wrong. `unmade`: parameters of which an optimizer read a gradient that
-    no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `apart`: copies of
+    no recorded pass made. `own_terms`: losses of a pass that were taken for terms with coefficients. `kept_apart`:
+    what is known of passes that are. `apart`: copies of
     parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
@@ -118,6 +130,7 @@ class StepVerdict:
     term_weights: list[TermWeights] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)
     own_terms: Terms | None = None
+    kept_apart: KeptApart | None = None
     apart: bool = False
     summed: bool = False
     unread: Unread = field(default_factory=Unread)

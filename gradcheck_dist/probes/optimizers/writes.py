@@ -1,8 +1,9 @@
-"""The trainer's own lines that scale gradients where they lie: `p.grad /= n`, `p.grad.mul_(x)`, `torch._foreach_div_`.
+"""The trainer's own lines that change gradients where they lie: `p.grad /= n`, `p.grad.copy_(x)`, `p.grad[0] = 0`.
 
 What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
 Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
-gradient that is replaced (`p.grad = p.grad / n`) is not seen.
+gradient that is replaced (`p.grad = p.grad / n`) is not seen, nor one that is added to: optimizers add to each of their
+own tensors, which would wait for it.
 
 Methods are replaced on torch.Tensor, so `self` may be any tensor of the process: one attribute is asked, and between
 backward passes and the optimizer one address. A class with a `__torch_function__` of its own is given torch's method,
@@ -21,19 +22,23 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gradcheck_dist.events import GradWrite, Site
+from gradcheck_dist.events import SCALED, WRITTEN, GradWrite, Site
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
+MUL, DIV = "mul", "div"
 METHODS = {
-    "mul_": "mul", "multiply_": "mul", "__imul__": "mul",
-    "div_": "div", "divide_": "div", "true_divide_": "div", "__itruediv__": "div",
+    "mul_": MUL, "multiply_": MUL, "__imul__": MUL,
+    "div_": DIV, "divide_": DIV, "true_divide_": DIV, "__itruediv__": DIV,
+    "copy_": WRITTEN, "__setitem__": WRITTEN, "clamp_": WRITTEN, "masked_fill_": WRITTEN,
 }  # fmt: skip
 MOST_OTHERS = 64
 """Calls in a step, on tensors that are nobody's gradient, of which the lines are kept."""
-FOREACH = {"_foreach_mul_": "mul", "_foreach_div_": "div"}
+FOREACH = {
+    "_foreach_mul_": MUL, "_foreach_div_": DIV, "_foreach_add_": WRITTEN, "_foreach_copy_": WRITTEN,
+}  # fmt: skip
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -46,34 +51,38 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 def _watch(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def scale(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def change(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if recorder.between_passes and not torch.compiler.is_compiling():
             seen(recorder, writes, op, [self], args[0] if args else kwargs.get("other"))
         if has_torch_function((self,)):
             return handle_torch_function(original, (self,), self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
-    return scale
+    return change
 
 
 def _watch_many(recorder: Recorder, writes: Writes, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def scale(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.between_passes and not torch.compiler.is_compiling():
             seen(recorder, writes, op, self, args[0] if args else next(iter(kwargs.values()), None))
         return original(self, *args, **kwargs)
 
-    return scale
+    return change
 
 
 @guarded("writes")
 def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor], other: Any) -> None:
     if recorder.suspended:
         return
-    infos, value = writes.whose(tensors), _number(other)
-    factor = None if not value else value if op == "mul" else 1 / value
+    scales = op != WRITTEN
+    value = _number(other) if scales else None
+    factor = None if not value else value if op == MUL else 1 / value
+    infos, done = writes.whose(tensors, often=scales), SCALED if scales else WRITTEN
+    if not infos and (parts := writes.whose([one._base for one in tensors if isinstance(one, Tensor)], often=False)):
+        infos, done = parts, WRITTEN
     if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
-        writes.note(infos, caller_site(), factor)
+        writes.note(infos, caller_site(), factor, done)
 
 
 def _may_be_gradients(tensors: Sequence[Any]) -> bool:
@@ -88,33 +97,36 @@ class Writes:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._num_others = 0
-        self._waiting: list[tuple[int, int, Site | None, float | None, list[ParamInfo]]] = []
+        self._waiting: list[tuple[int, int, Site | None, tuple[float | None, str], list[ParamInfo]]] = []
 
-    def whose(self, tensors: Sequence[Tensor]) -> list[ParamInfo]:
-        """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it)."""
+    def whose(self, tensors: Sequence[Any], often: bool = True) -> list[ParamInfo]:
+        """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it). `often`: as
+        parameters are asked again and again for what may be a gradient by now."""
         places = self._recorder.places
         asked = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.requires_grad)
-        return [info for tensor in asked if (info := places.whose(tensor)) is not None]
+        if not often:
+            asked = (tensor for tensor in asked if tensor.is_floating_point())
+        return [info for tensor in asked if (info := places.whose(tensor, often)) is not None]
 
-    def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None) -> None:
+    def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None, op: str) -> None:
         recorder = self._recorder
         if self._waiting:
-            seq, _, last_site, last_factor, last = self._waiting[-1]
-            if (last_site, last_factor, seq, bool(last)) == (site, factor, recorder.last_seq, bool(infos)):
+            seq, _, last_site, last_done, last = self._waiting[-1]
+            if (last_site, last_done, seq, bool(last)) == (site, (factor, op), recorder.last_seq, bool(infos)):
                 last += infos
                 return
         if not infos:
             self._num_others += 1
             if self._num_others > MOST_OTHERS:
                 return
-        self._waiting.append((recorder.next_seq(), time.time_ns(), site, factor, infos))
+        self._waiting.append((recorder.next_seq(), time.time_ns(), site, (factor, op), infos))
 
     def tell(self) -> None:
         """Emit what was seen."""
         waiting, self._waiting, self._num_others = self._waiting, [], 0
-        for seq, t_ns, site, factor, infos in waiting:
+        for seq, t_ns, site, (factor, op), infos in waiting:
             params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
-            self._recorder.emit(GradWrite, seq=seq, t_ns=t_ns, site=site, params=params, factor=factor)
+            self._recorder.emit(GradWrite, seq=seq, t_ns=t_ns, site=site, params=params, factor=factor, op=op)
 
 
 def _number(value: Any) -> float | None:

@@ -61,10 +61,11 @@ class Places:
                 break
         return found
 
-    def whose(self, tensor: Tensor) -> ParamInfo | None:
-        """Whose gradient a tensor is, or lies where all of one lies (`.grad.data`, a view of it)."""
+    def whose(self, tensor: Tensor, often: bool = True) -> ParamInfo | None:
+        """Whose gradient a tensor is, or lies where all of one lies (`.grad.data`, a view of it). Not `often`: all
+        parameters are asked once in each backward pass and once behind it."""
         address, size = _address(tensor), getattr(tensor, "_local_tensor", tensor).numel()
-        for all_asked in self._looks(()) if address else ():
+        for all_asked in self._looks((), often) if address else ():
             index = self._at.get(address)
             if index is not None and self._measure([index]):
                 index = self._at.get(address)
@@ -75,14 +76,14 @@ class Places:
                 return self._owners[index][0]
         return None
 
-    def _looks(self, likely: Iterable[ParamInfo]) -> Iterator[bool]:
+    def _looks(self, likely: Iterable[ParamInfo], often: bool = True) -> Iterator[bool]:
         """When to look: at once, when neighbours have moved, and when all were asked (True)."""
         if self._registry.num_known == len(self._owners):
             yield False
             near = {*range(self._last - NEIGHBOURS, self._last + NEIGHBOURS + 1), *(info.id for info in likely)}
             if self._measure([index for index in near if 0 <= index < len(self._owners)]):
                 yield False
-        if self._num_fruitless < MOST_FRUITLESS or not self._asked_since_pass:
+        if (often and self._num_fruitless < MOST_FRUITLESS) or not self._asked_since_pass:
             self._num_fruitless += 1
             self._asked_since_pass = True
             self._ask()

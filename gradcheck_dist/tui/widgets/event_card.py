@@ -10,6 +10,7 @@ from textual.widgets import Static
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell
 from gradcheck_dist.events import (
+    WRITTEN,
     AmpScale,
     AmpUnscale,
     Clip,
@@ -126,7 +127,8 @@ def _facts(mark: Mark) -> list[str]:
         facts.append(f"divides the accumulated gradients by {event.divisor:g}")
     elif isinstance(event, GradWrite):
         by = f"by {number(event.factor)}" if event.factor is not None else "by no one number"
-        facts.append(f"a line of the trainer's multiplies in place {by}")
+        done = "writes into gradients" if event.op == WRITTEN else f"multiplies in place {by}"
+        facts.append(f"a line of the trainer's {done}")
     elif isinstance(event, AmpScale):
         facts.append(f"multiplies by the loss scale {event.scale:g}")
     elif isinstance(event, AmpUnscale):
