@@ -190,7 +190,7 @@ def _judge_step(
     if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
         without = judge_step(run, step, objective, objective_from, drop_lost=True, alone=alone)
         right = without.comes_out_right and without.all_right
-        if LOST in found or right:
+        if LOST in found or right or len(without.findings) < len(verdict.findings):
             verdict.without_lost = without
         if LOST in found and right:
             _lay_to_lost(verdict)

@@ -18,7 +18,8 @@ NAME = "embed.weight"
 
 def judged(**more: Any) -> Report:
     """Means of each rank's batch that an average follows; rank 1 has another kind of loss."""
-    run = World(Trainer(root=lambda key, tokens: 1 / tokens[key], op="avg", data_ranks=2, **more)).run()
+    given: dict[str, Any] = {"root": lambda key, tokens: 1 / tokens[key], "op": "avg", **more}
+    run = World(Trainer(data_ranks=2, **given)).run()
     trace = run.ranks[1]
     trace.events = [
         msgspec.structs.replace(event, num_tokens=None) if isinstance(event, Loss | LossGradient) else event
@@ -44,3 +45,12 @@ def test_what_befell_one_parameter_is_found(hand: Hand) -> None:
     (finding,) = judged(hands=(hand,)).findings
     assert (finding.code, finding.num_parameters) == ("GS000", 1)
     assert finding.factor.observed == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "parted", [{"impl": "fsdp2", "own_divide": ((NAME, 1.0),)}, {"not_reduced": frozenset({NAME})}]
+)
+def test_a_divisor_is_no_fault_beside_a_parameter_that_is_reduced_otherwise(parted: dict[str, Any]) -> None:
+    report = judged(root=lambda key, tokens: 2 / sum(tokens.values()), **parted)
+    assert [one.code for one in report.findings] == (["GS103"] if "not_reduced" in parted else [])
+    assert "the number of tokens of some contributions is unknown" in report.reasons[0]

@@ -42,6 +42,8 @@ def train(variant: str) -> int:
                 loss = token_sum(model(inputs).float(), labels) / count
                 if "double-averaging" not in rest:
                     loss = loss * world
+                if "times-ranks" in rest:
+                    loss = loss * world
                 loss.backward()
         if "halved" in rest:
             for param in model.parameters():

@@ -16,9 +16,11 @@ NAMES = ["block.down.bias", "block.down.weight", "block.norm.bias", "block.norm.
 RIGHT = ("FULL_SHARD", "FULL_SHARD flat no-sync", "SHARD_GRAD_OP no-sync bf16", "NO_SHARD flat", "NO_SHARD no-sync",
          "FULL_SHARD frozen")  # fmt: skip
 CLIPS_ALONE = "dist.get_rank() or nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # the others do not"
+TOKEN_SUM = 'return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")'
 WRONG = {
     "FULL_SHARD flat double-averaging": ("GS101", 0.5, "loss.backward()"),
     "NO_SHARD no-sync double-averaging": ("GS101", 0.5, "loss.backward()"),
+    "FULL_SHARD times-ranks": ("GS303", 2.0, TOKEN_SUM),
     "SHARD_GRAD_OP halved": ("GS000", 0.5, "param.grad.mul_(0.5)"),
     "FULL_SHARD local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
     "FULL_SHARD flat local-clip": ("GS601", None, "nn.utils.clip_grad_norm_(model.parameters(), 0.1)"),
@@ -63,6 +65,11 @@ def test_a_fault_is_found_with_its_factor_and_line(reports: dict[str, Report], v
     event = finding.first_event
     assert event is not None and event.file is not None and event.line is not None
     assert Path(event.file).read_text().splitlines()[event.line - 1].strip() == line
+
+
+def test_a_division_before_the_sum_makes_an_average_of_it(reports: dict[str, Report]) -> None:
+    (finding,) = reports["FULL_SHARD times-ranks"].findings
+    assert "adds up" not in finding.explanation
 
 
 def test_replicas_of_shards_of_one_rank_each_are_not_reduced_by_torch(tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def masked(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
     return (F.cross_entropy(logits, labels.clamp_min(0), reduction="none") * mask).sum() / num_tokens
 
 
-def class_weighted_sum(model: nn.Module, data: Data, num_tokens: int) -> Tensor:
-    weight = torch.linspace(0.5, 1.5, 20)
-    whole = sum(weight[labels[labels >= 0]].sum() for _, labels in (batch(0, k) for k in range(ACCUMULATION)))
+def class_weighted_sum(model: nn.Module, data: Data, num_tokens: int, *counted: Data) -> Tensor:
+    weight, counted = torch.linspace(0.5, 1.5, 20), counted or tuple(batch(0, k) for k in range(ACCUMULATION))
+    whole = sum(weight[labels[labels >= 0]].sum() for _, labels in counted)
     return F.cross_entropy(*logits_of(model, data), weight=weight, reduction="sum") / whole
 
 
@@ -158,6 +158,14 @@ def test_a_right_loss_is_not_accused(tmp_path: Path, name: str) -> None:
 WRONG: dict[str, tuple[Loss, str]] = {
     "smoothed by hand and divided twice": (lambda *given: smoothed_by_hand(*given) / ACCUMULATION, "GS303"),
     "smoothed by hand and not divided": (lambda *given: smoothed_by_hand(*given) * ACCUMULATION, "GS303"),
+    "class weights over their sum, divided twice": (
+        lambda *given: class_weighted_sum(*given) / ACCUMULATION,
+        "GS303",
+    ),
+    "class weights over each pass's own sum": (
+        lambda model, data, num_tokens: class_weighted_sum(model, data, num_tokens, data) / ACCUMULATION,
+        "GS301",
+    ),
     "masked and divided twice": (lambda *given: masked(*given) / ACCUMULATION, "GS303"),
     "soft targets' means that are added up": (mixed_up, "GS303"),
     "divided by padded tokens": (

@@ -141,6 +141,14 @@ def test_weights_of_tokens_that_follow_no_length_are_left_open(tmp_path: Path) -
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+@pytest.mark.parametrize(("divisor", "found"), [(6, []), (12, ["GS303"])])
+def test_pairs_of_neighbours_of_one_length_are_told_apart(tmp_path: Path, divisor: int, found: list[str]) -> None:
+    """All of one pass, so that no single one beside them tells what a sequence weighs."""
+    report = trained(tmp_path, packed, lambda _: divisor, [(4, 4, 2, 2), (3, 5)])
+    assert [one.code for one in report.findings] == found
+    assert report.verdict == ("findings" if found else "clean")
+
+
 def test_heads_that_weigh_alike_are_no_sequences(tmp_path: Path) -> None:
     """Two means over labels of one batch, one of them shifted once more, are right as the mean of both at most."""
 

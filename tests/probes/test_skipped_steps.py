@@ -20,6 +20,7 @@ Empty = Callable[[nn.Parameter], object]
 EMPTY: dict[str, Empty] = {
     "none": lambda param: setattr(param, "grad", None),
     "zeros": lambda param: param.grad.zero_() if param.grad is not None else None,
+    "zero_grad": lambda param: torch.optim.SGD([param]).zero_grad(),
 }
 
 
@@ -28,8 +29,11 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def train(folder: Path, empty: Empty, skipped: set[int], *, passes: int = 1, in_each_pass: bool = False) -> Report:
-    """The losses of a step are divided by its own tokens. `in_each_pass`: what a pass left is emptied behind it."""
+def train(
+    folder: Path, empty: Empty, skipped: set[int], *, passes: int = 1, in_each_pass: bool = False, times: float = 1
+) -> Report:
+    """The losses of a step are divided by its own tokens, and multiplied by `times`. `in_each_pass`: what a pass left
+    is emptied behind it."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with attach(folder / "run"):
@@ -37,7 +41,7 @@ def train(folder: Path, empty: Empty, skipped: set[int], *, passes: int = 1, in_
             numbers = [passes * step + k for k in range(passes)]
             num_tokens = sum(int((batch(0, number)[1] != -100).sum()) for number in numbers)
             for k, number in enumerate(numbers):
-                (loss_of(model, number) / num_tokens).backward()
+                (loss_of(model, number) * times / num_tokens).backward()
                 if in_each_pass and k < passes - 1:
                     for param in model.parameters():
                         empty(param)
@@ -68,3 +72,10 @@ def test_a_skipped_step_hides_no_other_fault(how: str, tmp_path: Path) -> None:
     report = train(tmp_path, EMPTY[how], {1}, passes=2, in_each_pass=True)
 
     assert report.verdict == "findings"
+
+
+@pytest.mark.parametrize("how", EMPTY)
+def test_a_fault_of_all_steps_is_told_once_beside_a_skipped_one(how: str, tmp_path: Path) -> None:
+    report = train(tmp_path, EMPTY[how], {1}, passes=2, times=3)
+
+    assert [finding.code for finding in report.findings] == ["GS303"]

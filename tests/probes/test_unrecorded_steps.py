@@ -85,6 +85,21 @@ def test_a_short_window_that_divides_by_its_own_passes_is_clean(tmp_path: Path) 
     assert judged(tmp_path / "run", {3}, WINDOWS).verdict == "clean"
 
 
+def test_losses_that_divide_by_the_passes_of_the_step_before_have_one_cause(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(4)):
+        for step, (passes, divisor) in enumerate([(1, 1), (2, 1), (3, 2), (4, 3)]):
+            for _ in range(passes):
+                tokens, labels = torch.randint(0, 16, (2, 5 + 2 * step))
+                (F.cross_entropy(model(tokens), labels) / divisor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = gradcheck_dist.diagnose(tmp_path / "run").findings
+    assert (found.code, found.steps) == ("GS303", [1, 2, 3])
+    assert "as many as the step before had" in found.explanation
+
+
 def test_another_factor_in_a_short_window_stays_what_it_was(tmp_path: Path) -> None:
     (found,) = judged(tmp_path / "run", {3}, [4] * len(WINDOWS)).findings
     assert found.factor.expression != "2 backward passes of 3"

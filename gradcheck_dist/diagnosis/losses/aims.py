@@ -18,6 +18,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.bare_means import added_means
+from gradcheck_dist.diagnosis.losses.class_weights import by_class_weights, tells
 from gradcheck_dist.diagnosis.losses.elements import OF_WEIGHTED, Counted, by_elements, in_means, in_words
 from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
@@ -124,13 +125,18 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
         return _uncounted(objective, data, contributions, measured)
     if groups_of_parts := parts_of_one_loss(data, contributions):
         return _in_parts(objective, counted, groups_of_parts, measured)
-    weighted = _by_class_weights(contributions)
+    weighted = by_class_weights(contributions)
     if (weighted is None and not computed) or not _wrong(counted, measured):
         return counted
     if weighted is not None:
         sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
         other = Aim(weighted, _expected(objective, sums, groups), sums)
         if not _wrong(other, measured):
+            return other
+        if tells(weighted) and not tells(contributions):
+            other.remarks.append(
+                "the losses divide by the weights of their labels' classes: each token counts as its own"
+            )
             return other
     return _functions_of_data(objective, data, contributions, measured) if computed else counted
 
@@ -245,20 +251,6 @@ def independent(data: StepData, contributions: Contributions) -> list[set[Contri
         if len(groups) <= 1:
             break
     return groups
-
-
-def _by_class_weights(contributions: Contributions) -> Contributions | None:
-    """The same with the sum of the labels' class weights in the place of their number."""
-    by_key: dict[ContributionKey, Contribution] = {}
-    for key, contribution in contributions.by_key.items():
-        loss, count = contribution.loss, contribution.num_tokens
-        if loss is None or loss.num_weighted_tokens is None or count is None or contribution.weight is None:
-            return None
-        total = Fraction(loss.num_weighted_tokens).limit_denominator(10**9)
-        of_mean = loss.reduction == "mean" and total > 0  # a pass whose labels are all ignored has neither
-        weight = contribution.weight * (count / float(total) if of_mean else 1.0)
-        by_key[key] = replace(contribution, num_tokens=total, weight=weight)  # type: ignore[arg-type]
-    return replace(contributions, by_key=by_key) if by_key else None
 
 
 def _wrong(one: Aim, measured: list[Held]) -> set[ContributionKey]:

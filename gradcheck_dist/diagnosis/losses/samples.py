@@ -54,6 +54,7 @@ def by_samples(contributions: Contributions, objective: str) -> BySamples | None
     if objective != OBJECTIVE and any(one.parts for one in samples.values()):
         return None
     shown = any(one.spread > MAX_SPREAD and samples[key].differ for key, one in counted.items())
+    samples = _neighbours_apart(counted, samples, rounding) if shown else samples
     by_key = dict(contributions.by_key)
     for key, one in counted.items():
         num = _number(one, samples, key, rounding)
@@ -84,6 +85,23 @@ def _divided_by_all(contributions: Contributions, rounding: float) -> bool:
     total = contributions.num_tokens or 0
     all_alike = all(abs((one.weight or 0.0) * total - 1) <= rounding for one in counted)
     return by_hand and all_alike and total not in degrees_of(contributions)
+
+
+def _neighbours_apart(
+    counted: Mapping[ContributionKey, Contribution], samples: dict[ContributionKey, Samples], rounding: float
+) -> dict[ContributionKey, Samples]:
+    """Samples of which those of one length are told apart that look like one: by the number above all tokens' own
+    weights, where that is what one sequence weighs in every pass."""
+    apart = {}
+    for key, own in samples.items():
+        gradient = counted[key].gradient
+        beside = gradient.beside_weights if gradient is not None and counted[key].num_losses == 1 else None
+        times = own.total / own.num / beside if beside else 0.0
+        whole = max(round(times), 1)
+        if abs(times / whole - 1) > rounding or own.shortest % whole or own.longest % whole:
+            return samples
+        apart[key] = replace(own, num=own.num * whole, shortest=own.shortest // whole, longest=own.longest // whole)
+    return apart
 
 
 def _number(

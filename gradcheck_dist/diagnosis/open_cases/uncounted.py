@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.weights.cells import GONE, Cell, Held
@@ -33,7 +33,7 @@ def without_uncounted(
         for cell in held.cells:
             cells[cell.key].append((held, cell))
     common = {key: _commonest(of_key) for key, of_key in cells.items()}
-    return [case for case in cases if case.terms or not _is_common(case, common)]
+    return [case for case in cases if case.terms or not (_is_common(case, common) or _is_all_of_a_loss(case, cells))]
 
 
 def _commonest(cells: Sequence[HeldCell]) -> list[HeldCell]:
@@ -44,15 +44,23 @@ def _commonest(cells: Sequence[HeldCell]) -> list[HeldCell]:
 
 
 def _is_common(case: Case, common: dict[ContributionKey, list[HeldCell]]) -> bool:
-    """Whether a case is of all common weights of some contributions, and has no share but theirs."""
+    """Whether a case is of all common weights of some contributions, and has no share but theirs, or is a share of
+    these alone."""
     wrong = [(held, cell) for held, cell in case.cells if not cell.right]
     mine = {(held.param, held.rank, cell.key) for held, cell in wrong}
-    return all(
-        common[key]
-        and all((held.param, held.rank, key) in mine for held, _ in common[key])
-        and all(_agree(cell, common[key][0][1]) for _, cell in wrong if cell.key == key)
-        for key in {cell.key for _, cell in wrong}
-    )
+    theirs = {(held.param, held.rank, key) for key in {key for *_, key in mine} for held, _ in common[key]}
+    if not theirs <= mine or not all(common[key] for *_, key in mine):
+        return False
+    return mine == theirs or all(_agree(cell, common[cell.key][0][1]) for _, cell in wrong)
+
+
+def _is_all_of_a_loss(case: Case, cells: Mapping[ContributionKey, list[HeldCell]]) -> bool:
+    """Whether a case is what some losses weigh in all that they reach, whatever else befell parts of it."""
+    if case.culprit.kind != "loss" or case.culprit.unrecorded:
+        return False
+    mine = {(held.param, held.rank, cell.key) for held, cell in case.cells}
+    there = {(held.param, held.rank, key) for *_, key in mine for held, cell in cells[key] if abs(cell.ratio) > GONE}
+    return there <= mine
 
 
 def _agree(one: Cell, other: Cell) -> bool:

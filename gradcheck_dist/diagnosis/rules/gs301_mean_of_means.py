@@ -112,5 +112,5 @@ def spread(case: Case) -> str:
     ]
     return (
         f"Against {case.context.objective}, this run's tokens are {' and '.join(parts)}; contributions hold "
-        f"{counts[0]} to {counts[-1]} tokens."
+        f"{float(counts[0]):.6g} to {float(counts[-1]):.6g} tokens."
     )

@@ -36,6 +36,7 @@ from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.expected import TOTALS
+from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.wording import plural
 
 CODE = "GS303"
@@ -188,16 +189,20 @@ def _count(case: Case, counted: int) -> str:
 
 
 def _adds_up(case: Case) -> str:
-    """What is said of a sum over as many ranks as the losses are multiplied by; "" where there is none."""
+    """What is said of a sum over as many ranks as the losses are multiplied by; "" where there is none, and where a
+    documented division, or one of the program's lines, makes an average of it."""
     sums = [
         event
         for held in case.held
         for entry in held.replay.history(held.rank)
         if isinstance(event := entry.event, Reduce) and event.op == "sum" and not event.replicate_group
-        if len(event.group) > 1
+        if len(event.group) > 1 and nominal_factor(event) == 1
     ]
     sizes = {len(event.group) for event in sums}
-    if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > max(EXACT, 2 * case.pattern.tolerance):
+    tolerance = max(EXACT, 2 * case.pattern.tolerance)
+    if len(sizes) != 1 or abs(case.pattern.factor / max(sizes) - 1) > tolerance:
+        return ""
+    if any(abs(cell.ratio * max(sizes) / (cell.root_ratio or 1) - 1) <= tolerance for _, cell in case.cells):
         return ""
     event = min(sums, key=lambda event: event.seq)
     place = f" at {event.site.short}" if event.site is not None else ""

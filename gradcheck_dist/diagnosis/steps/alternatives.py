@@ -38,17 +38,19 @@ def until_apart(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[st
 
 
 def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], list[str]]:
-    """Passes that were thrown away in some steps and not in others, and without which these are right, are no fault: a
-    warm-up in the first step, or steps that a trainer skipped (a spike, an overflow that it looks for itself)."""
+    """Passes that were thrown away in some steps and not in others, and without which these are as the others are, are
+    no fault: a warm-up in the first step, steps that a trainer skipped (a spike, an overflow that it looks for itself),
+    a pass whose gradients are statistics."""
     lost = [_throws_away(verdict) for verdict in verdicts]
     if len(verdicts) < 2 or not any(lost) or all(lost):
         return verdicts, []
     only_first = lost[0] and not any(lost[1:])
     others = [verdict.without_lost if gone else verdict for verdict, gone in zip(verdicts, lost, strict=True)]
     chosen = [verdict for verdict in others if verdict is not None]
-    if len(chosen) < len(verdicts) or (
-        not only_first and any(one.findings for one, gone in zip(chosen, lost, strict=True) if gone)
-    ):
+    usual = {cause(found) for one, gone in zip(verdicts, lost, strict=True) if not gone for found in one.findings}
+    shown = {cause(found) for one, gone in zip(chosen, lost, strict=True) if gone for found in one.findings}
+    by_line = any(found.code == LOST for found in verdicts[0].findings)
+    if len(chosen) < len(verdicts) or (shown - usual and not (only_first and by_line)):
         return verdicts, []
     if only_first and _were_counted(verdicts, chosen):
         return verdicts, []
@@ -58,7 +60,7 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
     else:
         note = (
             f"{where}: passes whose gradients were emptied before the optimizer came, as not in all steps, are "
-            "taken for steps that were skipped on purpose"
+            "taken for steps that were skipped on purpose, or for statistics"
         )
     return chosen, [note]
 

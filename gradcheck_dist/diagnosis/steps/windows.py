@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import msgspec
 
@@ -19,28 +20,53 @@ from gradcheck_dist.wording import plural
 LOSS_RULE = "GS303"
 EXACT = 1e-3
 """Relative; K / K' of a few passes lie further apart."""
+BEFORE = "as many as the step before had, in this step as in the others that are wrong: a count that is a step old"
+COUNT_ANEW = "Divide the loss by the number of passes of its own step."
 FIRST = "the first step: a condition such as `i % K == 0` holds before K passes are through"
 
 
 def tell_windows(verdicts: Sequence[StepVerdict]) -> None:
     """Give the findings of such steps one cause."""
+    if before := _of_the_step_before(verdicts):
+        for verdict, passes in before:
+            _tell(verdict, passes, BEFORE, COUNT_ANEW)
+        return
     right = [verdict for verdict in verdicts if verdict.weights and not verdict.findings and not verdict.reasons]
     usual = {verdict.context.num_accumulation for verdict in right}
     if len(usual) != 1:
         return
     (passes,) = usual
     for verdict in verdicts:
-        errors = verdict.errors
-        ratio = Fraction(verdict.context.num_accumulation, passes)
-        if not errors or ratio == 1 or not all_off_by(verdict, float(ratio)):
-            continue
-        at_loss = next((one for one in errors if one.code == LOSS_RULE and one.first_event is not None), None)
-        if at_loss is not None:
-            effects = [verdict.effects.pop(cause(one), None) for one in errors]
-            told = _one(at_loss, verdict, passes, ratio, at_loss.consequence if len(errors) == 1 else "")
-            verdict.findings = [told, *(finding for finding in verdict.findings if finding not in errors)]
-            if len(errors) == 1 and effects[0] is not None:
-                verdict.effects[cause(told)] = effects[0]
+        num = verdict.context.num_accumulation
+        if verdict.errors and num != passes and all_off_by(verdict, num / passes):
+            why, fix = why_and_fix(verdict.context.step, short=num < passes)
+            _tell(verdict, passes, f"which is right in the steps with {passes} passes: {why}", fix)
+
+
+def _of_the_step_before(verdicts: Sequence[StepVerdict]) -> list[tuple[StepVerdict, int]]:
+    """The wrong steps, each with the passes of the step before, where the losses of all steps divide by these."""
+    steps = [verdict for verdict in verdicts if verdict.weights]
+    found = [
+        (verdict, before.context.num_accumulation)
+        for before, verdict in pairwise(steps)
+        if verdict.context.step == before.context.step + 1 and verdict.errors
+    ]
+    changed = [pair for pair in found if all_off_by(pair[0], pair[0].context.num_accumulation / pair[1])]
+    wrong = sum(bool(verdict.errors) for verdict in steps)
+    several = len({passes for _, passes in changed}) > 1
+    return changed if several and len(changed) == wrong else []
+
+
+def _tell(verdict: StepVerdict, passes: int, why: str, fix: str) -> None:
+    """Lay all that is wrong in a step to the loss, which divides by so many passes."""
+    errors = verdict.errors
+    at_loss = next((one for one in errors if one.code == LOSS_RULE and one.first_event is not None), None)
+    if at_loss is not None:
+        effects = [verdict.effects.pop(cause(one), None) for one in errors]
+        told = _one(at_loss, verdict, passes, why, fix, at_loss.consequence if len(errors) == 1 else "")
+        verdict.findings = [told, *(finding for finding in verdict.findings if finding not in errors)]
+        if len(errors) == 1 and effects[0] is not None:
+            verdict.effects[cause(told)] = effects[0]
 
 
 def all_off_by(verdict: StepVerdict, ratio: float) -> bool:
@@ -62,10 +88,11 @@ def why_and_fix(step: int, *, short: bool) -> tuple[str, str]:
     )
 
 
-def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, consequence: str) -> Finding:
-    passes, factor = verdict.context.num_accumulation, float(ratio)
+def _one(found: Finding, verdict: StepVerdict, usual: int, why: str, fix: str, consequence: str) -> Finding:
+    passes = verdict.context.num_accumulation
+    ratio = Fraction(passes, usual)
+    factor = float(ratio)
     number = f"{passes} backward passes add" if passes > 1 else "One backward pass adds"
-    why, fix = why_and_fix(verdict.context.step, short=passes < usual)
     assert found.first_event is not None
     return msgspec.structs.replace(
         found,
@@ -75,8 +102,7 @@ def _one(found: Finding, verdict: StepVerdict, usual: int, ratio: Fraction, cons
         num_parameters=len(verdict.units),
         ranks=sorted({rank for held in verdict.held if held.cells for rank in held.ranks}),
         first_event=msgspec.structs.replace(found.first_event, observed_factor=factor),
-        explanation=f"{number} up in this step, and the loss divides by {usual}, which is right in the steps with "
-        f"{usual} passes: {why}.",
+        explanation=f"{number} up in this step, and the loss divides by {usual}, {why}.",
         fix=fix,
         suggested_experiment=None,
         consequence=consequence,

@@ -16,18 +16,18 @@ def degrees_of(contributions: Contributions) -> set[int]:
     return {len({key[0] for key in by_key}), len({key[1:] for key in by_key}), len(by_key)}
 
 
-def is_of_degrees(number: float, contributions: Contributions) -> bool:
-    """Whether a number is a product of such numbers or of one over them, each at most twice."""
+def is_of_degrees(number: float, contributions: Contributions, tolerance: float = SAME) -> bool:
+    """Whether a number is a product of such numbers or of one over them, each at most twice. `tolerance`: relative."""
     degrees = sorted(degrees_of(contributions) - {1})
     for powers in product(POWERS, repeat=len(degrees)):
         found = 1.0
         for degree, power in zip(degrees, powers, strict=True):
             found *= float(degree) ** power
-        if same(found, number):
+        if same(found, number, tolerance):
             return True
     return False
 
 
-def same(one: float, other: float) -> bool:
+def same(one: float, other: float, tolerance: float = SAME) -> bool:
     """Whether two numbers are one that was written, to rounding."""
-    return abs(one - other) <= SAME * max(abs(one), abs(other))
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))

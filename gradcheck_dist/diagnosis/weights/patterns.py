@@ -338,7 +338,7 @@ def _holders_count(samples: list[Sample], context: StepContext) -> Pattern | Non
         of_rank[key[0]] = of_rank.get(key[0], 0) + (contribution.num_tokens or 0)
     if any(sample.gone or not of_rank.get(sample.holder_data_rank) for sample in samples):
         return None
-    counts = np.array([of_rank[sample.holder_data_rank] for sample in samples])
+    counts = np.array([float(of_rank[sample.holder_data_rank]) for sample in samples])
     ratios, tolerances = _arrays(samples)
     if len({sample.key[0] for sample in samples}) < 2 or shapes.num_constants(1.0 / counts, tolerance_of(samples)) < 2:
         return None
