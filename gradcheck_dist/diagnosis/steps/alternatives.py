@@ -47,10 +47,12 @@ def without_warm_up(verdicts: list[StepVerdict]) -> tuple[list[StepVerdict], lis
     only_first = lost[0] and not any(lost[1:])
     others = [verdict.without_lost if gone else verdict for verdict, gone in zip(verdicts, lost, strict=True)]
     chosen = [verdict for verdict in others if verdict is not None]
+    if len(chosen) < len(verdicts):
+        return verdicts, []
     usual = {cause(found) for one, gone in zip(verdicts, lost, strict=True) if not gone for found in one.findings}
     shown = {cause(found) for one, gone in zip(chosen, lost, strict=True) if gone for found in one.findings}
     by_line = any(found.code == LOST for found in verdicts[0].findings)
-    if len(chosen) < len(verdicts) or (shown - usual and not (only_first and by_line)):
+    if shown - usual and not (only_first and by_line):
         return verdicts, []
     if only_first and _were_counted(verdicts, chosen):
         return verdicts, []
