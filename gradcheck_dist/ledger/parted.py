@@ -59,7 +59,7 @@ class Parted:
         of_rank = self._params[key]
         said = {param.partitioned for param in of_rank.values()}
         weight = self._weight_around(key)
-        if not self._parts or not _is_plain(of_rank) or False in said:
+        if not self._parts or False in said or not (_is_plain(of_rank) or (said == {True} and _in_shards(of_rank))):
             return []
         if said == {True}:
             ways = {tuple(sorted(tuple(sorted(part)) for part in sets)) for sets in self._parts.values()}

@@ -83,21 +83,23 @@ class Plain(nn.Linear):
 
 class Model(nn.Module):
     """`layer` makes the layers; the middle ones are shards of tensor-parallel ranks. "vocabulary": so is the first one,
-    which was drawn from one seed on all ranks."""
+    which was drawn from one seed on all ranks; "told": it says that it is parted."""
 
     def __init__(self, layer: Any, tp: Any, dp: Any, fault: str) -> None:
         super().__init__()
         own = dist.get_rank(tp)
         self.tp, self.fault = tp, fault
-        size = VOCABULARY // 2 if fault == "vocabulary" else VOCABULARY
-        self.own = slice(own * size, (own + 1) * size) if fault == "vocabulary" else slice(None)
+        size = VOCABULARY // 2 if "vocabulary" in fault else VOCABULARY
+        self.own = slice(own * size, (own + 1) * size) if "vocabulary" in fault else slice(None)
         self.first = layer(WIDTH, size, 11, dp)
         self.up, self.down = layer(24, WIDTH, 20 + own, dp), layer(WIDTH, 24, 30 + own, dp)
         self.head = layer(VOCABULARY, WIDTH, 12, dp)
+        if "told" in fault:
+            self.first.weight.tensor_model_parallel = True
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.first(F.one_hot(ids, VOCABULARY)[..., self.own].float())
-        if self.fault == "vocabulary":
+        if "vocabulary" in self.fault:
             hidden = Added.apply(hidden, self.tp)
         inner = hidden if self.fault.startswith("unsummed") else Whole.apply(hidden, self.tp)
         return self.head(hidden + Added.apply(self.down(torch.tanh(self.up(inner))), self.tp))  # type: ignore[no-any-return]

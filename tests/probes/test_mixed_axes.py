@@ -24,7 +24,14 @@ def line_of(fault: str) -> int:
 
 @pytest.mark.parametrize(
     ("trainer", "how"),
-    [("by hand", "clipped"), ("fsdp1", ""), ("fsdp1", "original"), ("stages", ""), ("stages", "early")],
+    [
+        ("by hand", "clipped"),
+        ("fsdp1", ""),
+        ("fsdp1", "original"),
+        ("fsdp1", "original, vocabulary, told"),
+        ("stages", ""),
+        ("stages", "early"),
+    ],
 )
 def test_right_ones_are_clean(trainer: str, how: str, tmp_path: Path) -> None:
     """Data ranks that shard a tensor-parallel layer's part shard another tensor than those of the next part."""

@@ -47,7 +47,7 @@ def leave_shards_open(cases: Iterable[Case], data: StepData) -> tuple[list[Case]
         "adds them up: shards that began alike (as one number, or drawn from one seed) need no sum, and these have the "
         "size of one, or of a rank's heads, or ranks combine what they compute with them as they do with shards'; "
         "copies, such as a norm that heads share, do need it. Set `param.tensor_model_parallel = True` on each "
-        "parameter that is a shard (False on copies), and this is told"
+        "parameter that is a shard (False on copies), behind fully_shard where it is used, and this is told"
     ]
 
 

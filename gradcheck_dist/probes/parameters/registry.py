@@ -148,14 +148,15 @@ class Registry(Plans):
             info.shows(stand_in, len(info.positions))
             self._write_param(info, info.id in self._looked_up)
         self.add_copy(leaf, [Region(info, start, 0, held)])
-        self.holds(info, leaf)
+        self.holds(info, leaf, leaf)
         return info
 
-    def holds(self, info: ParamInfo, part: Tensor) -> None:
+    def holds(self, info: ParamInfo, part: Tensor, owner: Tensor) -> None:
         """What this rank holds of a parameter that ranks shard and that has no memory of its own: values tell whether
-        other groups of ranks shard another tensor of that name (tensor-parallel layers, experts)."""
+        other groups of ranks shard another tensor of that name (tensor-parallel layers, experts), and so does what its
+        module says of `owner`, in which the part lies."""
         began = first_values(part, len(info.positions))
-        told = {"placements": PARTED, "start": began, "partitioned": partitioned(part), "expert": is_expert(part)}
+        told = {"placements": PARTED, "start": began, "partitioned": partitioned(owner), "expert": is_expert(owner)}
         self._written[info.id] = msgspec.structs.replace(self._written[info.id], **told)
         self._write(self._written[info.id])
 

@@ -100,7 +100,7 @@ class Flats:
             for index, (info, region) in enumerate(zip(infos, held, strict=True)):
                 lies_in = flat if flat._params is None else flat._params[index]
                 begin = region.offset if flat._params is None else 0
-                registry.holds(info, lies_in.detach().view(-1)[begin : begin + region.length])
+                registry.holds(info, lies_in.detach().view(-1)[begin : begin + region.length], lies_in)
         found = Flat(state, handle, infos, whole, held, copies, self._wrapper(prefix, state, infos))
         self._recorder.discovery.hook_flat(flat, infos, functools.partial(arrived, self._recorder, found))
         return found
