@@ -13,7 +13,7 @@ from math import log, prod
 
 from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, culprit_of_gap, last_backward, order
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap, last_backward, order
 from gradcheck_dist.diagnosis.causes.early_clips import give_early_clips
 from gradcheck_dist.diagnosis.causes.hands import (
     NOISY,
@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.causes.hands import (
 from gradcheck_dist.diagnosis.causes.never_arrived import never_arrived, put_together
 from gradcheck_dist.diagnosis.causes.one_line import join_lines
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
+from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcheck_dist.diagnosis.causes.account import Account, Gap
-from gradcheck_dist.diagnosis.causes.places import caller_of as caller_of
-from gradcheck_dist.diagnosis.causes.places import line_of as line_of
+from gradcheck_dist.diagnosis.causes.places import caller_of, line_of
 from gradcheck_dist.diagnosis.causes.vocabulary import Rival
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Backward, Event, GradWrite, LossGradient

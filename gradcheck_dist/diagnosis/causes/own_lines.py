@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf, prod
 
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of, line_of
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written
@@ -152,7 +153,7 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     if culprit.event is None or culprit.before is None or not culprit.factor:
         return 1.0
     rank = rank_of(data, culprit.before)
-    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    params = params_on(data, held, rank)
     lines: dict[tuple[str, int], dict[int, float]] = {}
     for event in _writes(data, culprit, rank):
         mine = params & set(data.params_of(rank, event.params or 0)) if event.params is not None else set()
@@ -175,13 +176,18 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     return prod(written) if not is_written(rest, MEASURED, {}) else 1.0
 
 
+def params_on(data: StepData, held: Iterable[Held], rank: int) -> set[int]:
+    """The ids that a rank's records give to these parameters."""
+    return {data.tracks[one.param][rank].param.id for one in held if rank in data.tracks[one.param]}
+
+
 def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: float) -> bool:
     """Whether a line was seen that divides all of these gradients by a number between the events of an unrecorded
     change."""
     if culprit.event is None or culprit.before is None:
         return False
     rank = rank_of(data, culprit.before)
-    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    params = params_on(data, held, rank)
     lines: dict[tuple[str, int] | None, set[int]] = {}
     for event in _writes(data, culprit, rank):
         if _is(event.factor, 1 / divisor, 0.0) and event.params is not None:
@@ -194,7 +200,7 @@ def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held])
     if not culprit.unrecorded or culprit.event is None or culprit.before is None:
         return ()
     rank = rank_of(data, culprit.before)
-    params = {track.param.id for one in held for at, track in data.tracks[one.param].items() if at == rank}
+    params = params_on(data, held, rank)
     return lines_that_write(data, rank, params, between(data, culprit, rank))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from math import prod
 
 from gradcheck_dist.diagnosis.causes.account import account
-from gradcheck_dist.diagnosis.causes.culprit import Culprit, caller_of, order
+from gradcheck_dist.diagnosis.causes.culprit import Culprit, order
+from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions

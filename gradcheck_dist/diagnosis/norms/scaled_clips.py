@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import log2
 
 from gradcheck_dist.diagnosis.causes.case import Case
-from gradcheck_dist.diagnosis.causes.own_lines import between, rank_of
+from gradcheck_dist.diagnosis.causes.own_lines import between, params_on, rank_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.left_norms import error_of, norm_afterwards
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms
@@ -74,8 +74,7 @@ def _unscaled_last(case: Case, data: StepData) -> tuple[float, bool] | None:
     if case.culprit.before is None:
         return None
     rank = rank_of(data, case.culprit.before)
-    params = {track.param.id for held in case.held for at, track in data.tracks[held.param].items() if at == rank}
-    missed = set(params)
+    missed = params_on(data, case.held, rank)
     scales: set[tuple[float, bool]] = set()
     for event in reversed(between(data, case.culprit, rank)):
         if not isinstance(event, AmpUnscale | GradWrite) or event.params is None:

@@ -156,7 +156,7 @@ def _holds_parts(ranks: frozenset[int], finding: Finding) -> bool:
     """Whether a finding is that copies between two such functions got the summands that arrive there. `ranks` train one
     model, of which other stages may lack the same sum."""
     at_a_pass = finding.first_event is not None and finding.first_event.kind == "backward"
-    return finding.code == UNSUMMED and at_a_pass and set(finding.ranks) <= set(ranks)
+    return finding.code == UNSUMMED and at_a_pass and ranks.issuperset(finding.ranks)
 
 
 _SUM_BEHIND = (
