@@ -28,6 +28,8 @@ _FAREWELL_S = 0.5
 _TIMEOUT_MARK = "Timeout ("  # how faulthandler begins its dump, innermost frame first
 _CRASH = re.compile(r"^Fatal Python error: .*\n", re.MULTILINE)
 _CRASHED_THREAD = re.compile(r"^Current thread .*\n(?:  .*\n?)*", re.MULTILINE)
+_THREADS = re.compile(r"^Thread .*\n(?:  .*\n?)+", re.MULTILINE)
+NO_PYTHON = "in a thread that runs no Python"
 _left: list[Any] = []
 _LAUNCHER_FRAMES = re.compile(r"( line \d+ in run_rank\n)(?:  File .*\n)+")
 
@@ -70,14 +72,17 @@ def read_log(folder: Path, rank: int) -> str:
 def read_crash(folder: Path, rank: int) -> str:
     """What faulthandler wrote about the signal that ended the rank, with the stack of the thread that got it.
 
-    Of a thread that no Python runs in (gloo's, autograd's) there is no stack; "" where there was no such signal.
+    Of a thread that no Python runs in (gloo's, autograd's) there is no stack: what the main thread did is told.
+    "" where there was no such signal.
     """
     text = read_log(folder, rank)
     crash = _CRASH.search(text)
     if crash is None:
         return ""
-    thread = _CRASHED_THREAD.search(text, crash.end())
-    return crash[0] + (thread[0] if thread else "in a thread that runs no Python")
+    if thread := _CRASHED_THREAD.search(text, crash.end()):
+        return crash[0] + thread[0]
+    others = _THREADS.findall(text, crash.end())  # the main thread comes last
+    return crash[0] + NO_PYTHON + (f"; the main thread was here:\n{others[-1]}" if others else "")
 
 
 def timed_out(folder: Path, rank: int) -> bool:

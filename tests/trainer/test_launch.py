@@ -128,7 +128,11 @@ def test_a_dying_rank_is_named_within_seconds_and_the_others_are_gone(
     ("where", "words"),
     [
         ("call", r"killed by SIGSEGV(.|\n)*says:\nFatal Python error: Seg.*\nCurrent thread .*\n.* in crash\n"),
-        ("thread", r"killed by SIGABRT(.|\n)*says:\nFatal Python error: Aborted\nin a thread that runs no Python$"),
+        (
+            "thread",
+            r"killed by SIGABRT(.|\n)*says:\nFatal Python error: Aborted\nin a thread that runs no Python; the main "
+            r"thread was here:\nThread .*\n.* in crash\n",
+        ),
     ],
 )
 def test_of_a_rank_that_crashes_the_thread_that_did_is_told(where: str, words: str) -> None:
