@@ -55,7 +55,14 @@ def start_method() -> str:
 
 
 def run(function: Callable[..., Any], args: tuple[Any, ...], nproc: int, timeout_s: float, folder: Path) -> Outcome:
-    """Run `function(*args)` on `nproc` ranks of this machine; when one fails, stop the others and say which."""
+    """Run `function(*args, started)` on `nproc` ranks of this machine; when one fails, stop the others and say which.
+
+    Each waits for the barrier `started` before it does anything that another thread of this process takes part in: what
+    that thread holds at a fork stays held in the forked rank. Ranks hung in `init_process_group`, since the thread that
+    serves the store was looking up the address of the rank before (glibc's lock on resolv.conf): of 97 launches of
+    four ranks on a loaded machine, three.
+    """
+    method = start_method()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -67,13 +74,14 @@ def run(function: Callable[..., Any], args: tuple[Any, ...], nproc: int, timeout
         rdzv_configs={"rank": 0, "timeout": max(1, int(timeout_s))},
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
-        start_method=start_method(),
+        start_method=method,
         local_addr="127.0.0.1",
         logs_specs=_RankLogs(folder),
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
     )
     try:
-        results: dict[int, bytes] = elastic_launch(config, function)(*args)
+        started = multiprocessing.get_context(method).Barrier(nproc)
+        results: dict[int, bytes] = elastic_launch(config, function)(*args, started)
         return results
     except ChildFailedError as error:
         _, first = error.get_first_failure()

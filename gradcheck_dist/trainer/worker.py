@@ -19,6 +19,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,9 @@ def run_agent(sender: Connection, payload: bytes, nproc: int, timeout_s: float, 
     sender.send(elastic.run(run_rank, (payload, folder, timeout_s), nproc, timeout_s, Path(folder)))
 
 
-def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
-    """Run the pickled (target, args, env) on this rank; returns the pickled result. Called by the elastic agent."""
+def run_rank(payload: bytes, folder: str, timeout_s: float, started: Barrier) -> bytes:
+    """Run the pickled (target, args, env) on this rank when all have started; returns the pickled result. Called by the
+    elastic agent."""
     faulthandler.enable()
     # A rank that hangs cannot be asked to stop; this also writes down where it hung.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
@@ -111,6 +113,7 @@ def run_rank(payload: bytes, folder: str, timeout_s: float) -> bytes:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back in the fork server
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    started.wait()
     try:
         target, args, env = pickle.loads(payload)
         os.environ.update(env)

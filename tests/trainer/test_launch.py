@@ -77,6 +77,11 @@ def test_no_rank_pays_for_the_import_of_torch() -> None:
     assert max(launch("trainer_workers:cpu_time_s", (), 2, timeout_s=60)) < 0.3
 
 
+def test_no_rank_begins_before_all_are_forked() -> None:
+    forked_s, began_s = zip(*launch("trainer_workers:began", (), 6, timeout_s=60), strict=True)
+    assert max(forked_s) <= min(began_s)
+
+
 def test_a_group_that_was_left_is_not_freed_before_its_rank_ends() -> None:
     assert launch("trainer_workers:leave_group", (), 2, timeout_s=60) == [True, True]
 

@@ -96,6 +96,13 @@ def leave_pid(folder: str) -> int:
     return rank
 
 
+def began() -> tuple[float, float]:
+    """When this rank was forked, to 0.01 s, and when its target began; seconds since the machine was started."""
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK"), now_s
+
+
 def lose_rank_one(folder: str, how: str) -> None:
     """All ranks reduce for ever, but rank 1 ends after the first time, or while the others wait for one another."""
     import torch
