@@ -1,7 +1,8 @@
 """The trainer's own lines that change gradients where they lie: `p.grad /= n`, `p.grad.copy_(x)`, `p.grad[0] = 0`.
 
 What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
-Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
+A buffer in which they were reduced is known by value, and its line is theirs, since it is copied back. Other tensors
+that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
 gradient that is replaced (`p.grad = p.grad / n`) is not seen, nor one that is added to: optimizers add to each of their
 own tensors, which would wait for it.
 
@@ -81,6 +82,8 @@ def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor],
     infos, done = writes.whose(tensors, often=scales), SCALED if scales else WRITTEN
     if not infos and (parts := writes.whose([one._base for one in tensors if isinstance(one, Tensor)], often=False)):
         infos, done = parts, WRITTEN
+    if not infos and factor is not None:
+        infos = writes.reduced(tensors)
     if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
         writes.note(infos, caller_site(), factor, done)
 
@@ -107,6 +110,11 @@ class Writes:
         if not often:
             asked = (tensor for tensor in asked if tensor.is_floating_point())
         return [info for tensor in asked if (info := places.whose(tensor, often)) is not None]
+
+    def reduced(self, tensors: Sequence[Any]) -> list[ParamInfo]:
+        """Whose gradients come from these tensors, which hold what a reduction of a flat copy gave."""
+        by_value = self._recorder.places.by_value
+        return [info for tensor in tensors if isinstance(tensor, Tensor) for info in by_value.reduced(tensor)]
 
     def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None, op: str) -> None:
         recorder = self._recorder
