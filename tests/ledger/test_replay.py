@@ -13,7 +13,7 @@ from trainer_families import make_case
 
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.measured import measure
-from gradcheck_dist.events import BEFORE, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.events import BEFORE, LEAF, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import step_data
@@ -152,6 +152,24 @@ def test_a_tolerance_knows_the_dtype_in_which_ranks_are_summed() -> None:
     fsdp = replace(PLAIN, impl="fsdp", accumulation=2)
     exact, coarse = (ledgers(one)[2][0].replay.epsilon for one in (fsdp, replace(fsdp, reduce_dtype="bfloat16")))
     assert (exact, coarse) == (2.0**-23, 2.0**-7)
+
+
+@pytest.mark.parametrize("foreign", [0.0, 0.3])
+def test_contributions_that_are_added_up_in_their_own_type_fill_a_finer_buffer(foreign: float) -> None:
+    """Microbatches of a split backward below FSDP are added up in bfloat16, and reduced in float32."""
+    run = World(replace(PLAIN, impl="fsdp", dtype="bfloat16"), seed=1).run()
+    for trace in run.ranks.values():
+        (samples,) = trace.samples
+        rows, bits = np.frombuffer(samples.rows, "<i4").reshape(-1, 4), np.frombuffer(samples.values, "<u2")
+        ends = np.cumsum([trace.plans[plan].num_values for *_, plan in rows.tolist()])
+        trace.samples.clear()
+        for row, part in zip(rows, np.split(bits, ends[:-1]), strict=True):
+            values = (part.astype("<u4") << 16).view("<f4") * np.float32(1 + foreign * (np.arange(len(part)) % 2))
+            finer = {"dtype": "float32", "values": values.tobytes()} if row[1] != LEAF else {"values": part.tobytes()}
+            trace.samples.append(msgspec.structs.replace(samples, rows=row.tobytes(), **finer))
+    data = step_data(run, 0)
+    for held in measure(data, collect(data.events)):
+        assert (held.observed is None) is bool(foreign)
 
 
 def test_a_reduction_in_bfloat16_of_other_parameters_widens_nothing() -> None:
