@@ -217,3 +217,20 @@ def test_what_was_no_combination_is_not_taken_for_one_again_by_chance() -> None:
                         point.values.data[there] += foreign[there]
         for held in measure(data, collect(data.events)):
             assert held.observed is None and "no combination" in held.reason
+
+
+def test_what_ranks_cancel_is_not_foreign() -> None:
+    """The bias of context-parallel keys: each rank's share is the opposite of the others', and few elements check it."""
+    data = step_data(World(replace(PLAIN, params=(("k.bias", 4),)), seed=1).run(), 0)
+    (tracks,) = data.tracks.values()
+    slots, random = list(tracks[0].leaves), np.random.default_rng(0)
+    shares = random.normal(size=(len(slots), 4)).astype(np.float32)
+    leaves = {0: shares, 1: -(shares + 4e-7 * random.normal(size=shares.shape)).astype(np.float32)}
+    sums = {rank: np.cumsum(of_rank, 0) for rank, of_rank in leaves.items()}
+    for rank, track in tracks.items():
+        for slot, values in zip(slots, leaves[rank], strict=True):
+            track.leaves[slot][1].data[:] = values
+        for index, point in enumerate(track.points):
+            point.values.data[:] = sums[rank][index] if index < len(slots) else sums[0][-1] + sums[1][-1]
+    for held in measure(data, collect(data.events)):
+        assert "no combination" not in held.reason
