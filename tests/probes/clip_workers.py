@@ -23,7 +23,7 @@ def train(config: TrainConfig, run_dir: str) -> TrainResult:
 def reduced_by_hand(run_dir: str, clip: str) -> None:
     """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes; or
     "by hand" after it, where one gradient is "not reduced", or "halved" on one rank; "by squares" behind a buffer in
-    which they were averaged, or "only summed"."""
+    which they were averaged, or "only summed", or in which they "lie"."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -40,7 +40,7 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
         if clip == "before":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if "by squares" in clip:
-            average_in_a_buffer_and_clip(model, "only summed" in clip)
+            average_in_a_buffer_and_clip(model, "only summed" in clip, "lie" in clip)
         for param in list(model.parameters())["not reduced" in clip :] if "by squares" not in clip else ():
             dist.all_reduce(param.grad)
         if clip == "after":
@@ -57,13 +57,17 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
     dist.destroy_process_group()
 
 
-def average_in_a_buffer_and_clip(model: nn.Module, only_summed: bool) -> None:
+def average_in_a_buffer_and_clip(model: nn.Module, only_summed: bool, lie: bool) -> None:
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
+    if lie:
+        for param, part in zip(model.parameters(), flat.split([grad.numel() for grad in grads]), strict=True):
+            param.grad = part.view_as(param)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
     dist.all_reduce(flat)
     if not only_summed:
         flat /= 2
-    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True) if not lie else ():
         grad.copy_(part.view_as(grad))
     squares = sum(float(grad.pow(2).sum()) for grad in grads)
     for grad in grads:

@@ -53,7 +53,7 @@ def test_a_tied_matrix_that_is_not_summed_is_told_beside_a_clip_by_hand_that_cou
     assert (report.verdict == "clean") == summed
 
 
-@pytest.mark.parametrize("clip", ["by squares", "by squares, only summed"])
+@pytest.mark.parametrize("clip", ["by squares", "by squares, only summed", "by squares, they lie there"])
 def test_a_division_in_a_buffer_is_seen_before_a_clip_that_acts(clip: str, tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
     assert (report.verdict, report.findings) == ("undetermined" if "only" in clip else "clean", [])
