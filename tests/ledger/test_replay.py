@@ -220,7 +220,7 @@ def test_what_was_no_combination_is_not_taken_for_one_again_by_chance() -> None:
 
 
 def test_what_ranks_cancel_is_not_foreign() -> None:
-    """The bias of context-parallel keys: each rank's share is the opposite of the others', and few elements check it."""
+    """The bias of context-parallel keys: each rank's share is the opposite of another's; few elements check it."""
     data = step_data(World(replace(PLAIN, params=(("k.bias", 4),)), seed=1).run(), 0)
     (tracks,) = data.tracks.values()
     slots, random = list(tracks[0].leaves), np.random.default_rng(0)

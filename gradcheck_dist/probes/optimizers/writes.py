@@ -1,8 +1,8 @@
 """The trainer's own lines that change gradients where they lie: `p.grad /= n`, `p.grad.copy_(x)`, `p.grad[0] = 0`.
 
 What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
-A buffer in which they lie is known by address, one in which they were reduced by value; its line is theirs. Other tensors
-that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
+A buffer in which gradients lie is known by address, one in which they were reduced by value, and its line is theirs.
+Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
 gradient that is replaced (`p.grad = p.grad / n`) is not seen, nor one that is added to: optimizers add to each of their
 own tensors, which would wait for it.
 
