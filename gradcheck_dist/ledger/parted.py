@@ -7,6 +7,7 @@ feature) may be a part as well, though it began as one number, or was drawn from
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,9 @@ class Parted:
         apart = {key: sets for key, sets in parts.items() if len(sets) > 1}
         self._parts = {key: sets for key, sets in apart.items() if _is_plain(params[key]) or _in_shards(params[key])}
         self._modules = {(stage, module_of(name)): (stage, name) for stage, name in self._parts}
+        matrices = Counter((stage, module_of(name)) for (stage, name), of_rank in params.items()
+                           if (stage, name) in self._parts and len(sizes_of(_first(of_rank))) > 1)  # fmt: skip
+        self._of_several = {module for module, number in matrices.items() if number > 1}
         copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
         parted = [_first(params[key]) for key in self._parts]
         self._whole = _whole_sizes(parted, copies)
@@ -59,6 +63,8 @@ class Parted:
         of_rank = self._params[key]
         said = {param.partitioned for param in of_rank.values()}
         weight = self._weight_around(key)
+        if weight is not None and said != {True} and self._is_another_layer(key, weight):
+            return []
         if not self._parts or False in said or not (_is_plain(of_rank) or (said == {True} and _in_shards(of_rank))):
             return []
         if said == {True}:
@@ -66,6 +72,14 @@ class Parted:
             return self._parts[weight] if weight else [set(part) for part in ways.pop()] if len(ways) == 1 else []
         own = sizes_of(_first(self._params[weight])) - self._whole if weight else set()
         return self._parts[weight] if weight and len(own) == 1 and own & sizes_of(_first(of_rank)) else []
+
+    def _is_another_layer(self, key: ParamKey, weight: ParamKey) -> bool:
+        """Whether a parameter belongs to none of the parted matrices that one module holds by itself, as attention may
+        hold its four: what was drawn alike beside those that were not, or stands in a module of its own below them. A
+        bias, of one number, may be any one's."""
+        module = module_of(weight[1])
+        of_several = (weight[0], module) in self._of_several
+        return of_several and (module_of(key[1]) != module or _first(self._params[key]).start is not None)
 
     def _are_copies(self, key: ParamKey) -> bool:
         """Whether it is a matrix that began as the same numbers on all ranks, outside of the modules of parted ones."""

@@ -340,9 +340,9 @@ class _Machine:
         if direct is not None and direct[3].fits and (chain is None or direct[3].sigma < 0.5 * chain[3].sigma):
             buffer.leftover = False  # all of it came in this step: what was there before has been replaced
             return direct
-        if chain is not None and chain[3].fits and direct is not None:
+        if chain is not None and chain[3].fits and (direct is not None or np.isnan(chain[3].coefficients).all()):
             buffer.find_leftover(chain[3])
-            return chain  # nor do all contributions explain what is left of it: it is noise
+            return chain  # nor do all contributions explain what is left of it: it is noise, as of what cancelled
         if self.left is not None and direct is not None:
             # Kept elsewhere (main_grad, which grows beside .grad), it comes back with what was added to it there.
             added = self._solve(point, [self.left, *everything], np.append(0.0, buffer.nominal[arrived]))

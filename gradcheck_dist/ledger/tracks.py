@@ -252,6 +252,7 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
     }
     slot_of = {e.seq: (e.accumulation_step, e.microbatch) for e in events if isinstance(e, Backward)}
     known: dict[tuple[int, int, int], Point] = {}
+    arrived: dict[int, set[str]] = defaultdict(set)  # types of contributions
     for samples in trace.samples:
         if samples.step != step:
             continue
@@ -271,6 +272,7 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
                     hole = np.isnan(point.values.data)
                     point.values = Values(np.where(hole, values.data, point.values.data), values.partial, values.over)
             elif seq in slot_of:
+                arrived[param_id].add(samples.dtype)
                 slot = slot_of[seq]
                 if slot in track.leaves:  # a split backward: the same contribution arrived in two passes
                     if np.array_equal(track.leaves[slot][1].data, values.data) and _tells(values.data):
@@ -285,6 +287,8 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
         _note_coarse(track, sorted(written[track.param.id])[:MOST_WRITTEN])
+        if len(arrived[track.param.id]) == 1:
+            _note_summed_as_arrived(track, *arrived[track.param.id])
         _end_at_value_clip(trace, track, events)
         yield track
 
@@ -306,6 +310,22 @@ def _note_coarse(track: Track, written: Sequence[float] = ()) -> None:
         found = any(_on_grid(point.values.data, dtype) for point in track.points)
         if found or any(_on_grid(point.values.data, dtype, by) for point in track.points for by in written):
             track.dtype = dtype  # the coarser of two comes last
+
+
+def _note_summed_as_arrived(track: Track, dtype: str) -> None:
+    """Contributions of a coarser type may be added up in it before they come into a finer buffer, as those of a split
+    backward are below FSDP: their sum is there, and as exact as that type."""
+    coarse, fine = EPSILON.get(dtype, 0.0), EPSILON.get(track.dtype, 0.0)
+    last = max((seq for seq, _ in track.leaves.values()), default=0)
+    point = next((point for point in track.points if point.seq > last), None)
+    if point is None or len(track.leaves) < 2 or coarse <= fine:
+        return
+    leaves = np.array([values.data for _, values in track.leaves.values()])
+    told = np.isfinite(point.values.data) & np.isfinite(leaves).all(0)
+    off = np.abs(point.values.data - leaves.sum(0))[told]
+    size = len(leaves) * np.abs(leaves).sum(0)[told]
+    if (off <= coarse * size).all() and not (off <= fine * size).all():
+        track.dtype = dtype
 
 
 def _on_grid(values: np.ndarray, dtype: str, factor: float | None = None) -> bool:

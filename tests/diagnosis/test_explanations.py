@@ -81,6 +81,11 @@ def test_a_constant_without_a_name_is_one_cause() -> None:
     assert (best.edits, best.loss) == ((), pytest.approx(0.7))
 
 
+def test_no_weight_that_tells_needs_no_explanation() -> None:
+    """Each rank's clip by a norm of its own leaves none that all ranks share."""
+    assert not any(one.edits or one.others for one in Search([], [], QUANTITIES).best())
+
+
 def test_a_divisor_without_a_name_is_blamed_and_not_the_loss_that_was_made_for_the_average() -> None:
     best = Search([row(4.0, (average(4, divide=7.0), 1 / 7))], [], QUANTITIES).best()[0]
     assert best.loss is None

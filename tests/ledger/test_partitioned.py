@@ -121,6 +121,19 @@ def test_the_size_that_all_parts_have_is_no_whole_layers_where_copies_tell_the_w
     assert {id for id in range(7) if names[0, id] == names[1, id]} == {0, 2, 6}
 
 
+def test_a_matrix_of_one_seed_is_not_parted_as_others_in_its_module() -> None:
+    """Keys of one head that all ranks share are as large as the part of the queries that each rank holds."""
+    run = two_ranks(
+        word=((32, 16), True),
+        attention_q=((8, 16), False), attention_o=((16, 8), False),
+        attention_k=((8, 16), True), attention_norm_weight=((8,), True),
+        up_weight=((8, 16), False), up_scale=((8,), True),
+    )  # fmt: skip
+    names, sizes = names_and_sizes(run)
+    assert sizes.parts == {8}
+    assert {id for id in range(7) if names[0, id] == names[1, id]} == {0, 3, 4}
+
+
 @pytest.mark.parametrize("combine", [True, False])
 def test_layers_of_two_stages_are_no_parts_of_one(combine: bool) -> None:
     """A pipeline by hand: the rank without a loss runs another stage, unless ranks combine activations. A loss that

@@ -13,7 +13,7 @@ from trainer_families import make_case
 
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.measured import measure
-from gradcheck_dist.events import BEFORE, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
+from gradcheck_dist.events import BEFORE, LEAF, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
 from gradcheck_dist.ledger.replay import nominal_factor
 from gradcheck_dist.ledger.tracks import step_data
@@ -154,6 +154,24 @@ def test_a_tolerance_knows_the_dtype_in_which_ranks_are_summed() -> None:
     assert (exact, coarse) == (2.0**-23, 2.0**-7)
 
 
+@pytest.mark.parametrize("foreign", [0.0, 0.3])
+def test_contributions_that_are_added_up_in_their_own_type_fill_a_finer_buffer(foreign: float) -> None:
+    """Microbatches of a split backward below FSDP are added up in bfloat16, and reduced in float32."""
+    run = World(replace(PLAIN, impl="fsdp", dtype="bfloat16"), seed=1).run()
+    for trace in run.ranks.values():
+        (samples,) = trace.samples
+        rows, bits = np.frombuffer(samples.rows, "<i4").reshape(-1, 4), np.frombuffer(samples.values, "<u2")
+        ends = np.cumsum([trace.plans[plan].num_values for *_, plan in rows.tolist()])
+        trace.samples.clear()
+        for row, part in zip(rows, np.split(bits, ends[:-1]), strict=True):
+            values = (part.astype("<u4") << 16).view("<f4") * np.float32(1 + foreign * (np.arange(len(part)) % 2))
+            finer = {"dtype": "float32", "values": values.tobytes()} if row[1] != LEAF else {"values": part.tobytes()}
+            trace.samples.append(msgspec.structs.replace(samples, rows=row.tobytes(), **finer))
+    data = step_data(run, 0)
+    for held in measure(data, collect(data.events)):
+        assert (held.observed is None) is bool(foreign)
+
+
 def test_a_reduction_in_bfloat16_of_other_parameters_widens_nothing() -> None:
     trainer = replace(PLAIN, impl="fsdp", accumulation=2)
     world = World(trainer, seed=1)
@@ -199,3 +217,20 @@ def test_what_was_no_combination_is_not_taken_for_one_again_by_chance() -> None:
                         point.values.data[there] += foreign[there]
         for held in measure(data, collect(data.events)):
             assert held.observed is None and "no combination" in held.reason
+
+
+def test_what_ranks_cancel_is_not_foreign() -> None:
+    """The bias of context-parallel keys: each rank's share is the opposite of another's; few elements check it."""
+    data = step_data(World(replace(PLAIN, params=(("k.bias", 4),)), seed=1).run(), 0)
+    (tracks,) = data.tracks.values()
+    slots, random = list(tracks[0].leaves), np.random.default_rng(0)
+    shares = random.normal(size=(len(slots), 4)).astype(np.float32)
+    leaves = {0: shares, 1: -(shares + 4e-7 * random.normal(size=shares.shape)).astype(np.float32)}
+    sums = {rank: np.cumsum(of_rank, 0) for rank, of_rank in leaves.items()}
+    for rank, track in tracks.items():
+        for slot, values in zip(slots, leaves[rank], strict=True):
+            track.leaves[slot][1].data[:] = values
+        for index, point in enumerate(track.points):
+            point.values.data[:] = sums[rank][index] if index < len(slots) else sums[0][-1] + sums[1][-1]
+    for held in measure(data, collect(data.events)):
+        assert "no combination" not in held.reason

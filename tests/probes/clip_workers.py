@@ -22,7 +22,8 @@ def train(config: TrainConfig, run_dir: str) -> TrainResult:
 
 def reduced_by_hand(run_dir: str, clip: str) -> None:
     """Two ranks that sum their gradients by hand and clip "before" or "after" that, or "in the loop" over passes; or
-    "by hand" after it, where one gradient is "not reduced", or "halved" on one rank."""
+    "by hand" after it, where one gradient is "not reduced", or "halved" on one rank; "by squares" behind a buffer in
+    which they were averaged, or "only summed", or in which they "lie"."""
     from gradcheck_dist.probes import attach
 
     dist.init_process_group("gloo")
@@ -33,12 +34,14 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
         total = torch.tensor(float(sum((labels >= 0).sum() for _, labels in data)))
         dist.all_reduce(total)
         for part in data:
-            (token_sum(model, part) / total).backward()
+            (token_sum(model, part) * (2 if "by squares" in clip else 1) / total).backward()
             if clip == "in the loop":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if clip == "before":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for param in list(model.parameters())["not reduced" in clip :]:
+        if "by squares" in clip:
+            average_in_a_buffer_and_clip(model, "only summed" in clip, "lie" in clip)
+        for param in list(model.parameters())["not reduced" in clip :] if "by squares" not in clip else ():
             dist.all_reduce(param.grad)
         if clip == "after":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -52,6 +55,23 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
         optimizer.step()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def average_in_a_buffer_and_clip(model: nn.Module, only_summed: bool, lie: bool) -> None:
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    if lie:
+        for param, part in zip(model.parameters(), flat.split([grad.numel() for grad in grads]), strict=True):
+            param.grad = part.view_as(param)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+    dist.all_reduce(flat)
+    if not only_summed:
+        flat /= 2
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True) if not lie else ():
+        grad.copy_(part.view_as(grad))
+    squares = sum(float(grad.pow(2).sum()) for grad in grads)
+    for grad in grads:
+        grad.mul_(0.1 / squares**0.5)
 
 
 def train_with_one_stages_norm(config: TrainConfig, run_dir: str, left_out: str = "") -> TrainResult:

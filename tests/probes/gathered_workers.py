@@ -103,6 +103,24 @@ class OfAll(nn.Module):
         return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+class OfNext(torch.autograd.Function):
+    """What the next rank put in."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return gathered(given)[(dist.get_rank() + 1) % dist.get_world_size()]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gathered(grad)[dist.get_rank() - 1]
+
+
+class Swapped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        swapped: Tensor = OfNext.apply(x)
+        return swapped
+
+
 class Parts(nn.Module):
     """A linear layer of which each rank holds a part."""
 
@@ -153,6 +171,8 @@ def train(variant: str) -> int:
     if "wide" in variant:  # biases have enough elements to be known by themselves
         out, width = 96, 192
     model = nn.Sequential(Parts(variant, 6, width), nn.Tanh(), Parts(variant, width, out))
+    if "input" in variant:
+        model = nn.Sequential(Swapped(), nn.Linear(6, out))
     if "activations" in variant:
         model = nn.Sequential(OfAll(variant, 6, out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,8 +187,9 @@ def train(variant: str) -> int:
         dist.all_reduce(num_tokens)
         scale = dist.get_world_size() if "averaged" in variant and "twice" not in variant else 1
         for features, labels in data:
+            features.requires_grad_("input" in variant)
             (F.cross_entropy(model(features), labels, reduction="sum") * scale / num_tokens).backward()
-        for param in model.parameters() if "activations" in variant else ():
+        for param in model.parameters() if "activations" in variant or "input" in variant else ():
             dist.all_reduce(param.grad)
         optimizer.step()
         optimizer.zero_grad()

@@ -53,6 +53,12 @@ def test_a_tied_matrix_that_is_not_summed_is_told_beside_a_clip_by_hand_that_cou
     assert (report.verdict == "clean") == summed
 
 
+@pytest.mark.parametrize("clip", ["by squares", "by squares, only summed", "by squares, they lie there"])
+def test_a_division_in_a_buffer_is_seen_before_a_clip_that_acts(clip: str, tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)
+    assert (report.verdict, report.findings) == ("undetermined" if "only" in clip else "clean", [])
+
+
 @pytest.mark.parametrize(("clip", "codes"), [("before", ["GS605"]), ("in the loop", ["GS605"]), ("after", [])])
 def test_gradients_that_are_reduced_by_hand_are_clipped_afterwards(clip: str, codes: list[str], tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)

@@ -28,6 +28,7 @@ EXPECTED = {
     "turned": ("undetermined", []),
     "activations": ("clean", []),
     "strided activations": ("clean", []),
+    "input": ("clean", []),
 }
 
 

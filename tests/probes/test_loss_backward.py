@@ -129,14 +129,15 @@ def judged(
     steps: range | None = range(STEPS),
     every_step: bool = False,
     zeros: bool = False,
+    begins_with_zeros: bool = False,
     verify: bool = False,
 ) -> Report:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Tanh()).to(case.dtype)
     model = nn.ModuleDict({"body": body, "head": nn.Linear(16, CLASSES, bias=case.bias).to(case.dtype)})
-    if zeros:
+    if zeros or begins_with_zeros:
         nn.init.zeros_(model["head"].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if zeros else 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if zeros else 20.0 if begins_with_zeros else 0.1)
     with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step, verify=verify):
         for _ in range(STEPS):
             batches = [torch.randint(CLASSES, (2, size)) for size in (17, 5, 9)]
@@ -158,6 +159,11 @@ def only(report: Report) -> Finding:
     assert event is not None and event.file == __file__ and event.line is not None
     assert "def backward" in "".join(Path(__file__).read_text().splitlines()[event.line - 2 : event.line + 1])
     return finding
+
+
+def test_a_step_whose_logits_are_all_alike_tells_nothing_of_the_others(tmp_path: Path) -> None:
+    (finding,) = judged(tmp_path, Case(times=0.25), begins_with_zeros=True).findings
+    assert (finding.code, finding.steps) == ("GS803", [1, 2])
 
 
 RIGHT = {

@@ -343,7 +343,7 @@ class Search:
     @cached_property
     def _exact(self) -> float:
         """To how many digits recorded numbers are known that an explanation has to account for."""
-        return min(max(2 * min(row.exact for row in self.rows), 1e-6), COARSE)
+        return min(max(2 * min((row.exact for row in self.rows), default=0.0), 1e-6), COARSE)
 
     def _loss_cost(self, loss: float, blamed: Set[Hand]) -> float:
         """The cost of the constant of all losses. Beside an unrecorded number that is meant and has no name, no name of

@@ -94,6 +94,8 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
         found = errors[0]
         if found.first_event is None or found.factor.observed is None:
             continue
+        if any(found is one for one in verdict.beside_weights):
+            continue  # a backward that is no derivative, which shows in no step whose logits are all alike
         bracket = found.first_event.before is not None
         at_loss = found.first_event.kind == "loss" and not bracket
         factor = mine.losses * mine.rest

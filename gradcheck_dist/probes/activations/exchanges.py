@@ -319,9 +319,9 @@ def watch(
         return
     if not calls and (own := goes_on(given, made)) is not None:
         given, inputs = [own], [own[1]]
-    if any(one.is_leaf for one in inputs):
+    if leaves := [one for one in inputs if one.is_leaf]:
         if may_move_leaves(calls, tensors):
-            gathered.not_followed(recorder, cls)
+            gathered.not_followed(recorder, cls, leaves)
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
     if not waits and is_attention(inputs, made):
         watch_attention(recorder, exchanges.attentions, cls, ranks, given, made[0], coarsest([*inputs, made[0]]))

@@ -1,6 +1,7 @@
 """The trainer's own lines that change gradients where they lie: `p.grad /= n`, `p.grad.copy_(x)`, `p.grad[0] = 0`.
 
 What they do to a gradient is measured like everything that happens between two samples; this probe tells their lines.
+A buffer in which gradients lie is known by address, one in which they were reduced by value, and its line is theirs.
 Other tensors that are multiplied by a number in between may be buffers of gradients, and are noted as nobody's. A
 gradient that is replaced (`p.grad = p.grad / n`) is not seen, nor one that is added to: optimizers add to each of their
 own tensors, which would wait for it.
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradcheck_dist.events import SCALED, WRITTEN, GradWrite, Site
+from gradcheck_dist.probes.parameters.regions import in_memory
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -81,6 +83,8 @@ def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor],
     infos, done = writes.whose(tensors, often=scales), SCALED if scales else WRITTEN
     if not infos and (parts := writes.whose([one._base for one in tensors if isinstance(one, Tensor)], often=False)):
         infos, done = parts, WRITTEN
+    if not infos and factor is not None:
+        infos = writes.in_buffers(tensors)
     if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
         writes.note(infos, caller_site(), factor, done)
 
@@ -107,6 +111,20 @@ class Writes:
         if not often:
             asked = (tensor for tensor in asked if tensor.is_floating_point())
         return [info for tensor in asked if (info := places.whose(tensor, often)) is not None]
+
+    def in_buffers(self, tensors: Sequence[Any]) -> list[ParamInfo]:
+        """Whose gradients lie in these buffers, or come from them: they hold what a reduction of a flat copy gave."""
+        places, found = self._recorder.places, dict[int, ParamInfo]()
+        for tensor in tensors:
+            if type(tensor) is not Tensor or tensor.dim() != 1 or not tensor.is_floating_point():
+                continue
+            if tensor.requires_grad or not tensor.is_contiguous():
+                continue
+            inside = in_memory(tensor, places.overlapping(tensor))
+            infos = [one.info for one in inside if one.length == one.info.param.numel()]
+            infos = infos or places.by_value.reduced(tensor)
+            found.update((info.id, info) for info in infos)
+        return list(found.values())
 
     def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None, op: str) -> None:
         recorder = self._recorder

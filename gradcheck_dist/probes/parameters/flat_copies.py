@@ -78,6 +78,14 @@ class FlatCopies:
             kept = self._results.setdefault(size, deque(maxlen=MOST_RESULTS))
             kept.append((list(copied), chosen + low, flat.take(chosen).double()))
 
+    def reduced(self, tensor: Tensor) -> list[ParamInfo]:
+        """Whose gradients a tensor holds that is the result of a reduction of this step, times one number."""
+        if not self._results or type(tensor) is not Tensor or tensor.numel() not in self._results:
+            return []
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.is_floating_point()):
+            return []
+        return [region.info for region in self._once_more(tensor.detach().reshape(-1))]
+
     def _once_more(self, flat: Tensor) -> list[Region]:
         """What a tensor holds that is the result of a reduction of this step, times one number."""
         for regions, places, values in self._results.get(flat.numel(), ()):

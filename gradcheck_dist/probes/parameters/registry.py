@@ -64,6 +64,10 @@ class Registry(Plans):
     def find(self, param: Tensor) -> ParamInfo | None:
         return self._by_param.get(id(param)) or self._copies.get(id(param))
 
+    def knows(self, ids: Iterable[int]) -> bool:
+        """Whether one of these Python objects is a parameter, or an optimizer's copy."""
+        return any(one in self._by_param or one in self._copies for one in ids)
+
     def infos(self) -> list[ParamInfo]:
         return list(self._by_param.values())
 

@@ -187,6 +187,8 @@ class Recorder(Sampler):
                 self.writes.tell()
             if self.group_names is not None:
                 self.group_names.tell()
+            if self.gathered is not None:
+                self.gathered.tell(self)
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
                     "num_passes": self.passes.begun}  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcheck_dist.events import AFTER, GATHERED, LEAF
 from gradcheck_dist.probes.backward import autograd
@@ -77,6 +77,7 @@ class Gathered:
     def __init__(self) -> None:
         self.shards: dict[int, Shard] = {}
         self.told: dict[type, int] = {}  # functions that are not followed, and the last step in which that was told
+        self.doubted: dict[type, set[int]] = {}  # functions, and the ids of leaves that may be parameters, or none
         self._running: list[Reduction | None] | None = None
 
     def shard(self, recorder: Recorder, part: Part, ranks: tuple[int, ...], length: int) -> Shard | None:
@@ -93,6 +94,13 @@ class Gathered:
             recorder.discovery.takes_over(part.leaf, info.param)
             found = self.shards[id(part.leaf)] = Shard(info, held, part)
         return found if found.info.shape == (length,) else None
+
+    def tell(self, recorder: Recorder) -> None:
+        """The step ends: functions whose leaves turned out to be parameters are not followed."""
+        doubted, self.doubted = self.doubted, {}
+        for cls, leaves in doubted.items():
+            if recorder.registry.knows(leaves):
+                not_followed(recorder, cls)
 
     @property
     def is_running(self) -> bool:
@@ -127,10 +135,19 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
 
 @guarded(GATHERED)
-def not_followed(recorder: Recorder, cls: type) -> None:
-    """Tell, once a step, of a function that communicates and is applied to a parameter, in a way that is not known."""
+def not_followed(recorder: Recorder, cls: type, leaves: Sequence[Tensor] = ()) -> None:
+    """Tell, once a step, of a function that communicates and is applied to a parameter, in a way that is not known.
+
+    Args:
+        leaves: what it is applied to, where that may be no parameter but what another rank sent, or a cut: that is
+            known behind the optimizer's step.
+    """
     gathered: Gathered | None = recorder.gathered
-    if gathered is not None and gathered.told.get(cls) != recorder.upcoming_step:
+    if gathered is None:
+        return
+    if leaves and not any(isinstance(leaf, nn.Parameter) for leaf in leaves):
+        gathered.doubted.setdefault(cls, set()).update(map(id, leaves))
+    elif gathered.told.get(cls) != recorder.upcoming_step:
         gathered.told[cls] = recorder.upcoming_step
         reason = f"{cls.__name__} combines parameters of several ranks in an order that is not known"
         recorder.status(GATHERED, False, f"{reason}: what its backward gives them is not followed")
