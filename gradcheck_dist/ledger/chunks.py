@@ -271,10 +271,26 @@ def _reduced_together(data: StepData, of_rank: Mapping[int, Track]) -> list[set[
     ]
 
 
+def _is_again(rank: int, leaves: Mapping[Slot, tuple[int, Values]], slot: Slot, new: Slot, found: _Pipelines) -> bool:
+    """Whether a pass brings a parameter what an earlier one of its stage has brought of this microbatch already: that
+    is no other part of its gradient, and shows in the weights."""
+    own = leaves[slot][1].data
+    for other, (_, values) in leaves.items():
+        if other >= slot or found.slot.get((rank, other)) != new:
+            continue
+        alike = found.depth.get((rank, other)) == found.depth.get((rank, slot)) and own.shape == values.data.shape
+        size = float(np.linalg.norm(np.nan_to_num(own)))
+        if alike and size and float(np.linalg.norm(np.nan_to_num(own - values.data))) <= SAME * size:
+            return True
+    return False
+
+
 def _relabelled(track: Track, found: _Pipelines) -> Track:
     leaves: dict[Slot, tuple[int, Values]] = {}
     for slot, (seq, values) in track.leaves.items():
         new = found.slot.get((track.rank, slot), slot)
+        if new in leaves and _is_again(track.rank, track.leaves, slot, new, found):
+            continue
         if new in leaves:  # one microbatch in two passes: by input and by weights, or both stages of a tied matrix
             values = Values(leaves[new][1].data + values.data, values.partial, values.over)
         leaves[new] = (seq, values)

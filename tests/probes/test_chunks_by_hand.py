@@ -26,7 +26,11 @@ def test_all_stages_are_judged_by_the_tokens_of_their_losses(reports: dict[str, 
 
 @pytest.mark.parametrize(
     ("variant", "rank", "factor", "stages"),
-    [("in a ring, a chunk halved", 0, 0.5, {"2"}), ("in line, a stage halved", 2, 0.5, {"2"})],
+    [
+        ("in a ring, a chunk halved", 0, 0.5, {"2"}),
+        ("in line, a stage halved", 2, 0.5, {"2"}),
+        ("in line, weights twice", 1, 2.0, {"1"}),
+    ],
 )
 def test_one_stage_that_is_scaled_is_told_alone(
     reports: dict[str, Report], variant: str, rank: int, factor: float, stages: set[str]
