@@ -18,7 +18,7 @@ from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.labels import open_labels
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
-from gradcheck_dist.diagnosis.audits.whole_losses import share_is_made_up_for, shares_of_one_loss
+from gradcheck_dist.diagnosis.audits.whole_losses import part_of_one_loss, share_is_made_up_for, shares_of_one_loss
 from gradcheck_dist.diagnosis.causes.case import Case, factor_of, first_event
 from gradcheck_dist.diagnosis.causes.experiments import between_rivals
 from gradcheck_dist.diagnosis.finding import Finding
@@ -151,7 +151,7 @@ def _judge_step(
     cases = without_combined(cases, weighed.means)
     cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
-    cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for])
+    cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for, part_of_one_loss])
     verdict.reasons += [*parted, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]

@@ -36,7 +36,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
-from gradcheck_dist.ledger.chunks import told_chunks, with_chunks
+from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import with_handed_on
@@ -110,7 +110,9 @@ def read_step(
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
     # Whole groups are set up so; a rank that is all by itself may as well have been forgotten.
-    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(told_apart(models))
+    (verdict.remarks if all(len(ranks) > 1 for ranks in models) else verdict.reasons).extend(
+        (told_unlaid(data) if models else []) or told_apart(models)
+    )
     return verdict, own
 
 

@@ -21,6 +21,7 @@ from gradcheck_dist.ledger.moved import ParamKey, plain_name
 from gradcheck_dist.ledger.names import merge
 from gradcheck_dist.ledger.tracks import Slot, StepData, Track, Values
 from gradcheck_dist.ledger.transit import MIN_ELEMENTS, RESIDUAL
+from gradcheck_dist.wording import numbered
 
 SCHEDULE = "by hand"
 """The name of a schedule that was put together so."""
@@ -76,6 +77,24 @@ def told_chunks(data: StepData) -> list[str]:
     return [
         f"backward passes that no loss begins hand on what others left at a stage's input: taken for a pipeline of "
         f"{max(event.num_stages for event in made)} stages by hand, several of them on one rank"
+    ]
+
+
+def told_unlaid(data: StepData) -> list[str]:
+    """That passes begin with what stages on other ranks left, though not all could be laid to losses; nothing else."""
+    passes = _passes(data)
+    losses = {rank: set(losses_of_rank(events)) for rank, events in data.events.items()}
+    without = [(rank, slot) for rank, slot in passes if slot not in losses[rank]]
+    handed = _handed_over(data, passes, without) if without and any(losses.values()) else {}
+    over = [(node[0], source[0]) for node, source in handed.items() if node[0] != source[0]]
+    if not over:
+        return []
+    counts = ", ".join(f"{sum(rank == own for own, _ in passes)} on rank {rank}" for rank in sorted(data.events))
+    return [
+        f"backward passes on {numbered('rank', {rank for rank, _ in over})} begin with gradients that left stages on "
+        f"{numbered('rank', {rank for _, rank in over})}: a pipeline by hand, of which not every pass could be laid to "
+        f"a loss ({counts}). A stage that leaves out a microbatch's backward looks so: compare how often each of them "
+        "calls it. Each rank is judged on its own tokens"
     ]
 
 
@@ -271,10 +290,26 @@ def _reduced_together(data: StepData, of_rank: Mapping[int, Track]) -> list[set[
     ]
 
 
+def _is_again(rank: int, leaves: Mapping[Slot, tuple[int, Values]], slot: Slot, new: Slot, found: _Pipelines) -> bool:
+    """Whether a pass brings a parameter what an earlier one of its stage has brought of this microbatch already: that
+    is no other part of its gradient, and shows in the weights."""
+    own = leaves[slot][1].data
+    for other, (_, values) in leaves.items():
+        if other >= slot or found.slot.get((rank, other)) != new:
+            continue
+        alike = found.depth.get((rank, other)) == found.depth.get((rank, slot)) and own.shape == values.data.shape
+        size = float(np.linalg.norm(np.nan_to_num(own)))
+        if alike and size and float(np.linalg.norm(np.nan_to_num(own - values.data))) <= SAME * size:
+            return True
+    return False
+
+
 def _relabelled(track: Track, found: _Pipelines) -> Track:
     leaves: dict[Slot, tuple[int, Values]] = {}
     for slot, (seq, values) in track.leaves.items():
         new = found.slot.get((track.rank, slot), slot)
+        if new in leaves and _is_again(track.rank, track.leaves, slot, new, found):
+            continue
         if new in leaves:  # one microbatch in two passes: by input and by weights, or both stages of a tied matrix
             values = Values(leaves[new][1].data + values.data, values.partial, values.over)
         leaves[new] = (seq, values)

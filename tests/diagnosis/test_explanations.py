@@ -11,7 +11,7 @@ from simulator import Trainer, World
 from gradcheck_dist.diagnosis.causes.account import Account, Step
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.explanations import Search
-from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Row
+from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Row, is_one_count, is_scale
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Event, Reduce, ScaleGrads, Site
@@ -170,3 +170,23 @@ def test_a_sum_over_tokens_that_is_divided_by_passes_below_an_average_is_one_cau
     quantities = {"dp_replicate": 2.0, "accumulation_steps": 3.0, "num_tokens": 81.0}
     best = Search([row(27.0, (average(2), 0.5))], [], quantities).best()[0]
     assert (best.loss, best.edits, best.others) == (pytest.approx(13.5), (), ())
+
+
+def test_a_power_of_two_is_no_larger_loss_scale_that_is_averaged() -> None:
+    best = Search([row(256.0, (average(2), 0.5))], [], {"dp_replicate": 2.0, "num_tokens": 54.0}).best()[0]
+    assert (best.loss, best.edits) == (pytest.approx(128.0), ())
+
+
+@pytest.mark.parametrize(
+    ("powers", "said"),
+    [
+        ({"num_tokens": 1}, True),
+        ({"num_tokens": 1, "dp_replicate": -1}, True),
+        ({"dp_replicate": 1, "tp": 1}, True),
+        ({"num_tokens": 1, "dp_replicate": 1}, False),
+        ({"num_tokens": 2}, False),
+    ],
+)
+def test_a_loss_scale_is_simpler_than_counts_that_are_multiplied(powers: dict[str, int], said: bool) -> None:
+    assert is_scale(1024.0, 1e-6) and not is_scale(128.0, 1e-6) and not is_scale(1000.0, 1e-6)
+    assert is_one_count(powers) is said

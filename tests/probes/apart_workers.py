@@ -61,3 +61,28 @@ def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], ran
         else:
             dist.all_reduce(param.data)
             param.div_(world)
+
+
+def train_post_local(run_dir: str) -> None:
+    """Post-local SGD: from the third step on DDP's hook reduces over this rank alone."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    with attach(run_dir, steps=range(RECORDED)):
+        model = torch.nn.parallel.DistributedDataParallel(Net())
+        alone = dist.new_subgroups(1)[0]
+        model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=2), post_localSGD_hook)
+        averager = PeriodicModelAverager(period=2, warmup_steps=2)
+        optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), averager)
+        num_tokens = sum(int((batch(one, 0)[1] >= 0).sum()) for one in range(2)) / 2
+        for _ in range(STEPS):
+            (token_sum(model, batch(rank, 0)) / num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
 TOKENS = MICROBATCHES * ROWS * LENGTH
 ROUND = ("in a ring", "in a ring, a chunk halved", "in a ring, divided again", "in a ring, halved on the way", "in a V")
-IN_LINE = ("in line", "in line, a stage halved")
+IN_LINE = ("in line", "in line, a stage halved", "in line, weights twice", "in line, a pass lost")
 
 
 class Stage(nn.Module):
@@ -79,7 +79,12 @@ def run(stages: dict[int, Stage], ids: Tensor, labels: Tensor, variant: str) -> 
                 loss = F.cross_entropy(output.flatten(0, 1), labels[microbatch].flatten(), reduction="sum") / TOKENS
                 (loss / MICROBATCHES if "divided again" in variant else loss).backward()
             else:
-                output.backward(fetched(queue[index + 1], home(index + 1, variant)))
+                twice = "weights twice" in variant and index == 1
+                arrived = fetched(queue[index + 1], home(index + 1, variant))
+                if "a pass lost" not in variant or (index, microbatch) != (0, 1):
+                    output.backward(arrived, retain_graph=twice)
+                if twice:
+                    output.backward(arrived, inputs=list(stages[index].parameters()))
             grad = given[index, microbatch].grad
             if grad is not None:
                 scale = 0.5 if "on the way" in variant and index == 2 else 1.0

@@ -1,9 +1,11 @@
 """Four ranks with one trunk and a head for each pair of them, for test_own_heads.py."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -99,6 +101,75 @@ def train_experts(run_dir: str, divisor: float) -> None:
             for p in copies:
                 dist.all_reduce(p.grad)
                 p.grad.div_(4)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' features; backward gives the own ones their gradients, times `times`, of all ranks if `summed`."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, summed: bool, times: float) -> Tensor:
+        ctx.how = (summed, times)
+        parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, features)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (summed, times), arrived = ctx.how, arrived.contiguous()
+        if summed:
+            dist.all_reduce(arrived)
+        return times * arrived.chunk(dist.get_world_size())[dist.get_rank()], None, None
+
+
+class PartialLoss(torch.autograd.Function):
+    """The mean cross-entropy over classes of which each rank has some."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        largest = logits.amax(1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        total = (logits - largest).exp().sum(1, keepdim=True)
+        dist.all_reduce(total)
+        shares = (logits - largest).exp() / total
+        own = F.one_hot(labels, logits.shape[1] * dist.get_world_size()).chunk(dist.get_world_size(), 1)[
+            dist.get_rank()
+        ]
+        of_labels = (shares * own).sum(1)
+        dist.all_reduce(of_labels)
+        ctx.save_for_backward((shares - own) / len(labels))
+        return -of_labels.log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return arrived * ctx.saved_tensors[0], None
+
+
+def train_parts(run_dir: str, summed: bool, at_loss: bool) -> None:
+    """Two ranks with a batch each and half of the classes, as insightface's PartialFC has them: the gather's backward
+    makes up for DDP's average, or the loss does (`at_loss`), and each rank divides its part of the head."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        torch.manual_seed(0)
+        body = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh()))
+        torch.manual_seed(1 + rank)
+        head = nn.Linear(16, 8, bias=False)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(10 + rank)
+        for _ in range(2):
+            features, labels = torch.randn(6, 8, generator=generator), torch.randint(0, 16, (6,), generator=generator)
+            all_labels = [torch.empty_like(labels) for _ in range(ranks)]
+            dist.all_gather(all_labels, labels)
+            everything = Gathered.apply(body(features), summed, 1.0 if at_loss else ranks)
+            (PartialLoss.apply(head(everything), torch.cat(all_labels)) * (ranks if at_loss else 1)).backward()
+            if at_loss:
+                head.weight.grad.div_(ranks)
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

@@ -26,7 +26,11 @@ def test_all_stages_are_judged_by_the_tokens_of_their_losses(reports: dict[str, 
 
 @pytest.mark.parametrize(
     ("variant", "rank", "factor", "stages"),
-    [("in a ring, a chunk halved", 0, 0.5, {"2"}), ("in line, a stage halved", 2, 0.5, {"2"})],
+    [
+        ("in a ring, a chunk halved", 0, 0.5, {"2"}),
+        ("in line, a stage halved", 2, 0.5, {"2"}),
+        ("in line, weights twice", 1, 2.0, {"1"}),
+    ],
 )
 def test_one_stage_that_is_scaled_is_told_alone(
     reports: dict[str, Report], variant: str, rank: int, factor: float, stages: set[str]
@@ -49,3 +53,11 @@ def test_a_factor_between_two_chunks_is_told_with_both_its_ends(reports: dict[st
     assert finding.code == "GS202"
     assert finding.factor.observed == pytest.approx(0.5, rel=1e-5)
     assert {unit.partition(":")[0] for unit in finding.units} == {"stage 0", "stage 1"}
+
+
+def test_a_stage_that_lost_a_pass_is_told_as_a_stage(reports: dict[str, Report]) -> None:
+    report = reports["in line, a pass lost"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(
+        "A stage that leaves out" in reason and "2 on rank 0, 3 on rank 1" in reason for reason in report.reasons
+    )

@@ -38,3 +38,16 @@ def test_experts_over_shared_tokens_are_told_what_divides_them(tmp_path: Path, d
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == (verdict, [])
     assert any("share their tokens" in reason and "x 2 of" in reason for reason in report.reasons) == (divisor == 0)
+
+
+@pytest.mark.parametrize("at_loss", [False, True])
+@pytest.mark.parametrize(("summed", "found"), [(True, []), (False, ["GS802"])])
+def test_a_part_of_the_classes_has_the_gradient_of_the_one_loss(
+    tmp_path: Path, summed: bool, at_loss: bool, found: list[str]
+) -> None:
+    """Its tokens would count on each rank: other gradients of the loss are reduced over them."""
+    warm_up()
+    launch("own_head_workers:train_parts", (str(tmp_path / "run"), summed, at_loss), 2, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert [finding.code for finding in report.findings] == found
+    assert any("compute one loss" in reason and "x 2 is right for parts" in reason for reason in report.reasons)

@@ -221,3 +221,45 @@ def test_sums_that_are_clipped_and_divided_by_tokens_behind_it_are_left_open(tmp
 
     report = trained(tmp_path, doing)
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+@pytest.mark.parametrize(("rate", "found"), [(0.65, False), (-0.1, False), (-0.5, False), (0.5, True)])
+def test_a_rate_that_hooks_give_a_parameter_is_open_where_no_count_makes_it(
+    tmp_path: Path, rate: float, found: bool
+) -> None:
+    model = Net()
+    next(model.parameters()).register_hook(lambda grad: grad * rate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            passes = [batch(0, 2 * step + k) for k in range(2)]
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in passes)
+            for tokens, labels in passes:
+                (token_sum(model, (tokens, labels)) / num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.verdict == ("findings" if found else "undetermined")
+    assert any(f"x {rate:.4g}" in reason for reason in report.reasons) is not found
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_hook_that_one_parameter_lacks_is_told_beside_a_line_that_does_as_much(tmp_path: Path, lacks: bool) -> None:
+    model = Net()
+    for param in list(model.parameters())[lacks:]:
+        param.register_hook(lambda grad: grad * 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        for step in range(2):
+            passes = [batch(0, 2 * step + k) for k in range(2)]
+            num_tokens = sum(int((labels != -100).sum()) for _, labels in passes)
+            for each in passes:
+                (4 * token_sum(model, each) / num_tokens).backward()
+            scaled(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = diagnose(read_run(tmp_path / "run")).findings
+    assert len(found) == lacks
+    if lacks:
+        assert found[0].first_event is not None and found[0].first_event.kind == "backward"
+        assert "are left as they were" in found[0].explanation and found[0].num_parameters == 1

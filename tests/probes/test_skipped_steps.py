@@ -79,3 +79,16 @@ def test_a_fault_of_all_steps_is_told_once_beside_a_skipped_one(how: str, tmp_pa
     report = train(tmp_path, EMPTY[how], {1}, passes=2, times=3)
 
     assert [finding.code for finding in report.findings] == ["GS303"]
+
+
+def test_probes_stay_while_an_optimizer_goes_through_its_hooks(tmp_path: Path) -> None:
+    """A step without a pass, behind the last that is recorded: a rank that has run out of batches (Join)."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with attach(tmp_path / "run", steps=range(1)) as session:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        loss_of(model, 1).backward()
+        assert not session._open

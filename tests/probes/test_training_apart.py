@@ -76,3 +76,10 @@ def test_ranks_that_step_parts_and_hand_them_on_lack_a_reduction(tmp_path: Path)
     (finding,) = diagnose(read_run(train(tmp_path, "owner", 1, of_all=True))).findings
     assert finding.code == "GS103" and finding.first_event is not None
     assert (finding.first_event.kind, finding.num_parameters) == ("backward", 5)
+
+
+def test_a_hook_that_reduces_over_some_ranks_by_its_documentation_lacks_no_reduction(tmp_path: Path) -> None:
+    launch("apart_workers:train_post_local", (str(tmp_path / "run"),), 2, timeout_s=60)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("post_localSGD_hook" in reason for reason in report.reasons)

@@ -107,7 +107,8 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
                 continue
             in_place = not one.first.function and one.outcome != "kept"  # statistics, for which that may be meant
             own_term = losses_differ(data, one) and _has_terms(data, one)  # a coefficient may make up for it
-            if in_place or one.first.stopped or own_term or _inside_a_loss(data, one):
+            others = any(_answers_for(other, fault) for other in found)
+            if in_place or one.first.stopped or own_term or others or _inside_a_loss(data, one):
                 result.reasons.append(f"{of_whole(fault)}: {BY_VERIFY}")
             else:
                 result.found.append(fault)
@@ -176,6 +177,22 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
     return result
 
 
+def _answers_for(other: Passed, fault: Faulty) -> bool:
+    """Whether a share of a whole loss's gradient comes to another function of the same ranks in front, whose backward
+    makes up for what is missing, or is wrong in a way that is no number."""
+    one = fault.passed
+    if other.ranks != one.ranks or _place(other) >= _place(one) or _place(other)[:2] != _place(one)[:2]:
+        return False
+    if other.outcome == "scaled":
+        return abs(other.factor * (fault.share or 0.0) - 1) <= UNDOES
+    return other.outcome == "other"
+
+
+def _place(one: Passed) -> tuple[int, int, int]:
+    first = one.first
+    return (first.accumulation_step, first.microbatch, first.index)
+
+
 def _summed_copies(data: StepData) -> Iterator[str]:
     """What sums over ranks what they hold alike: words for each line that does."""
     for events in summed_copies(data.events):
@@ -204,12 +221,12 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
         share = share_of_whole(data, case.context.contributions, one)
         if share is not None:
             undoes = abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near
-            if undoes and all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+            if undoes and all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
                 return f"{of_whole(Faulty(one, False, share))}; what enters at the loss makes up for that: {BY_VERIFY}"
             continue
         if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):
             continue  # what a loss weighs has what lies behind it
-        if all(_are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+        if all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
             fault = Faulty(one, shared=True)
             return (
                 f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
@@ -219,7 +236,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     return None
 
 
-def _are_parts(of_rank: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
+def are_parts(of_rank: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
     """Whether no two of the ranks got one gradient of a parameter."""
     tracks = [of_rank[rank] for rank in ranks if rank in of_rank]
     slots = set.intersection(*(set(track.leaves) for track in tracks)) if tracks else set()

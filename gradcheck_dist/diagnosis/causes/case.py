@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
+from gradcheck_dist.diagnosis.causes.vocabulary import is_one_count, is_scale
 from gradcheck_dist.diagnosis.finding import Candidate, Factor, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import RANKS_PER_BATCH, StepContext
@@ -158,6 +159,8 @@ def name_case(case: Case) -> None:
     pattern = case.pattern
     tolerance = max(2 * pattern.tolerance, 1e-6)
     case.names = name_number(abs(pattern.factor), quantities, tolerance, near=frozenset(near))
+    if is_scale(pattern.factor, tolerance):
+        case.names = [name for name in case.names if is_one_count(dict(name.powers))]
     if pattern.factor < 0:
         case.names = [
             replace(name, expression=f"-{name.expression}", value=-name.value) for name in case.names if name.powers

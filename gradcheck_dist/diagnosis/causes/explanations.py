@@ -351,8 +351,9 @@ class Search:
         meant = {hand for row in self.wrong for hand, _ in row.gaps} - blamed
         if not all(self._named(hand) for hand in meant):
             return nameless(self._exact)
-        unscaled = any(hand[0] == GAP and _is_power_of_two(1 / abs(self.factor_of[hand] or 1.0)) for hand in blamed)
-        return self._name_cost(loss, self._known(blamed), may_scale=not unscaled)
+        # Freed of a hand that halves, any power of two is a larger one: 128 is no loss scale of 256 that is averaged.
+        halved = any(_is_power_of_two(1 / abs(self.factor_of.get(hand) or 1.0)) for hand in blamed)
+        return self._name_cost(loss, self._known(blamed), may_scale=not halved)
 
     def _known(self, blamed: Set[Hand]) -> float:
         """How well the constant is known that all rows share, relative: what unrecorded hands did that are not blamed

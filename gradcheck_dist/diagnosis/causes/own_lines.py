@@ -265,7 +265,10 @@ def line_between(
 
 
 def _of_the_others(data: StepData, culprit: Culprit, tolerance: float) -> GradWrite | None:
-    """The line that did to other gradients what these were spared; None where several may have done it."""
+    """The line that did to other gradients what these were spared; None where several may have done it, or it happened
+    inside of a backward pass, behind which lines come."""
+    if isinstance(culprit.before, Backward):
+        return None
     such = [
         event
         for events in data.events.values()

@@ -60,21 +60,25 @@ def _lacks(one: Judged, other: Judged) -> tuple[Gap, Gap] | None:
     right = one.documented * _unseen(other) if untouched else one.cell.ratio * lacking
     if abs(right - 1) > tolerance:
         return None
-    gap = max(other.account.gaps, key=lambda gap: abs(log(abs(gap.factor) or 1e-30)))
+    such = [max(other.account.gaps, key=lambda gap: abs(log(abs(gap.factor) or 1e-30)))]
     if not untouched or one.held.rank != other.held.rank:
         if tolerance > NOISY:
             return None
-        such = [gap for gap in other.account.gaps if abs(gap.factor / lacking - 1) <= tolerance]
-        if not such:
-            return None
-        gap = such[-1]
+        # Several lines may do as much: one of them did nothing to this weight.
+        such = [gap for gap in reversed(other.account.gaps) if abs(gap.factor / lacking - 1) <= tolerance]
+    found = ((own, gap) for gap in such if (own := _beside(one, other, gap)) is not None)
+    return next(found, None)
+
+
+def _beside(one: Judged, other: Judged, gap: Gap) -> Gap | None:
+    """Where a weight was left as it was while another one was changed."""
     # Experts are reduced on a line of their own; the lines that scale others may follow either one.
     ends = [mine for mine in one.account.gaps if _lines(mine)[1] == _lines(gap)[1]]
     same = next((mine for mine in ends if _lines(mine) == _lines(gap)), None)
     own = same or (ends[-1] if ends and one.held.rank == other.held.rank else None)
     if own is None or own.start is None or abs(own.factor - 1) > one.tolerance:
         return None
-    return own, gap
+    return own
 
 
 def _culprit(gap: Gap, ratio: float, spared: float) -> Culprit:

@@ -64,6 +64,19 @@ Powers = Mapping[str, int]
 """Which degrees and counts a factor is made of, and to which power."""
 
 
+def is_scale(value: float, tolerance: float) -> bool:
+    """Whether a number is a power of two as loss scales are."""
+    exponent = log2(value) if value > 0 else 0.0
+    return round(exponent) >= LOSS_SCALE and abs(value / 2.0 ** round(exponent) - 1) <= tolerance
+
+
+def is_one_count(powers: Powers) -> bool:
+    """Whether a product of degrees and counts takes no more to say than a loss scale: each of them once, and of tokens
+    only what they are divided by."""
+    times = any(name != TOKENS and power > 0 for name, power in powers.items())
+    return all(abs(power) == 1 for power in powers.values()) and not (TOKENS in powers and times)
+
+
 def add(total: dict[str, int], powers: Powers, times: int) -> None:
     for name, power in powers.items():
         total[name] = total.get(name, 0) + times * power

@@ -25,10 +25,12 @@ which number was used once too often or not at all.
 
 from __future__ import annotations
 
+from math import log2
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.causes.case import Case, ambiguous
 from gradcheck_dist.diagnosis.causes.experiments import between_names
-from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE, TOKENS
+from gradcheck_dist.diagnosis.causes.vocabulary import RANKS, SCHEDULE, TOKENS, is_scale
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT, is_sum
 from gradcheck_dist.diagnosis.weights.context import EVALUATED, LOSS_SCALE, StepContext
@@ -65,6 +67,10 @@ NEVER = (
 SCALED = (
     "Step with scaler.step(optimizer), for every optimizer, or call scaler.unscale_(optimizer) before what reads its "
     "gradients and steps: a GradScaler's scale stays in them until then."
+)
+A_SCALE = (
+    "{number} is 2^{exponent}, as loss scales are: divide gradients by it before a clip and the optimizer read them, "
+    "or multiply the loss by nothing."
 )
 EVERY = (
     "Let every loss that is counted go backward (is backward() inside of the loop over microbatches?), or count the "
@@ -253,6 +259,8 @@ def _counted_too(case: Case) -> Answer | None:
 
 
 def _without_name(case: Case) -> str:
+    if is_scale(case.pattern.factor, EXACT):
+        return A_SCALE.format(number=f"{case.pattern.factor:.0f}", exponent=round(log2(case.pattern.factor)))
     number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
     if number < 1.5 or abs(number - round(number)) > EXACT * number:
         return UNNAMED

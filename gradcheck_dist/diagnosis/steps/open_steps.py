@@ -36,8 +36,8 @@ from gradcheck_dist.trace.store import FORBIDDEN
 from gradcheck_dist.wording import numbered, plural
 
 UNCOUNTED = (
-    "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks): what they "
-    "should weigh is not known"
+    "backward passes that no loss begins, but a gradient that was computed elsewhere (a loss in chunks, another "
+    "stage): what they should weigh is not known"
 )
 WEIGHED_BY_DATA = (
     "the loss weighs the tokens of a pass apart, by the data (advantages, weights of tokens or pairs, a curve): what "

@@ -139,8 +139,9 @@ class Recorder(Sampler):
         """The number of the latest event."""
         return self._seq
 
-    def ensure_step(self) -> None:
-        """Called by whatever belongs to a step: opens the next one if the last has ended."""
+    def ensure_step(self, *, may_finish: bool = True) -> None:
+        """Called by whatever belongs to a step: opens the next one if the last has ended. `may_finish`: probes may be
+        taken away now; inside of an optimizer's hooks torch goes through the very dict that they would leave."""
         self.trained = True
         if self.own_optimizer is not None:
             self.own_optimizer.look()
@@ -167,7 +168,7 @@ class Recorder(Sampler):
                     self.registry.next_round()
             self.probe_ns = 0
             self._step_start_ns = time.perf_counter_ns()
-            if self.end is not None and asked >= self.end and self.finished is not None:
+            if may_finish and self.end is not None and asked >= self.end and self.finished is not None:
                 finished, self.finished = self.finished, None
                 finished()
 
@@ -175,7 +176,7 @@ class Recorder(Sampler):
         """Called when gradients are reduced or read: those that were emptied since an optimizer read them belong to
         the next step, though no pass of this rank has begun it (it has no batch, and takes part with zeros)."""
         if infos and self.may_begin_empty and self.read.are_emptied([info.id for info in infos]):
-            self.ensure_step()
+            self.ensure_step(may_finish=False)
             self.without_pass = True
 
     def end_step(self) -> None:
