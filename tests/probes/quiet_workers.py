@@ -7,12 +7,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 PASSES, SCALE = 2, 512
 VARIANTS = (
     "float16 hook",
     "float16 hook, halved",
+    "PowerSGD hook, halved",
     "gathered",
     "gathered, not used",
     "unused head",
@@ -43,7 +45,10 @@ def compressed(name: str, attached: AbstractContextManager[object]) -> float:
     body = Attention()
     with attached:
         model = DistributedDataParallel(body)
-        model.register_comm_hook(None, fp16_compress_hook)
+        if name.startswith("PowerSGD"):
+            model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=100), powerSGD_hook)
+        else:
+            model.register_comm_hook(None, fp16_compress_hook)
         optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
         torch.manual_seed(1 + dist.get_rank())
         for _ in range(2):

@@ -37,3 +37,9 @@ def test_a_factor_of_lines_that_do_more_in_other_steps_is_no_loss_s(reports: dic
     assert (reports["running mean"].verdict, reports["running mean"].findings) == ("undetermined", [])
     (finding,) = reports["constant"].findings
     assert finding.factor.observed == pytest.approx(1.2)
+
+
+def test_powersgd_averages_until_it_compresses(reports: dict[str, Report]) -> None:
+    """Documented as a sum, it would be laid to the hook that the loss divides once too often."""
+    (finding,) = reports["PowerSGD hook, halved"].findings
+    assert (finding.code, finding.factor.observed) == ("GS101", pytest.approx(0.5, rel=1e-3))
