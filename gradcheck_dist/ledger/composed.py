@@ -81,8 +81,8 @@ def unless_others_would_do(
 def _is_multiple(values: np.ndarray, other: np.ndarray, epsilon: float) -> bool:
     known = np.isfinite(values) & np.isfinite(other)
     first, second = values[known], other[known]
-    if abs(float(first @ second)) < NEARLY * float(np.linalg.norm(first) * np.linalg.norm(second)) or not second.any():
-        return False
+    if abs(float(first @ second)) <= NEARLY * float(np.linalg.norm(first) * np.linalg.norm(second)):
+        return False  # also where one of them is zero: such a buffer holds nobody's
     solution = solve(second[:, None], first, epsilon)
     return solution is not None and solution.fits and solution.checked
 
