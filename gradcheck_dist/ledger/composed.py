@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from gradcheck_dist.ledger.tracks import Slot
 
 Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
 """Weights, their standard errors, the part of these that is the measurement's own, and the solution they are from."""
+
+UNCHANGED = 1e-4
+"""Relative difference up to which a buffer is what its records say."""
+NEARLY = 0.99
+"""Cosine, without its sign, below which two vectors are no multiples of one another in any precision."""
 
 
 def made_up_of(
@@ -49,6 +54,37 @@ def made_up_of(
     if solution is None and documented is None:
         solution = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
     return None if solution is None else _composed(usable, solution, num_contributions)
+
+
+def unless_others_would_do(
+    found: Measured, columns: Sequence[Column], values: np.ndarray, others: Mapping[int, np.ndarray], epsilon: float
+) -> Measured:
+    """What was measured, without the weights that nothing tells: a buffer that is no more what its records say, and a
+    multiple of what others' passes gave as well, may hold these. Below a head of one output every pass gives a norm's
+    bias the same direction, whoever's it is.
+
+    Args:
+        columns: what the buffer was made of.
+        values: what was sampled.
+        others: contributions that weigh nothing by what was found, and may have come into it.
+    """
+    seen = np.nan_to_num(values)
+    documented = sum((np.nan_to_num(column.data) * column.nominal for column in columns), np.zeros(()))
+    if not others or np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen):
+        return found
+    unknown = found[0] != 0
+    alike = [key for key, brought in others.items() if _is_multiple(values, brought, epsilon)]
+    unknown[alike] = True
+    return (np.where(unknown, np.nan, 0.0), *found[1:]) if alike else found
+
+
+def _is_multiple(values: np.ndarray, other: np.ndarray, epsilon: float) -> bool:
+    known = np.isfinite(values) & np.isfinite(other)
+    first, second = values[known], other[known]
+    if abs(float(first @ second)) <= NEARLY * float(np.linalg.norm(first) * np.linalg.norm(second)):
+        return False  # also where one of them is zero: such a buffer holds nobody's
+    solution = solve(second[:, None], first, epsilon)
+    return solution is not None and solution.fits and solution.checked
 
 
 def _passes(columns: Sequence[Column], slots: Sequence[Slot]) -> list[tuple[Slot, ...] | int]:

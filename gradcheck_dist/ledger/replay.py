@@ -24,7 +24,7 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
-from gradcheck_dist.ledger.composed import Measured, made_up_of
+from gradcheck_dist.ledger.composed import Measured, made_up_of, unless_others_would_do
 from gradcheck_dist.ledger.copies import Copies
 from gradcheck_dist.ledger.inside_steps import seen_inside
 from gradcheck_dist.ledger.leaves import Basis
@@ -321,7 +321,9 @@ class _Machine:
         chain = self._solve(point, buffer.columns)
         if chain is not None and chain[3].residual <= HEALTHY * self.result.epsilon:
             buffer.find_leftover(chain[3])
-            return chain
+            others = [column for column in self._arrived(point) if chain[0][column] == 0]
+            brought = dict(zip(others, self.basis.values[others], strict=True))
+            return unless_others_would_do(chain, buffer.columns, point.values.data, brought, self.result.epsilon)
         if chain is None and all(column.weights is not None for column in buffer.columns):
             return None, None, None, None  # too few elements for its few columns: more columns cannot help
         units, arrived = np.eye(len(self.basis)), self._arrived(point)

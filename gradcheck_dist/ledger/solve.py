@@ -41,11 +41,11 @@ class Solution:
     """y = columns @ coefficients + residual.
 
     `coefficients` and `stderr` have shape (num_columns,); NaN where a column is zero on all rows, or the opposite of
-    another one: it cannot be seen. Parallel columns get the same coefficient: only their sum is known. `residual` is
-    relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its standard
-    deviation. `covariance` of the coefficients is None where some direction is not determined at all. `gate` is the
-    largest residual, of the `freedom` rows to spare, that passes for rounding. `checked`: whether an arbitrary y would
-    hardly have fitted. `as_documented`: the coefficients are the documented ones times one number.
+    another one: it cannot be seen. Of parallel columns only the sum is known: they share it as documented, else
+    equally. `residual` is relative to |y| plus the summands, `fits` tells whether it is within rounding; `sigma` is its
+    standard deviation. `covariance` of the coefficients is None where some direction is not determined at all. `gate`
+    is the largest residual, of the `freedom` rows to spare, that passes for rounding. `checked`: whether an arbitrary y
+    would hardly have fitted. `as_documented`: the coefficients are the documented ones times one number.
     """
 
     coefficients: np.ndarray
@@ -150,11 +150,12 @@ def solve(
             continue  # opposite columns cancel: their coefficients cannot be seen
         if documented is not None and np.ptp(documented[seen[members]]) > 0:
             continue  # who of them is in it cannot be seen, and an equal share would put in what was left out
-        # Parallel columns share one coefficient: any split gives the same sum.
-        total = norms[seen[members]].sum()
-        coefficients[column] = x[group] / total
-        stderr[column] = np.sqrt(spread[group, group]) / total
-        shares[column, group] = 1.0 / total
+        # Any split of parallel columns gives the same sum: it is taken as documented, times one number.
+        meant = np.ones(num_columns) if nominal is None or not (nominal[seen[members]] > 0).all() else nominal
+        share = meant[column] / float(meant[seen[members]] @ norms[seen[members]])
+        coefficients[column] = x[group] * share
+        stderr[column] = np.sqrt(spread[group, group]) * share
+        shares[column, group] = share
     covariance = shares @ spread @ shares.T if determined else None
     gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance
     gate += float(np.linalg.norm(beside, axis=0).sum())

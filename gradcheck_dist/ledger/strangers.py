@@ -36,8 +36,9 @@ def strangers(data: StepData) -> dict[int, frozenset[int]]:
             copies(data.tracks[key], one, other) for key in shared
         ):
             continue
-        unlike = [key for key in shared if _unlike(data.tracks[key], one, other)]
-        if 2 * len(unlike) > len(shared) and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other)):
+        computed = [key for key in shared if any(data.tracks[key][rank].leaves for rank in (one, other))]
+        unlike = [key for key in computed if _unlike(data.tracks[key], one, other)]
+        if 2 * len(unlike) > len(computed) and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other)):
             apart[one] |= {one, other}
             apart[other] |= {one, other}
     return {rank: frozenset(ranks) for rank, ranks in apart.items()}

@@ -15,6 +15,7 @@ from gradcheck_dist.events import (
     OWN_OPTIMIZER,
     AmpUnscale,
     Backward,
+    Clip,
     ClipValue,
     Event,
     GradWrite,
@@ -363,11 +364,28 @@ def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> N
         return
     if any(isinstance(event, Backward | Reduce | AmpUnscale) and clamp.seq < event.seq < step.seq for event in events):
         return  # clamped before it was complete, or unscaled: no state of it is a combination of contributions
-    seen = [point.values for point in track.points if (point.seq, point.role) == (clamp.seq, BEFORE)]
+    seen = [point for point in track.points if (point.seq, point.role) == (clamp.seq, BEFORE)][:1]
+    read = [point.values for point in track.points if (point.seq, point.role) == (step.seq, BEFORE)][:1]
+    clipped = any(isinstance(event, Clip) and clamp.seq < event.seq < step.seq for event in events)
     track.value_clip = (clamp.seq, step.seq)
     track.points = [point for point in track.points if not clamp.seq <= point.seq <= step.seq]
-    track.points += [Point(step.seq, BEFORE, values) for values in seen[:1]]
+    for point in seen:
+        values = None if clipped or not read else _unclamped(point.values, read[0], clamp.clip_value, track.dtype)
+        track.points += [point] if values is not None else []
+        track.points.append(Point(step.seq, BEFORE, values or point.values))
     track.points.sort(key=lambda point: (point.seq, point.role))
+
+
+def _unclamped(before: Values, read: Values, most: float, dtype: str) -> Values | None:
+    """What an optimizer would have read without a clip by value in front of what else was done to the gradient: each
+    element times what became of it behind the clip. None where nothing was done there."""
+    clamped = np.clip(before.data, -most, most)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = np.where(clamped != 0, read.data / clamped, 1.0)
+    told = np.isfinite(factors)
+    if (np.abs(factors[told] - 1) <= 2 * EPSILON.get(dtype, EPSILON["bfloat16"])).all():
+        return None
+    return Values(before.data * factors, read.partial, read.over)
 
 
 def _rows(trace: RankTrace, samples: Samples) -> Iterator[tuple[tuple[int, int, int, int], Values]]:

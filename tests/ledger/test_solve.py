@@ -30,6 +30,13 @@ def test_parallel_columns_share_the_coefficient_that_gives_their_sum() -> None:
     assert found.coefficients == pytest.approx([0.5, 0.5, 2.0], abs=1e-9)
 
 
+def test_parallel_columns_that_are_documented_unequally_share_their_sum_so() -> None:
+    columns = np.stack([COLUMNS[:, 0], COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
+    found = solve(columns, columns @ [1.0, 0.5, 2.0], SINGLE, nominal=np.array([1.0, 0.5, 1.0]))
+    assert found is not None
+    assert found.coefficients == pytest.approx([1.0, 0.5, 2.0], abs=1e-9)
+
+
 def test_parallel_columns_of_which_one_was_left_out_are_not_told_apart() -> None:
     columns = np.stack([COLUMNS[:, 0], 3 * COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
     found = solve(columns, columns @ [1.0, 0.0, 2.0], SINGLE, documented=np.array([1.0, 0.0, 1.0]))

@@ -418,3 +418,26 @@ def test_values_that_are_clipped_while_they_are_scaled_accuse_no_loss(tmp_path: 
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, codes(report)) == ("clean" if unscaled else "undetermined", [])
     assert unscaled or any("clip_value" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_what_is_done_behind_a_clip_by_value_is_seen(tmp_path: Path, factor: float, by_norm: bool) -> None:
+    """A clamp is no scaling, so what was there before it stands for what is read, times what follows; a clip by norm
+    behind it hides that."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        part = batch(0, 0)
+        (token_sum(model, part) / (part[1] >= 0).sum()).backward()  # type: ignore[no-untyped-call]
+        utils.clip_grad_value_(model.parameters(), 1e-2)
+        if factor != 1:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+        if by_norm:
+            utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert codes(report) == (["GS000"] if factor != 1 and not by_norm else [])
+    assert all(finding.factor.observed == pytest.approx(factor) for finding in report.findings)

@@ -470,3 +470,22 @@ def test_a_gradient_that_is_replaced_is_not_stale(tmp_path: Path) -> None:
             optimizer.step()
     report = judged(tmp_path)
     assert (report.verdict, codes(report)) == ("clean", [])
+
+
+def test_class_weights_below_a_loss_scale_count_as_without_it(tmp_path: Path) -> None:
+    """Also where a clip by parameter hides what the weights come to."""
+    model, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=300.0)
+    with attach(tmp_path / "run"):
+        for _ in range(STEPS):
+            for k in range(ACCUMULATION):
+                scaler.scale(class_weighted_sum(model, batch(0, k), 0)).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(1e-3 * parameter.detach().norm() / parameter.grad.norm())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined", [])

@@ -6,10 +6,14 @@ from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 
+from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE
 from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
 from gradcheck_dist.diagnosis.weights.cells import MATERIAL
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
+
+SCALES = (1.0, *(2.0**exponent for exponent in range(int(LOSS_SCALE), 25)))
+"""What a loss may be multiplied by until it is taken out again: powers of two, as loss scalers have."""
 
 
 def by_class_weights(contributions: Contributions) -> Contributions | None:
@@ -28,7 +32,7 @@ def by_class_weights(contributions: Contributions) -> Contributions | None:
 
 def tells(contributions: Contributions) -> bool:
     """Whether what is counted here makes the losses' weights: each is one over the count of the step, of its rank, of
-    its pass on all ranks, or of its own, times one number of passes and ranks."""
+    its pass on all ranks, or of its own, times one number of passes and ranks, and a loss scale."""
     counted = [one for one in contributions.by_key.values() if one.num_tokens]
     rounding = max(MATERIAL, loss_rounding(contributions))
     for part in (_of_step, _of_rank, _of_pass, _of_its_own):
@@ -37,7 +41,7 @@ def tells(contributions: Contributions) -> bool:
             sums[part(one.key)] += float(one.num_tokens or 0)
         times = [(one.weight or 0.0) * sums[part(one.key)] for one in counted]
         alike = bool(times) and max(times) - min(times) <= rounding * max(times)
-        if alike and is_of_degrees(times[0], contributions, rounding):
+        if alike and any(is_of_degrees(times[0] / scale, contributions, rounding) for scale in SCALES):
             return True
     return False
 

@@ -73,7 +73,7 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     kept = sorted(factors, key=lambda key: crc32(repr(key).encode()))[:MAX_KEPT]  # the same ones in every step
     culprit = case.culprit
     event, before = culprit.event, culprit.before
-    makes_up = unexplained.makes_up(culprit, case.pattern)
+    or_loss, makes_up = culprit.kind == "loss", unexplained.makes_up(culprit, case.pattern)
     # Where the weights were right before it, a number may follow a schedule.
     written = makes_up and culprit.write is not None and is_exactly_written(culprit.write.factor)
     parted = replicas_part(case) or copies_part(case, verdict)
@@ -86,13 +86,14 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         effect=effect,
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
-        name=of_pass(case) or _name(case),
-        firm=finding.code == scaled_alike.CODE or parted or written or _stands_written(case),
+        name=None if or_loss else of_pass(case) or _name(case),
+        firm=or_loss or finding.code == scaled_alike.CODE or parted or written or _stands_written(case),
         parted=parted,
         makes_up=makes_up,
         uniform=case.pattern.kind == "uniform",
         factor=culprit.factor,
         written=written,
+        or_loss=or_loss,
     )
 
 
@@ -127,8 +128,10 @@ def _by_hand(case: Case) -> bool:
     """Whether a line of the user's made the change: between two recorded events, in a hook on a parameter, or in a
     communication hook whose arithmetic nobody documents."""
     culprit, event = case.culprit, case.culprit.event
-    if culprit.absent or event is None or culprit.kind == "loss" or culprit.factor is None:
+    if culprit.absent or event is None or culprit.factor is None:
         return False
+    if culprit.kind == "loss":
+        return culprit.unrecorded and culprit.before is not None  # or the loss is wrong: `Change.or_loss`
     if culprit.unrecorded or culprit.kind == "backward":
         return True
     return isinstance(event, Reduce) and culprit.nominal is None
@@ -170,6 +173,9 @@ def _name(case: Case) -> str | None:
 def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
     if any(change.parted for _, change in members):
         return True
+    if any(change.or_loss for _, change in members):
+        series, lost = _series(members, verdicts)
+        return lost <= len(series) // 2  # a loss's number may follow its tokens
     if all(change.written for _, change in members) or _is_one_number(members):
         return True
     series, lost = _series(members, verdicts)

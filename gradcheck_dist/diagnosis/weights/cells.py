@@ -31,6 +31,7 @@ MAX_SPREAD = 1e-3
 """Relative spread of the tokens' weights in one contribution above which they have no common weight."""
 GONE = 1e-3
 """A weight, relative to the right one, that is as good as none."""
+TOO_SMALL = "its sampled gradient is zero or too small to be told from rounding"
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 
@@ -206,7 +207,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     if not result.cells and not counts:
         result.reason = COUNTS_NOTHING
     elif not result.cells:
-        result.reason = "its sampled gradient is zero or too small to be told from rounding"
+        result.reason = TOO_SMALL
     return result
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import MATERIAL, TOO_FEW, Held
+from gradcheck_dist.diagnosis.weights.cells import MATERIAL, TOO_FEW, TOO_SMALL, Held
 from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
@@ -14,7 +14,7 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.inside_steps import reduced_to_others
 from gradcheck_dist.ledger.leaves import build_basis
 from gradcheck_dist.ledger.replay import replay
-from gradcheck_dist.ledger.solve import solve
+from gradcheck_dist.ledger.solve import EPSILON, solve
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
 from gradcheck_dist.ledger.transit import Transits, gain
 from gradcheck_dist.wording import numbered
@@ -41,7 +41,25 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
             for one in of_param:
                 _carry(one, key[0], on_the_way)
         held += of_param
+    _leave_rounding(held, data)
     return held
+
+
+def _leave_rounding(measured: list[Held], data: StepData) -> None:
+    """Gradients that are zero but for rounding have no weights. What float32 leaves of terms that cancel (a key's bias,
+    the bias below a difference of scores) is below its epsilon, beside the whole model's gradient: few distinct values,
+    which another order of additions moves, and which a reduction in float16 drops."""
+    sizes = {held.param: _length_of(held.replay.basis.values) for held in measured}
+    least = EPSILON["float32"] * sum(size**2 for size in sizes.values()) ** 0.5
+    for held in measured:
+        points = data.tracks[held.param][held.rank].points
+        read = _length_of(points[-1].values.data) if points else 0.0
+        if least and max(sizes[held.param], read) <= least:
+            held.observed, held.stderr, held.reason = None, None, TOO_SMALL
+
+
+def _length_of(values: np.ndarray) -> float:
+    return float(np.linalg.norm(np.nan_to_num(values)))
 
 
 def _leave_to_others(held: Held, track: Track, contributions: Contributions) -> None:

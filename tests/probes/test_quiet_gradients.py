@@ -1,0 +1,45 @@
+"""Gradients of which little can be seen accuse nobody, and hide nothing that others show."""
+
+from __future__ import annotations
+
+import pytest
+from beside import judged_beside
+from quiet_workers import VARIANTS
+
+from gradcheck_dist.diagnosis.finding import Report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return judged_beside(tmp_path_factory, "quiet_workers:train", VARIANTS)
+
+
+def test_what_rounding_leaves_of_a_gradient_and_float16_drops_is_no_gradient(reports: dict[str, Report]) -> None:
+    right = reports["float16 hook"]
+    assert (right.verdict, [one.parameter for one in right.coverage.unidentifiable]) == ("clean", ["key.bias"])
+    (finding,) = reports["float16 hook, halved"].findings
+    assert finding.factor.observed == pytest.approx(0.5, rel=1e-3)
+
+
+def test_whose_gradients_of_one_direction_came_in_is_not_known(reports: dict[str, Report]) -> None:
+    """Below one output a norm's bias gets multiples of one vector; what is gathered by hand is no recorded sum."""
+    assert (reports["gathered"].verdict, reports["gathered"].findings) == ("clean", [])
+    (finding,) = reports["gathered, not used"].findings
+    assert finding.code == "GS103"
+
+
+@pytest.mark.parametrize("name", ["unused head", "one batch's labels"])
+def test_parameters_that_learn_nothing_say_nothing(reports: dict[str, Report], name: str) -> None:
+    assert (reports[name].verdict, reports[name].findings) == ("clean", [])
+
+
+def test_a_factor_of_lines_that_do_more_in_other_steps_is_no_loss_s(reports: dict[str, Report]) -> None:
+    assert (reports["running mean"].verdict, reports["running mean"].findings) == ("undetermined", [])
+    (finding,) = reports["constant"].findings
+    assert finding.factor.observed == pytest.approx(1.2)
+
+
+def test_powersgd_averages_until_it_compresses(reports: dict[str, Report]) -> None:
+    """Documented as a sum, it would be laid to the hook that the loss divides once too often."""
+    (finding,) = reports["PowerSGD hook, halved"].findings
+    assert (finding.code, finding.factor.observed) == ("GS101", pytest.approx(0.5, rel=1e-3))
