@@ -135,3 +135,28 @@ def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_offloaded(run_dir: str) -> None:
+    """FSDP2 keeps shards and their gradients on the CPU: what a pass brings is added there. Nothing divides by passes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    with attach(run_dir):
+        model = Net()
+        fully_shard(model.inner, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            for k in range(2):
+                tokens, labels = batch(rank, 2 * step + k)
+                torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten().clamp(min=0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

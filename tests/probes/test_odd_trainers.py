@@ -77,6 +77,13 @@ def test_what_hooks_reduce_of_sharded_parameters_is_recorded(divides: bool, foun
     assert not found or "The reduction at odd_workers.py" in report.findings[0].explanation
 
 
+def test_what_fsdp_adds_to_an_offloaded_gradient_is_not_kept_apart(tmp_path: Path) -> None:
+    warm_up()
+    launch("odd_workers:train_offloaded", (str(tmp_path / "run"),), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, "kept apart" in finding.explanation) == ("GS303", False)
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
 def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
     warm_up()
