@@ -26,9 +26,9 @@ LAID_OUT = (
 
 
 class Forwards:
-    """The forward passes of a step whose graphs are kept, by the seq of the first backward pass: the accumulation step of
-    the first that came to parameters (one for inputs alone, zero bubble's first half, is no accumulation step), and the
-    parameters that use them, by id."""
+    """The forward passes of a step whose graphs are kept, by the seq of the first backward pass: the accumulation step
+    of the first that brought parameters a gradient (one for inputs alone, as zero bubble begins, is no such step), and
+    the parameters that passes of it reached, by id."""
 
     def __init__(self) -> None:
         self._step = -1
