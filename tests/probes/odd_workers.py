@@ -138,7 +138,7 @@ def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
 
 
 def train_offloaded(run_dir: str) -> None:
-    """FSDP2 keeps shards and their gradients on the CPU, and adds there what a pass brings. Nothing divides by passes."""
+    """FSDP2 keeps shards and their gradients on the CPU, and adds what a pass brings there. Nothing divides."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
