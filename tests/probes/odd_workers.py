@@ -160,3 +160,35 @@ def train_offloaded(run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_in_a_flat_buffer(run_dir: str) -> None:
+    """Losses divide by each rank's own tokens, times the ranks; behind their sum all gradients are divided at once."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        params = list(model.parameters())
+        flat = torch.zeros(sum(param.numel() for param in params))
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.main_grad = part.view_as(param)
+        optimizer = torch.optim.SGD(params, lr=0.05)
+        for step in range(STEPS):
+            flat.zero_()
+            parts = [batch(rank, 2 * step + k) for k in range(2)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in parts)
+            for part in parts:
+                (token_sum(model, part) * world / num_tokens).backward()
+                for param in params:
+                    param.main_grad.add_(param.grad)
+                    param.grad = None
+            dist.all_reduce(flat)
+            flat.div_(world)
+            for param in params:
+                param.grad = param.main_grad
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

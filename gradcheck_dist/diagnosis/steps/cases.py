@@ -71,7 +71,7 @@ def cases_of(
                 own, judged = found.apart, alone
         rest = _cases(verdict, judged if held_alone else pool(judged))
     everywhere = [case for case in rest if len(rest) == 1 or case.everywhere]
-    common = [case for case in everywhere if is_common_factor(case)]
+    common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
         common = everywhere
     elif len(common) > 1:
@@ -90,6 +90,12 @@ def cases_of(
         for cell in held.cells
     ]
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
+
+
+def _may_be_the_loss(case: Case) -> bool:
+    """Whether lines behind the losses have a wrong number, or these, which are wrong anyway: fewer causes do."""
+    culprit = case.culprit
+    return culprit.kind == "loss" and culprit.gradient is not None and common_factor(case) > 0
 
 
 def _num_right(judged: list[Held]) -> int:
