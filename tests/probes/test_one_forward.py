@@ -164,6 +164,21 @@ def test_passes_for_inputs_alone_begin_no_accumulation_step(tmp_path: Path, fact
     assert first_of_forward(tmp_path) == [None] * NUM
 
 
+def test_the_coefficient_of_a_task_that_is_emptied_is_no_second_fault(tmp_path: Path) -> None:
+    model = Tasks(heads=True)
+
+    def gradients(_: int) -> None:
+        for _ in range(NUM):
+            beside, loss = model.losses()
+            (0.3 * beside / NUM).backward(retain_graph=True)
+            model.zero_grad()
+            (loss / NUM).backward()
+
+    report = trained(tmp_path, model, gradients)
+    assert [finding.code for finding in report.findings] == ["GS401"]
+    assert any("weigh x 0.3 and x 1 of a mean" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize(("divisor", "code"), [(NUM, None), (1, "GS303")])
 def test_a_clip_by_hand_behind_tasks_is_told_from_what_they_lack(
     tmp_path: Path, divisor: int, code: str | None
