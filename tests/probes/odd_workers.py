@@ -192,3 +192,27 @@ def train_in_a_flat_buffer(run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_with_a_factor_of_one_rank(run_dir: str) -> None:
+    """A loss without tokens, whose sum over the ranks is divided; rank 1 multiplies by their number once more."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        torch.manual_seed(1 + rank)
+        for _ in range(STEPS):
+            torch.nn.functional.mse_loss(model(torch.randn(6, 8)), torch.randn(6, 8)).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= world
+                if rank == 1:
+                    param.grad.mul_(2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

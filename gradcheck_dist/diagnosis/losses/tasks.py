@@ -146,7 +146,9 @@ def _with_gone(shares: Sequence[float], target: Aim, tasks: Sequence[Sequence[Co
     by_key = target.contributions.by_key
     numbers = [(by_key[keys[0]].weight or 0.0) * target.tokens[keys[0]] for keys in tasks]
     there = [share / number for share, number in zip(shares, numbers, strict=True) if share and number]
-    return [share or (number * there[0] if there else 0.0) or 1.0 for share, number in zip(shares, numbers, strict=True)]
+    return [
+        share or (number * there[0] if there else 0.0) or 1.0 for share, number in zip(shares, numbers, strict=True)
+    ]
 
 
 def _are_parts(measured: list[Held], target: Aim, shares: Sequence[float]) -> bool:

@@ -153,6 +153,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
     write = _line_that_differs(verdict.data, case, judged) if case.culprit.unrecorded else None
+    if write is not None and case.culprit.spared is not None and _did_all(verdict.data, write, case):
+        case.culprit = replace(case.culprit, spared=None, factor=write.factor)
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
@@ -162,6 +164,14 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _did_all(data: StepData, write: GradWrite, case: Case) -> bool:
+    """Whether a line did to these gradients all that is wrong with them: they were not left as they were, though the
+    number of another line and its own may come to that."""
+    off = case.pattern.factor
+    alike = write.factor is not None and abs(write.factor - off) <= max(1e-3, case.pattern.tolerance) * abs(off)
+    return alike and case.pattern.kind == "uniform" and rank_of(data, write) in case.ranks
 
 
 def _line_that_differs(data: StepData, case: Case, judged: list[Held]) -> GradWrite | None:
