@@ -45,6 +45,19 @@ def test_a_count_of_each_rank_is_told_where_ranks_hold_as_many_tokens_in_a_step(
     assert (finding.code, finding.steps) == ("GS302", [0, 1])
 
 
+def test_a_pass_that_is_off_alone_is_told_once_where_a_window_ends_behind_it() -> None:
+    """Half of the mean is what an average over two ranks too many makes of it, where there is one pass."""
+
+    def first_halved(key: Key, tokens: dict[Key, int]) -> float:
+        return 2.0 * (1 if key[1] else 0.5) / sum(tokens.values())
+
+    whole = judged(0, Trainer(root=first_halved, accumulation=2), (9, 5, 6, 8))
+    short = judged(1, Trainer(root=first_halved, accumulation=1), (9, 5))
+    assert [one.code for one in (*whole.findings, *short.findings)] == ["GS000", "GS101"]
+    (finding,) = told([whole, short])
+    assert (finding.code, finding.steps) == ("GS000", [0, 1])
+
+
 def test_two_findings_of_a_step_are_one_whose_law_other_steps_tell() -> None:
     """With 48 tokens in six passes on two ranks, 1/n_c is 48/(6 n_c) times 1/2 three times over."""
 

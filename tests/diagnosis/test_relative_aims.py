@@ -30,3 +30,9 @@ def test_what_came_to_some_copies_only_is_no_example() -> None:
 
 def test_where_nothing_else_arrived_it_is_one() -> None:
     assert _usual([held(0, [1] * 4 + [0] * 4), held(1, [0] * 4 + [1] * 4)], BY_KEY) == 1
+
+
+def test_of_two_ranks_the_one_is_right_whose_lines_did_less() -> None:
+    """One of them multiplies by 2 what both have divided, which its records know of neither."""
+    measured = [held(0, [0.5] * 8), held(1, [1] * 8)]
+    assert _usual(measured, BY_KEY, {0: 1, 1: 2}) == Fraction(1, 2)

@@ -135,3 +135,84 @@ def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_offloaded(run_dir: str) -> None:
+    """FSDP2 keeps shards and their gradients on the CPU, and adds what a pass brings there. Nothing divides."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    with attach(run_dir):
+        model = Net()
+        fully_shard(model.inner, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            for k in range(2):
+                tokens, labels = batch(rank, 2 * step + k)
+                torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten().clamp(min=0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_in_a_flat_buffer(run_dir: str) -> None:
+    """Losses divide by each rank's own tokens, times the ranks; behind their sum all gradients are divided at once."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        model = Net()
+        params = list(model.parameters())
+        flat = torch.zeros(sum(param.numel() for param in params))
+        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
+            param.main_grad = part.view_as(param)
+        optimizer = torch.optim.SGD(params, lr=0.05)
+        for step in range(STEPS):
+            flat.zero_()
+            parts = [batch(rank, 2 * step + k) for k in range(2)]
+            num_tokens = sum(int((labels >= 0).sum()) for _, labels in parts)
+            for part in parts:
+                (token_sum(model, part) * world / num_tokens).backward()
+                for param in params:
+                    param.main_grad.add_(param.grad)
+                    param.grad = None
+            dist.all_reduce(flat)
+            flat.div_(world)
+            for param in params:
+                param.grad = param.main_grad
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_with_a_factor_of_one_rank(run_dir: str) -> None:
+    """A loss without tokens, whose sum over the ranks is divided; rank 1 multiplies by their number once more."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        torch.manual_seed(1 + rank)
+        for _ in range(STEPS):
+            torch.nn.functional.mse_loss(model(torch.randn(6, 8)), torch.randn(6, 8)).backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= world
+                if rank == 1:
+                    param.grad.mul_(2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()

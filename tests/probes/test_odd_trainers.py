@@ -77,6 +77,31 @@ def test_what_hooks_reduce_of_sharded_parameters_is_recorded(divides: bool, foun
     assert not found or "The reduction at odd_workers.py" in report.findings[0].explanation
 
 
+def test_losses_that_divide_wrongly_have_the_wrong_constant_too(tmp_path: Path) -> None:
+    """They may lack what lines that nobody records divide by: that is no second fault."""
+    warm_up()
+    launch("odd_workers:train_in_a_flat_buffer", (str(tmp_path / "run"),), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS302", "loss")
+    assert "times accumulation_steps" in finding.explanation
+
+
+def test_what_one_rank_does_besides_is_told_and_not_what_the_other_leaves_out(tmp_path: Path) -> None:
+    """Divided by 2 and multiplied by 2, its gradients look as if nothing was done to them."""
+    warm_up()
+    launch("odd_workers:train_with_a_factor_of_one_rank", (str(tmp_path / "run"),), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, finding.ranks, finding.factor.observed) == ("GS000", [1], pytest.approx(2))
+    assert "Without it the weights would be right" in finding.explanation
+
+
+def test_what_fsdp_adds_to_an_offloaded_gradient_is_not_kept_apart(tmp_path: Path) -> None:
+    warm_up()
+    launch("odd_workers:train_offloaded", (str(tmp_path / "run"),), 2, timeout_s=60)
+    (finding,) = diagnose(read_run(tmp_path / "run")).findings
+    assert (finding.code, "kept apart" in finding.explanation) == ("GS303", False)
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "clean"), (0.5, "findings")])
 def test_optimizer_states_that_are_sharded_by_hand(factor: float, verdict: str, tmp_path: Path) -> None:
     warm_up()

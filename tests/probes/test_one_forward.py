@@ -145,6 +145,40 @@ def test_forward_passes_are_the_accumulation_steps(tmp_path: Path, heads: bool, 
         assert finding.factor.observed == pytest.approx(NUM)
 
 
+@pytest.mark.parametrize(("factor", "found"), [(1, []), (2, ["GS000"])])
+def test_passes_for_inputs_alone_begin_no_accumulation_step(tmp_path: Path, factor: int, found: list[str]) -> None:
+    """Zero bubble: the gradients of all inputs come first, then those of the weights, added up by hand."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
+
+    def gradients(_: int) -> None:
+        inputs = [torch.randn(SIZE, 8, requires_grad=True) for _ in range(NUM)]
+        losses = [F.cross_entropy(model(one), torch.randint(0, 6, (SIZE,))) / NUM for one in inputs]
+        for one, loss in zip(inputs, losses, strict=True):
+            torch.autograd.grad(loss, one, retain_graph=True)
+        for loss in losses:
+            for param, grad in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+                param.grad = grad if param.grad is None else param.grad + factor * grad
+
+    report = trained(tmp_path, model, gradients)
+    assert [finding.code for finding in report.findings] == found
+    assert first_of_forward(tmp_path) == [None] * NUM
+
+
+def test_the_coefficient_of_a_task_that_is_emptied_is_no_second_fault(tmp_path: Path) -> None:
+    model = Tasks(heads=True)
+
+    def gradients(_: int) -> None:
+        for _ in range(NUM):
+            beside, loss = model.losses()
+            (0.3 * beside / NUM).backward(retain_graph=True)
+            model.zero_grad()
+            (loss / NUM).backward()
+
+    report = trained(tmp_path, model, gradients)
+    assert [finding.code for finding in report.findings] == ["GS401"]
+    assert any("weigh x 0.3 and x 1 of a mean" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize(("divisor", "code"), [(NUM, None), (1, "GS303")])
 def test_a_clip_by_hand_behind_tasks_is_told_from_what_they_lack(
     tmp_path: Path, divisor: int, code: str | None

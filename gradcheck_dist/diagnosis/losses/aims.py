@@ -29,6 +29,7 @@ from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
 from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, judge
+from gradcheck_dist.events import SCALED, GradWrite
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
 from gradcheck_dist.ledger.expected import expected_weights
@@ -273,7 +274,7 @@ def _of_elements(counted: Counted, whole: str) -> Aim:
 def _relative(data: StepData, contributions: Contributions, measured: list[Held], times: str = "") -> Aim:
     """Every contribution counts as one token of weight 1; each should be scaled as most are."""
     by_key = {key: replace(c, num_tokens=1, weight=1.0, spread=0.0) for key, c in contributions.by_key.items()}
-    share = _usual(measured, by_key)
+    share = _usual(measured, by_key, _lines_that_scale(data))
     return Aim(
         replace(contributions, by_key=by_key),
         dict.fromkeys(by_key, share),
@@ -284,14 +285,25 @@ def _relative(data: StepData, contributions: Contributions, measured: list[Held]
     )
 
 
-Transfer = tuple[float, tuple[int, int], float]
-"""Measured, (accumulation step, microbatch), documented."""
+Transfer = tuple[float, tuple[int, int], float, int]
+"""Measured, (accumulation step, microbatch), documented, and how many lines of the rank's multiply gradients."""
 
 
-def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution]) -> Fraction:
+def _lines_that_scale(data: StepData) -> dict[int, int]:
+    """By rank, how many lines of the trainer's multiply gradients where they lie."""
+    writes = {rank: (e for e in events if isinstance(e, GradWrite) and e.op == SCALED)
+              for rank, events in data.events.items()}  # fmt: skip
+    return {rank: len({(one.site.file, one.site.line) for one in of_rank if one.site is not None})
+            for rank, of_rank in writes.items()}  # fmt: skip
+
+
+def _usual(
+    measured: list[Held], by_key: Mapping[ContributionKey, Contribution], lines: Mapping[int, int] | None = None
+) -> Fraction:
     """The transfer from a contribution's own gradient to the optimizer's that most weights have; of several as frequent
-    ones that which is documented, and of the latest contributions, to which least was done. What came to some copies of
-    a parameter only is no example, where other weights are. 1 where nothing arrived."""
+    ones that of ranks with the fewest `lines` that multiply gradients, that which is documented, and of the latest
+    contributions, to which least was done. What came to some copies of a parameter only is no example, where other
+    weights are. 1 where nothing arrived."""
     everywhere: list[Transfer] = []
     in_part: list[Transfer] = []
     seen: dict[tuple[ParamKey, ContributionKey], list[Transfer | None]] = defaultdict(list)
@@ -304,7 +316,8 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
             value, error = float(held.observed[column]), float(held.stderr[column])
             if key in by_key and held.visible[column] and np.isfinite(value):
                 arrived = value > max(SAME * min(largest, 1.0), SIGMAS * error)
-                seen[held.param, key].append((value, key[1:], float(held.nominal[column])) if arrived else None)
+                one = (value, key[1:], float(held.nominal[column]), (lines or {}).get(held.rank, 0))
+                seen[held.param, key].append(one if arrived else None)
     for transfers in seen.values():
         (in_part if None in transfers else everywhere).extend(one for one in transfers if one is not None)
     found = everywhere or in_part
@@ -317,12 +330,14 @@ def _usual(measured: list[Held], by_key: Mapping[ContributionKey, Contribution])
             groups[-1].append(one)
         else:
             groups.append([one])
-    best = max(groups, key=lambda group: (len(group), _documented(group), max(slot for _, slot, _ in group)))
-    value = float(np.median([value for value, _, _ in best]))
-    documented = [nominal for _, _, nominal in best if abs(nominal - value) <= SAME * value]
+    best = max(groups, key=lambda group: (len(group), *_least_done(group)))
+    value = float(np.median([value for value, *_ in best]))
+    documented = [nominal for _, _, nominal, _ in best if abs(nominal - value) <= SAME * value]
     return Fraction(documented[0] if documented else value).limit_denominator(10**9)
 
 
-def _documented(group: list[Transfer]) -> int:
-    """How many transfers are what the recorded operations document."""
-    return sum(abs(nominal - value) <= SAME * value for value, _, nominal in group)
+def _least_done(group: list[Transfer]) -> tuple[int, int, tuple[int, int]]:
+    """The larger, the fewer of the trainer's lines did something to these, the more of them are what the recorded
+    operations document, and the later they came."""
+    documented = sum(abs(nominal - value) <= SAME * value for value, _, nominal, _ in group)
+    return -min(lines for *_, lines in group), documented, max(slot for _, slot, *_ in group)

@@ -66,7 +66,7 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
         as_found = {key: Fraction(usual(measured, target.contributions, own, [key])) for key in own}
         result.aim.expected = {key: weight * as_found[key] for key, weight in own.items()}
         return result
-    shares = [_share(measured, target, own, keys) for keys in tasks]
+    shares = _with_gone([_share(measured, target, own, keys) for keys in tasks], target, tasks)
     if _are_parts(measured, target, shares):
         return None
     alike = all(same(share, shares[0]) for share in shares)
@@ -123,10 +123,12 @@ def _apart(data: StepData, contributions: Contributions, measured: Sequence[Held
 def _share(
     measured: list[Held], target: Aim, own: Mapping[ContributionKey, Fraction], keys: Sequence[ContributionKey]
 ) -> float:
-    """What a task weighs of a mean over its own tokens. Where its passes are means of unequal numbers of tokens, what
-    these come to together."""
+    """What a task weighs of a mean over its own tokens; 0 where nothing of it is left. Where its passes are means of
+    unequal numbers of tokens, what these come to together."""
     judged = judge(measured, target.contributions, dict(own))
     cells = [[cell for cell in held.cells if cell.key in keys] for held in judged]
+    if not any(cell.ratio > SAME for of in cells for cell in of):
+        return 0.0
     whole = [of for of in cells if {cell.key for cell in of} == set(keys) and all(cell.ratio > GONE for cell in of)]
     if not whole:
         return usual(measured, target.contributions, own, keys)
@@ -136,6 +138,17 @@ def _share(
     if not all(same(mean, means[0]) for mean in means):
         return usual(measured, target.contributions, own, keys)
     return sum(means) / sum(part for _, part in parts)
+
+
+def _with_gone(shares: Sequence[float], target: Aim, tasks: Sequence[Sequence[ContributionKey]]) -> list[float]:
+    """The same, where a task of which nothing is left (emptied behind each of its passes) weighs beside the others what
+    its loss does beside theirs: its coefficient is no second fault."""
+    by_key = target.contributions.by_key
+    numbers = [(by_key[keys[0]].weight or 0.0) * target.tokens[keys[0]] for keys in tasks]
+    there = [share / number for share, number in zip(shares, numbers, strict=True) if share and number]
+    return [
+        share or (number * there[0] if there else 0.0) or 1.0 for share, number in zip(shares, numbers, strict=True)
+    ]
 
 
 def _are_parts(measured: list[Held], target: Aim, shares: Sequence[float]) -> bool:

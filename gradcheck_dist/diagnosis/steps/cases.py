@@ -71,7 +71,7 @@ def cases_of(
                 own, judged = found.apart, alone
         rest = _cases(verdict, judged if held_alone else pool(judged))
     everywhere = [case for case in rest if len(rest) == 1 or case.everywhere]
-    common = [case for case in everywhere if is_common_factor(case)]
+    common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
         common = everywhere
     elif len(common) > 1:
@@ -90,6 +90,12 @@ def cases_of(
         for cell in held.cells
     ]
     return [_case(verdict, Blame(culprit, cells, [0] * len(cells)), verdict.held), *rest]
+
+
+def _may_be_the_loss(case: Case) -> bool:
+    """Whether lines behind the losses have a wrong number, or these, which are wrong anyway: fewer causes do."""
+    culprit = case.culprit
+    return culprit.kind == "loss" and culprit.gradient is not None and common_factor(case) > 0
 
 
 def _num_right(judged: list[Held]) -> int:
@@ -147,6 +153,8 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
     off, allowed = pattern.factor, 2 * pattern.tolerance
     case.culprit = behind_bare_sum(verdict.data, case.culprit, case.held, off, allowed, verdict.context.quantities)
     write = _line_that_differs(verdict.data, case, judged) if case.culprit.unrecorded else None
+    if write is not None and case.culprit.spared is not None and _did_all(verdict.data, write, case):
+        case.culprit = replace(case.culprit, spared=None, factor=write.factor)
     write = write or line_between(verdict.data, case.culprit, case.held, off, allowed)
     if write is not None:
         case.culprit = replace(case.culprit, write=write, rank=rank_of(verdict.data, write))
@@ -156,6 +164,14 @@ def _case(verdict: StepVerdict, blamed: Blame, judged: list[Held]) -> Case:
         case.summing = summing(verdict.data, verdict.contributions, case.held)
     name_case(case)
     return case
+
+
+def _did_all(data: StepData, write: GradWrite, case: Case) -> bool:
+    """Whether a line did to these gradients all that is wrong with them: they were not left as they were, though the
+    number of another line and its own may come to that."""
+    off = case.pattern.factor
+    alike = write.factor is not None and abs(write.factor - off) <= max(1e-3, case.pattern.tolerance) * abs(off)
+    return alike and case.pattern.kind == "uniform" and rank_of(data, write) in case.ranks
 
 
 def _line_that_differs(data: StepData, case: Case, judged: list[Held]) -> GradWrite | None:

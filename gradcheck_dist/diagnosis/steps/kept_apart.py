@@ -105,14 +105,15 @@ def _are_means(verdict: StepVerdict) -> bool:
 
 def _came_back(held: Held, keys: Set[ContributionKey]) -> bool:
     """Whether nothing of a rank's own contributions among these was in a gradient when its others were, and all are in
-    the end."""
-    basis = held.replay.basis
+    the end. Asked of the buffer that the optimizer reads: what a pass brings is alone before FSDP adds it to that."""
+    basis, final = held.replay.basis, held.replay.final(held.rank)
     own = [column for column, origin in enumerate(basis.origin) if origin == held.rank]
     earlier = [column for column in own if basis.keys[column] in keys]
     others = [column for column in own if basis.keys[column] not in keys]
-    if held.observed is None or not earlier or not others:
+    if held.observed is None or final is None or not earlier or not others:
         return False
-    states = (e.observed for e in held.replay.history(held.rank) if e.sampled and e.observed is not None)
+    history = (entry for entry in held.replay.history(held.rank) if entry.sampled and entry.buffer == final.buffer)
+    states = (entry.observed for entry in history if entry.observed is not None)
     gone = any(_largest(state[earlier]) <= GONE * _least(state[others]) for state in states)
     return gone and _least(held.observed[earlier]) > GONE * _largest(held.observed)
 

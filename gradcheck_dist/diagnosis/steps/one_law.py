@@ -51,6 +51,7 @@ def tell_one_law(verdicts: Sequence[StepVerdict]) -> None:
         if len({cause(one.finding) for one in seen}) > 1:
             _keep_law(seen)
     _keep_whole(verdicts)
+    _keep_by_pass(verdicts)
     _keep_named(verdicts)
     for seen in _by_place(verdicts):
         _without_degrees(seen, verdicts)
@@ -97,6 +98,36 @@ def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
         if all(_gives(pattern, other, errors) for other, errors in others):
             _take_over(found[0], others)
             return
+
+
+def _keep_by_pass(verdicts: Sequence[StepVerdict]) -> None:
+    """Take what is wrong in a step of fewer passes for the one finding of another, in which passes differ, where each
+    pass is off by what the one of its number is off there: a window that ends early shows one number of several."""
+    accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
+    for verdict, found in accused:
+        pattern = verdict.shapes.get(cause(found[0])) if len(found) == 1 else None
+        if pattern is None or pattern.kind == "uniform" or found[0].num_parameters < len(verdict.units):
+            continue
+        law = _by_pass(verdict)
+        _take_over(found[0], [(other, errors) for other, errors in accused if _repeats(law, other, errors)])
+
+
+def _by_pass(verdict: StepVerdict) -> dict[tuple[int, int], list[float]]:
+    """What the weights of a step are off by, by accumulation step and microbatch."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for one in verdict.weights:
+        if one.ratio is not None:
+            found[one.contribution.accumulation_step, one.contribution.microbatch].append(one.ratio)
+    return found
+
+
+def _repeats(law: Mapping[tuple[int, int], Sequence[float]], verdict: StepVerdict, errors: Sequence[Finding]) -> bool:
+    """Whether each pass of a step is off by what that of its number is off by the law of one with more passes."""
+    found = _by_pass(verdict)
+    if not found or not found.keys() < law.keys() or any(cause(one) not in verdict.shapes for one in errors):
+        return False
+    near = max(ALIKE, *(2 * (one.factor.tolerance or 0.0) for one in errors))
+    return all(abs(one - other) <= near * abs(other) for slot in found for one in found[slot] for other in law[slot])
 
 
 def _keep_named(verdicts: Sequence[StepVerdict]) -> None:

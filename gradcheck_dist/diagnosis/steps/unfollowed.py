@@ -66,9 +66,9 @@ def without_keepers(verdicts: list[StepVerdict]) -> list[StepVerdict]:
     if kept:
         step, words = min(kept.items())
         reason = (
-            f"step {step}: {words}. It adds up the gradients of several steps (accumulation in its own state, virtual "
-            "steps), and what it divides their sum by is not followed, or "
-            "moves parameters elsewhere (a hook): none of them is judged alone"
+            f"step {step}: {words}. Either it adds up the gradients of several steps (accumulation in its own state, "
+            "virtual steps), and what it divides their sum by is not followed, or something else moves its parameters "
+            "(a hook): no step is judged alone"
         )
         for verdict in verdicts:
             verdict.findings, verdict.changes, verdict.without_lost, verdict.alone = [], [], None, None

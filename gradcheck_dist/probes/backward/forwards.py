@@ -26,8 +26,9 @@ LAID_OUT = (
 
 
 class Forwards:
-    """The forward passes of a step whose graphs are kept: by the seq of the first pass the number of that pass, and the
-    parameters that passes of it reached, by id."""
+    """The forward passes of a step whose graphs are kept, by the seq of the first backward pass: the accumulation step
+    of the first that brought parameters a gradient (one for inputs alone, as zero bubble begins, is no such step), and
+    the parameters that passes of it reached, by id."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -35,27 +36,31 @@ class Forwards:
         self._reached: dict[int, set[int]] = {}
 
     def first_of(self, recorder: Recorder, roots: Sequence[Root], keeps_graph: bool) -> int | None:
-        """The accumulation step of the first pass that differentiated the forward pass behind these roots; None where
-        it is the one that begins, or where that cannot be told."""
+        """The accumulation step of the first pass that brought parameters a gradient of the forward pass behind these
+        roots; None where it is the one that begins, or where that cannot be told."""
         if self._step != recorder.step:
             self._step, self._number, self._reached = recorder.step, {}, {}
-        if not (keeps_graph or self._number) or recorder.in_pipeline or recorder.current is None:
+        if not (keeps_graph or self._reached) or recorder.in_pipeline or recorder.current is None:
             return None
         users = _users(roots)
         if not users:
             return None
         first = self._shared(users)
+        recorder.current.forward = first
         if keeps_graph:
-            seq = recorder.current.seq if first is None else first
-            self._number.setdefault(seq, recorder.accumulation_step)
+            seq = recorder.current.forward = recorder.current.seq if first is None else first
             self._reached.setdefault(seq, set()).update(users)
             for node in {node for nodes in users.values() for node in nodes}:
                 node.metadata.setdefault(DIFFERENTIATED, seq)
-        return None if first is None else self._number[first]
+        return None if first is None else self._number.get(first)
+
+    def reached_parameters(self, forward: int, accumulation_step: int) -> None:
+        """A pass of this forward brought parameters a gradient."""
+        self._number.setdefault(forward, accumulation_step)
 
     def _shared(self, users: dict[int, set[Any]]) -> int | None:
         marks = {node.metadata.get(DIFFERENTIATED) for nodes in users.values() for node in nodes}
-        known = [mark for mark in marks if mark in self._number]
+        known = [mark for mark in marks if mark in self._reached]
         if len(known) != 1:
             return None
         both = self._reached[known[0]] & users.keys()

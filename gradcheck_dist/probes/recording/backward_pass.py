@@ -87,6 +87,7 @@ class BackwardPass:
         "computed",
         "direct",
         "first_of_forward",
+        "forward",
         "given",
         "handed_over",
         "handles",
@@ -144,6 +145,7 @@ class BackwardPass:
         self.num_embedded = 0  # embeddings whose tokens were recorded
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated
+        self.forward: int | None = None  # the one that it differentiates, where several passes may
         self.first_of_forward: int | None = None  # the number of the first pass that differentiated the same forward
         self.other_losses = 0  # losses in the graph besides the recorded ones
         self.part_of: dict[int, int] = {}  # by loss: of which larger one, where it is a part of one

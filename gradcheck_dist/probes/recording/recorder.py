@@ -368,6 +368,8 @@ class Recorder(Sampler):
         if not touched:
             return
         self.keep_leaves(current.seq, current.leaves)
+        if current.forward is not None and self.discovery is not None:
+            self.discovery.forwards.reached_parameters(current.forward, self.accumulation_step)
         self.emit(
             Backward,
             seq=current.seq,
