@@ -79,6 +79,7 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     parted = replicas_part(case) or copies_part(case, verdict)
     if parted:
         finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
+    stands = _stands_written(case)
     return Change(
         place=(*culprit.start, before is not None and before.__struct_config__.tag, short_line(before)),
         words=place_in_words(culprit.kind, short_line(event), before),
@@ -87,13 +88,14 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
         name=None if or_loss else of_pass(case) or _name(case),
-        firm=or_loss or finding.code == scaled_alike.CODE or parted or written or _stands_written(case),
+        firm=or_loss or finding.code == scaled_alike.CODE or parted or written or stands,
         parted=parted,
         makes_up=makes_up,
         uniform=case.pattern.kind == "uniform",
         factor=culprit.factor,
         written=written,
         or_loss=or_loss,
+        stands=stands,
     )
 
 
@@ -173,6 +175,8 @@ def _name(case: Case) -> str | None:
 def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
     if any(change.parted for _, change in members):
         return True
+    if any(change.or_loss and not change.stands and verdict.kept_apart is not None for verdict, change in members):
+        return False  # the program puts passes together itself
     if any(change.or_loss for _, change in members):
         series, lost = _series(members, verdicts)
         return lost <= len(series) // 2  # a loss's number may follow its tokens

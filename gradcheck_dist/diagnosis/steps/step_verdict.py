@@ -74,6 +74,7 @@ class Change:
     weights were off before it. `uniform`: all weights of the step were changed alike. `factor`: by what the
     lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
     something to put right. `or_loss`: the loss may have the wrong number in their place.
+    `stands`: this step alone shows numbers that somebody wrote.
     """
 
     place: tuple[object, ...]
@@ -90,6 +91,7 @@ class Change:
     factor: float | None = None
     written: bool = False
     or_loss: bool = False
+    stands: bool = False
 
 
 @dataclass
