@@ -272,8 +272,9 @@ def selects_rows(node: Any) -> bool:
         return False
     indices = saved(node, "_saved_indices", by_torch=True) or (None,)
     mask = indices[0]
-    only = len(indices) == 1 and mask is not None and mask.dtype is torch.bool
-    return only and mask.dim() < len(node._saved_self_sym_sizes)
+    if len(indices) != 1 or mask is None or mask.dtype is not torch.bool:
+        return False
+    return bool(mask.dim() < len(node._saved_self_sym_sizes))
 
 
 def _normalised(source: Any) -> set[Any]:
