@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
 from gradcheck_dist.diagnosis.losses.returned import looked_at
-from gradcheck_dist.diagnosis.losses.samples import by_samples
+from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
@@ -185,6 +185,7 @@ def _of_samples(
         return None
     result = _counted(objective, found.contributions, groups)
     result.of_samples = True
+    result.reasons += [UNDIVIDED] if found.undivided else []
     return result if found.certain or not _wrong(result, measured) else None
 
 
