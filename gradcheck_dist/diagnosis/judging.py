@@ -30,6 +30,7 @@ from gradcheck_dist.diagnosis.losses.terms import judge_terms
 from gradcheck_dist.diagnosis.losses.terms_apart import term_weights
 from gradcheck_dist.diagnosis.losses.terms_beside import losses_beside
 from gradcheck_dist.diagnosis.losses.weighted_tokens import adds_up_apart
+from gradcheck_dist.diagnosis.losses.written import as_written
 from gradcheck_dist.diagnosis.norms.assumed import divisions
 from gradcheck_dist.diagnosis.norms.effect import effect_of_case
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, wrong_norm
@@ -109,6 +110,12 @@ def judge_step(
         if summed.num_accused < verdict.num_accused:
             summed.summed = True
             return summed
+    if verdict.findings and not verdict.context.as_written:
+        # Behind a clip by hand, which is known after the weights are judged, they are right by none as measured.
+        for nr, _ in enumerate(as_written(verdict.contributions, verdict.data.events)):
+            written = _judge_step(run, step, objective, objective_from, handed=True, written=nr, **asked)
+            if written.comes_out_right and not written.findings:
+                return written
     return verdict
 
 
@@ -124,14 +131,15 @@ def _judge_step(
     handed: bool,
     terms: bool = False,
     summed: bool = False,
+    written: int | None = None,
 ) -> StepVerdict:
     """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens. `terms`: the losses
     that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on the sum of their
-    losses do so."""
+    losses do so. `written`: which reading of losses in a sum is taken."""
     how = {"alone": alone, "given": given, "handed": handed, "terms": terms, "summed": summed}
     verdict, own = read_step(run, step, objective, objective_from, **how)
     data, recorded = verdict.data, verdict.contributions
-    weighed = weigh(run, verdict, own, drop_lost=drop_lost)
+    weighed = weigh(run, verdict, own, drop_lost=drop_lost, written=written)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:

@@ -116,7 +116,9 @@ def read_step(
     return verdict, own
 
 
-def weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool) -> Weighed | None:
+def weigh(
+    run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool, written: int | None = None
+) -> Weighed | None:
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
     data, contributions, context = verdict.data, verdict.contributions, verdict.context
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
@@ -130,7 +132,7 @@ def weigh(run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, dr
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
-    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost)
+    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost, written=written)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
     of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
     verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)

@@ -15,6 +15,15 @@ from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, C
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.trace.label_hashes import tell_no_batch
 
+REEVALUATING = "LBFGS"
+"""The optimizer of torch.optim that evaluates its closure more than once a step."""
+
+
+def reevaluates(data: StepData) -> bool:
+    """Whether all optimizers of a step evaluate their closures as often as they please."""
+    steps = [event for events in data.events.values() for event in events if isinstance(event, OptimizerStep)]
+    return bool(steps) and all(event.optimizer == REEVALUATING for event in steps)
+
 
 def discarded(data: StepData, contributions: Contributions) -> set[ContributionKey]:
     """Contributions all of whose gradients were emptied before the step's first optimizer came; none where that is

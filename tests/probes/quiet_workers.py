@@ -20,8 +20,11 @@ VARIANTS = (
     "unused head",
     "one batch's labels",
     "running mean",
+    "running mean between roots",
+    "coefficient, clipped",
     "constant",
 )
+HEADS = ("unused head", "running mean between roots")
 
 
 class Attention(nn.Module):
@@ -72,7 +75,7 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
     """Three steps whose gradients the program's own lines reduce."""
     outputs = 1 if "gathered" in name else 6
     body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, outputs))
-    model = nn.ModuleDict({"body": body, "other": nn.Linear(8, 2)} if name == "unused head" else {"body": body})
+    model = nn.ModuleDict({"body": body, "other": nn.Linear(8, 2)} if name in HEADS else {"body": body})
     scale = SCALE if name in ("running mean", "constant") else 1
     kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
     with attached:
@@ -87,8 +90,14 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
                 output = body(x)
                 labels = torch.zeros(5).long() if name == "one batch's labels" else torch.randint(6, (5,))
                 loss = F.mse_loss(output[:, 0], x[:, 0]) if "gathered" in name else F.cross_entropy(output, labels)
-                if name == "unused head":
-                    loss = loss + 0.0 * model["other"](body[:3](x)).sum()
+                if name in HEADS:
+                    other = model["other"](body[:3](x))
+                    if "roots" in name and step == 1:
+                        loss = F.cross_entropy(other, labels % 2) + 0.0 * output.sum()
+                    else:
+                        loss = loss + 0.0 * other.sum()
+                if "coefficient" in name:
+                    loss = 0.5 * loss + 0.5 * F.mse_loss(output, output.detach().roll(1, 0))
                 (loss * scale / PASSES).backward()
             trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
             for parameter in trained:
@@ -98,14 +107,21 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
                     if "not used" not in name:
                         parameter.grad.copy_(mean)
                 else:
+                    if "roots" in name:
+                        parameter.grad.div_(dist.get_world_size() ** 0.5)
                     dist.reduce(parameter.grad, 0)
-                    parameter.grad.div_(dist.get_world_size() * scale)
+                    parameter.grad.div_(dist.get_world_size() ** (0.5 if "roots" in name else 1) * scale)
                     dist.broadcast(parameter.grad, 0)
-            if name in ("running mean", "constant"):
+            if name.startswith(("running mean", "constant")):
                 for before, parameter in zip(kept, trained, strict=True):
                     assert parameter.grad is not None
-                    before.mul_(0.9 if name == "running mean" else 0.0).add_(parameter.grad, alpha=0.1)
+                    before.mul_(0.0 if name == "constant" else 0.9).add_(parameter.grad, alpha=0.1)
                     parameter.grad.add_(before, alpha=2.0)
+            if "clipped" in name:
+                gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+                norm = torch.norm(torch.stack([gradient.norm() for gradient in gradients]))
+                for gradient in gradients:
+                    gradient.mul_(0.05 / norm)
             nn.utils.clip_grad_norm_(model.parameters(), 100.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -53,6 +53,22 @@ def trained(
     return diagnose(read_run(run_dir))
 
 
+def test_what_a_closure_that_empties_nothing_adds_up_is_stale_and_no_accumulation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs, target = nn.Linear(6, 4), torch.randn(5, 6), torch.randn(5, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(model(inputs), target)
+        loss.backward()
+        return loss
+
+    with attach(tmp_path):
+        for _ in range(2):
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+    assert [finding.code for finding in diagnose(read_run(tmp_path)).findings] == ["GS402"]
+
+
 @pytest.mark.parametrize("scale", [None, 1024.0])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_means_that_nobody_divides_are_found(tmp_path: Path, loss: str, scale: float | None) -> None:

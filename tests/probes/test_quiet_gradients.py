@@ -34,9 +34,16 @@ def test_parameters_that_learn_nothing_say_nothing(reports: dict[str, Report], n
 
 
 def test_a_factor_of_lines_that_do_more_in_other_steps_is_no_loss_s(reports: dict[str, Report]) -> None:
-    assert (reports["running mean"].verdict, reports["running mean"].findings) == ("undetermined", [])
+    for name in ("running mean", "running mean between roots"):
+        assert (reports[name].verdict, reports[name].findings) == ("undetermined", [])
     (finding,) = reports["constant"].findings
     assert finding.factor.observed == pytest.approx(1.2)
+
+
+def test_a_coefficient_is_one_behind_a_clip_by_hand_too(reports: dict[str, Report]) -> None:
+    report = reports["coefficient, clipped"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "0.5 x stands before the loss" in report.reasons[0]
 
 
 def test_powersgd_averages_until_it_compresses(reports: dict[str, Report]) -> None:

@@ -155,6 +155,34 @@ def test_a_region_that_draws_nothing_needs_no_state(tmp_path: Path, name: str) -
     assert report.findings == []
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_what_hooks_keep_for_a_loss_is_not_asked_for(tmp_path: Path, once: bool) -> None:
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> int:
+        kept[len(kept) + 1000] = tensor
+        return len(kept) + 999
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        return nn.functional.mse_loss(model(x), y)
+
+    with gradcheck_dist.attach(tmp_path):
+        batch = torch.randn(8, 4), torch.randn(8, 2)
+        if once:  # an offloader that lets go of what it gave out
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda key: kept.pop(key)):
+                loss(*batch).backward()
+        else:
+            checkpoint.checkpoint(loss, *batch, use_reentrant=False).backward()
+        optimizer.step()
+    assert len(calls) == (1 if once else 2)
+    assert not diagnose(read_run(tmp_path)).findings
+
+
 def test_an_error_in_the_region_comes_through_and_torch_is_put_back(tmp_path: Path) -> None:
     before = checkpoint._checkpoint_without_reentrant_generator
 

@@ -62,8 +62,10 @@ def trained(
     divisor: Callable[[int], float],
     lengths: Sequence[Sequence[int]] = BATCHES,
     objective: str | None = None,
+    behind: int = 1,
 ) -> Report:
-    """One step; each pass is divided by what `divisor` makes of the number of its sequences, but for 1."""
+    """One step; each pass is divided by what `divisor` makes of the number of its sequences, but for 1. `behind`: what
+    gradients are divided by."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, VOCABULARY))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,6 +74,8 @@ def trained(
             batch = [torch.randint(0, VOCABULARY, (length,)) for length in of_batch]
             value, by = loss(model, batch), divisor(len(batch))
             (value if by == 1 else value / by).backward()
+        for param in model.parameters() if behind > 1 else ():
+            param.grad = None if param.grad is None else param.grad / behind
         optimizer.step()
     return diagnose(read_run(run_dir))
 
@@ -317,3 +321,14 @@ def test_means_of_heads_that_nobody_divides_are_told_with_their_factor(tmp_path:
     report = trained(tmp_path / "undivided", heads, lambda _: 1, lengths)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("weigh x 2 of what they would in one mean" in reason for reason in report.reasons)
+
+
+def test_heads_that_are_divided_behind_the_loss_by_as_many_as_passes_are_left_open(tmp_path: Path) -> None:
+    def heads(model: Model, batch: Sequence[Tensor]) -> Tensor:
+        one, other = (F.cross_entropy(model(tokens), tokens) for tokens in batch)
+        return one + other
+
+    report = trained(tmp_path / "twice", heads, lambda _: 1, ((3, 5), (3, 5)), behind=4)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "one division by ranks or passes too many" in report.reasons[0]
+    assert trained(tmp_path / "right", heads, lambda _: 2, ((3, 5), (3, 5)), behind=2).verdict == "clean"

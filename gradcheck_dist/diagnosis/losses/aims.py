@@ -24,7 +24,7 @@ from gradcheck_dist.diagnosis.losses.marked import marked_aside
 from gradcheck_dist.diagnosis.losses.parts import counted_once, parts_of_one_loss
 from gradcheck_dist.diagnosis.losses.repeated import repeats, replaced, weighing_or_gone
 from gradcheck_dist.diagnosis.losses.returned import looked_at
-from gradcheck_dist.diagnosis.losses.samples import by_samples
+from gradcheck_dist.diagnosis.losses.samples import UNDIVIDED, by_samples
 from gradcheck_dist.diagnosis.losses.several_means import main_term
 from gradcheck_dist.diagnosis.losses.weighted_tokens import all_weighted
 from gradcheck_dist.diagnosis.losses.written import Written, as_written
@@ -47,12 +47,14 @@ def aim(
     measured: list[Held],
     *,
     drop_lost: bool = False,
+    written: int | None = None,
 ) -> Aim:
     """What the weights of a step are compared with. `drop_lost`: passes whose gradients were thrown away are no part of
-    the step, also where their tokens were not evaluated again."""
+    the step, also where their tokens were not evaluated again. `written`: which of the readings of losses in a sum
+    (`as_written`) is taken, also where the weights, as measured, do not come out right by it."""
     looked = looked_at(data, contributions, measured)
     aside = looked | replaced(data, contributions, measured)
-    result = _of_passes(objective, data, without(contributions, aside), measured, drop_lost)
+    result = _of_passes(objective, data, without(contributions, aside), measured, drop_lost, written)
     if looked:
         result.remarks.append(
             f"the gradients of {plural(len(looked), 'pass')} were handed to the caller, and nothing of these is in "
@@ -62,19 +64,24 @@ def aim(
 
 
 def _of_passes(
-    objective: str, data: StepData, contributions: Contributions, measured: list[Held], drop_lost: bool
+    objective: str,
+    data: StepData,
+    contributions: Contributions,
+    measured: list[Held],
+    drop_lost: bool,
+    written: int | None,
 ) -> Aim:
     weighs, gone = weighing_or_gone(measured)
     # By a recorded zero_grad, or by a line that nobody records (`.grad = None`).
     lost = discarded(data, contributions) | (gone if weighs & set(contributions.by_key) else set())
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
-    kept = _aim(objective, data, contributions, measured)
+    kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
     left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and not tell_batches(c))}
     if not left_out or len(left_out) == len(by_key):
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.
-    meant = _aim(objective, data, without(contributions, left_out), measured)
+    meant = _aim(objective, data, without(contributions, left_out), measured, written)
     wrong = _wrong(meant, measured)
     if not wrong and not (meant.relative and left_out & lost):  # weights that are relative tell nothing of others
         if untold := [key for key in left_out if key in lost]:
@@ -96,25 +103,29 @@ def _of_passes(
     return kept
 
 
-def _aim(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+def _aim(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], written: int | None
+) -> Aim:
     if (again := repeats(data, contributions, measured)) is not None:
-        found = _of_losses(objective, data, again.counted_once(contributions), measured)
+        found = _of_losses(objective, data, again.counted_once(contributions), measured, written)
         found.expected = again.filled(found.expected)
         return found
-    return _of_losses(objective, data, contributions, measured)
+    return _of_losses(objective, data, contributions, measured, written)
 
 
-def _of_losses(objective: str, data: StepData, contributions: Contributions, measured: list[Held]) -> Aim:
+def _of_losses(
+    objective: str, data: StepData, contributions: Contributions, measured: list[Held], written: int | None
+) -> Aim:
     unusable = [c for c in contributions.by_key.values() if c.num_tokens is None or c.spread > MAX_SPREAD]
     groups = independent(data, contributions)
     computed = any(c.gradient is not None and c.gradient.computed for c in contributions.by_key.values())
     if computed and (by_what_is_reduced := _by_elements(objective, data, contributions, measured)) is not None:
         return by_what_is_reduced
     counted = _counted(objective, contributions, groups)
-    written = as_written(contributions, data.events)
-    if written and (unusable or _wrong(counted, measured)):
-        readings = [(one, _counted(objective, one.contributions, groups)) for one in written]
-        if (without := _without_coefficient(readings, measured)) is not None:
+    in_sums = as_written(contributions, data.events)
+    if in_sums and (unusable or _wrong(counted, measured)):
+        readings = [(one, _counted(objective, one.contributions, groups)) for one in in_sums]
+        if (without := _without_coefficient(readings, measured, written)) is not None:
             return without
     if unusable or _wrong(counted, measured):
         samples = _of_samples(objective, contributions, groups, measured)
@@ -142,9 +153,11 @@ def _of_losses(objective: str, data: StepData, contributions: Contributions, mea
     return _functions_of_data(objective, data, contributions, measured) if computed else counted
 
 
-def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held]) -> Aim | None:
-    """Losses in sums without what is written before them there; None where that settles nothing."""
+def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Held], written: int | None) -> Aim | None:
+    """Losses in sums without what is written before them there; None where that settles nothing. `written`: which
+    one is taken, whatever the weights."""
     right = [(one, found) for one, found in readings if not _wrong(found, measured)]
+    right = right if written is None else readings[written : written + 1]
     for one, found in sorted(right, key=lambda pair: not pair[0].is_certain)[:1]:
         found.as_written = True
         (found.remarks if one.is_certain else found.reasons).append(one.remark if one.is_certain else one.reason)
@@ -172,6 +185,7 @@ def _of_samples(
         return None
     result = _counted(objective, found.contributions, groups)
     result.of_samples = True
+    result.reasons += [UNDIVIDED] if found.undivided else []
     return result if found.certain or not _wrong(result, measured) else None
 
 

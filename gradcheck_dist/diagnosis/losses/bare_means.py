@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions
+from gradcheck_dist.ledger.discarded import reevaluates
 from gradcheck_dist.ledger.tracks import StepData
 
 SAME = 1e-3
@@ -30,8 +31,10 @@ def added_means(
     data: StepData, contributions: Contributions, measured: list[Held], judge: Judge
 ) -> tuple[Contributions, dict[ContributionKey, Fraction]] | None:
     """The contributions as means that each count alike, and what each should weigh, where all together weigh as many
-    times too much as there are accumulation steps, data ranks or both. None where that is not what happened, or a
-    coefficient may be meant."""
+    times too much as there are accumulation steps, data ranks or both. None where that is not what happened, a
+    coefficient may be meant, or the passes may be evaluations of one batch."""
+    if reevaluates(data):
+        return None
     by_key = contributions.by_key
     ranks = {key[0] for key in by_key}
     num_steps, num_ranks = len(by_key) // max(len(ranks), 1), len(ranks)

@@ -30,6 +30,12 @@ DECLARED = (
     "the losses weigh sequences alike, whatever the number of their tokens: declared is an objective that weighs "
     "tokens, so what each should weigh is not known. `--objective sequence-mean` judges them as means over sequences"
 )
+UNDIVIDED = (
+    "each pass adds up several losses, as many as ranks or passes are, and the weights are those of their mean, which "
+    "nothing at the losses takes: right if what follows divides by the number of losses, and one division by ranks or "
+    "passes too many if they were to be added. gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., "
+    "coefficient=...) on each loss tells"
+)
 _TOKENS = re.compile(r"(?<![-\w.])token(s?)(?![-\w])")
 
 
@@ -37,10 +43,12 @@ _TOKENS = re.compile(r"(?<![-\w.])token(s?)(?![-\w])")
 class BySamples:
     """Contributions that count sequences. `certain`: nothing else makes these weights; else heads or tasks of one
     pass, of which each has a mean of its own, would, too, or sequences of one length in each pass, and only their being
-    right tells."""
+    right tells. `undivided`: a pass adds up as many losses as there are ranks or passes, and nothing there makes a mean
+    of these: what follows may divide once too often."""
 
     contributions: Contributions
     certain: bool
+    undivided: bool = False
 
 
 def by_samples(contributions: Contributions, objective: str) -> BySamples | None:
@@ -63,7 +71,9 @@ def by_samples(contributions: Contributions, objective: str) -> BySamples | None
         return None  # means of passes are the same
     found = replace(contributions, by_key=by_key)
     alone = all(one.num_losses == 1 for one in counted.values())
-    return BySamples(found, shown and (alone or _divided_by_all(found, rounding)))
+    degrees = degrees_of(found) - {1}
+    bare = all(abs((one.weight or 0.0) - 1) <= rounding and one.num_tokens in degrees for one in by_key.values())
+    return BySamples(found, shown and (alone or _divided_by_all(found, rounding)), not alone and bare)
 
 
 def with_lengths(inferred: str, steps: Iterable[Contributions]) -> str:

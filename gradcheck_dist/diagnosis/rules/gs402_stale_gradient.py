@@ -34,11 +34,10 @@ from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep
+from gradcheck_dist.ledger.discarded import REEVALUATING, reevaluates
 
 CODE = "GS402"
 NAME = "stale-gradient"
-REEVALUATING = "LBFGS"
-"""The optimizer of torch.optim that evaluates its closure more than once a step."""
 SAME = 1e-3
 """Relative; what is added up again is off by a whole number."""
 
@@ -94,11 +93,10 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 def _num_evaluations(facts: StepFacts) -> int:
     """How often the optimizer evaluated its closure on the same labels, with all of these gradients kept; 1 where it is
     no such optimizer, or labels do not tell."""
-    steps = [event for events in facts.data.events.values() for event in events if isinstance(event, OptimizerStep)]
     labels = Counter((one.key[0], one.label_hash) for one in facts.contributions.by_key.values())
     counts = set(labels.values())
     told = counts and all(label is not None for _, label in labels)
-    return min(counts) if told and steps and all(event.optimizer == REEVALUATING for event in steps) else 1
+    return min(counts) if told and reevaluates(facts.data) else 1
 
 
 def _is_sum_of(finding: Finding, num: int) -> bool:

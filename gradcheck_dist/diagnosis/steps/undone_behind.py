@@ -2,7 +2,8 @@
 
 Sums that are clipped and divided by the step's tokens afterwards are right, if the clip's norm knows of the tokens.
 Where it is known what such lines do, diagnosis/steps/hand_clip.py looks at them. Lines of which only that is known that
-they shorten gradients, by another number in each step or on each rank, may divide by the tokens besides.
+they shorten gradients, by another number in each step or on each rank, may divide by the tokens besides. And what is
+divided by half before such lines may be divided by the other half in them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,25 @@ def leave_undone_open(changes: Iterable[tuple[StepVerdict, Change]]) -> None:
     for verdict, change in changes:
         factors = [factor for factor, _ in change.factors.values()]
         for finding in list(verdict.findings):
-            if change.num_parameters >= finding.num_parameters and _may_be_undone(verdict, finding, factors):
+            if change.num_parameters < finding.num_parameters:
+                continue
+            if _may_be_undone(verdict, finding, factors):
                 _leave_open(verdict, finding, change.words)
+            elif _is_one_of_two(verdict, finding, change):
+                verdict.take_away(finding)
+                verdict.reasons.append(
+                    f"weights are x {finding.factor.observed:.6g} where {change.words} changes them: if a number is "
+                    "divided by in two parts, before and behind it, the second part is among these lines"
+                )
+
+
+def _is_one_of_two(verdict: StepVerdict, finding: Finding, behind: Change) -> bool:
+    """Whether lines that put weights right by half, by a number that nothing is known by, come before other lines of
+    which nothing is known but that they change gradients: a division by sqrt(ranks) on either side of a reduction."""
+    halves = [one for one in verdict.changes if one.finding is finding and one.makes_up and one.uniform]
+    first, then = finding.first_event, behind.finding.first_event
+    known = finding.factor.expression is not None
+    return bool(halves) and not known and first is not None and then is not None and first.seq < then.seq
 
 
 def leave_clipped_open(verdict: StepVerdict, factor: float, norm: float, tolerance: float) -> None:

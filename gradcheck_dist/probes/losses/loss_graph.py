@@ -106,10 +106,10 @@ def search(roots: Sequence[Root]) -> Found:
             found.losses.append(node)
             continue
         name = name_of(node)
-        if name in ("NllLossBackward", "NllLoss2DBackward"):
+        if name in ("NllLossBackward", "NllLoss2DBackward") and saved(node, "_saved_target", by_torch=True) is not None:
             found.cross_entropies.append(node)
             found.losses.append(node)
-        elif name in PICKS and not selects_rows(node):
+        elif name in PICKS and not selects_rows(node) and saved(node, PICKS[name], by_torch=True) is not None:
             source = source_of(node)
             found.picks.append((node, source))
             if name_of(source) != "LogSoftmaxBackward":
@@ -224,6 +224,17 @@ def function_of(root: Any) -> str | None:
     return written.__name__ if written is not None and not written.__module__.startswith("torch.") else None
 
 
+def saved(node: Any, name: str, by_torch: bool = False) -> Any:
+    """What a node keeps for backward. None where hooks keep it: they may give it out once, as a checkpoint does within
+    one backward pass. `by_torch`: torch's own hooks may be asked, for backward has not begun."""
+    kept = getattr(node, f"_raw{name}", None)
+    for one in kept if isinstance(kept, (tuple, list)) else (kept,):
+        hook = getattr(one, "unpack_hook", None)
+        if hook is not None and not (by_torch and str(getattr(hook, "__module__", "")).startswith("torch.")):
+            return None
+    return getattr(node, name, None)
+
+
 def dim_of(node: Any) -> int:
     """Along which a node acts; autograd keeps a negative one as an unsigned number."""
     dim: int = node._saved_dim
@@ -259,9 +270,11 @@ def selects_rows(node: Any) -> bool:
     """Whether a node leaves out rows by a mask, all classes of each."""
     if name_of(node) != "IndexBackward":
         return False
-    mask = node._saved_indices[0]
-    only = len(node._saved_indices) == 1 and mask is not None and mask.dtype is torch.bool
-    return only and mask.dim() < len(node._saved_self_sym_sizes)
+    indices = saved(node, "_saved_indices", by_torch=True) or (None,)
+    mask = indices[0]
+    if len(indices) != 1 or mask is None or mask.dtype is not torch.bool:
+        return False
+    return bool(mask.dim() < len(node._saved_self_sym_sizes))
 
 
 def _normalised(source: Any) -> set[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses.loss_graph import name_of, op_of
+from gradcheck_dist.probes.losses.loss_graph import name_of, op_of, saved
 from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
     Edge,
@@ -130,7 +130,10 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept = num_kept(found)
-    target = node._saved_target if name_of(node) in WITH_REDUCTION else None
+    has_target = name_of(node) in WITH_REDUCTION
+    target = saved(node, "_saved_target") if has_target else None
+    if has_target and target is None:  # a checkpoint's: what it holds is not known
+        weight = torch.full_like(weight, torch.nan)
     if target is not None and target.numel() > 1:
         one_kind = (target == target.flatten()[0]).all()
         if name_of(node).startswith("BinaryCrossEntropy"):

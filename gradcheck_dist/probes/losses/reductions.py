@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
-from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of
+from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of, saved
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
 from gradcheck_dist.probes.recording.deferred import is_host
@@ -288,9 +288,9 @@ def _handed_on(edge: Edge) -> Edge | None:
 def _other(node: Any) -> Tensor | None:
     """What a product or quotient multiplies by, which has no gradient."""
     for name in ("_saved_other", "_saved_self"):
-        saved = getattr(node, name, None)
-        if isinstance(saved, Tensor) and not saved.requires_grad:
-            return saved
+        other = saved(node, name, by_torch=True)
+        if isinstance(other, Tensor) and not other.requires_grad:
+            return other
     return None
 
 
