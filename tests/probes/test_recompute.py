@@ -155,6 +155,36 @@ def test_a_region_that_draws_nothing_needs_no_state(tmp_path: Path, name: str) -
     assert report.findings == []
 
 
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of labels that count alone."""
+    valid = labels >= 0
+    return -logits.log_softmax(-1)[valid].gather(1, labels[valid, None]).sum()
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    return (-logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)).sum()
+
+
+@pytest.mark.parametrize("of_labels", [picked, masked, nn.functional.cross_entropy])
+def test_a_loss_in_a_checkpoint_is_computed_no_third_time(
+    tmp_path: Path, of_labels: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """What it draws from a generator of its own, or counts, would be another."""
+    model, labels = nn.Linear(4, 3), torch.tensor([0, 2, -100, 1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def loss(x: Tensor) -> Tensor:
+        calls.append(1)
+        return of_labels(model(x), labels)
+
+    with gradcheck_dist.attach(tmp_path):
+        (checkpoint.checkpoint(loss, torch.randn(4, 4), use_reentrant=False) / 3).backward()
+        optimizer.step()
+    assert len(calls) == 2
+    assert not diagnose(read_run(tmp_path)).findings
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_what_hooks_keep_for_a_loss_is_not_asked_for(tmp_path: Path, once: bool) -> None:
     kept: dict[int, Tensor] = {}

@@ -225,12 +225,13 @@ def function_of(root: Any) -> str | None:
 
 
 def saved(node: Any, name: str, by_torch: bool = False) -> Any:
-    """What a node keeps for backward. None where hooks keep it: they may give it out once, as a checkpoint does within
-    one backward pass. `by_torch`: torch's own hooks may be asked, for backward has not begun."""
+    """What a node keeps for backward. None where hooks keep it: they may give it out once, and a checkpoint runs its
+    function once more for it, whatever that draws or counts. `by_torch`: those of torch.autograd.graph, which copy to
+    another place and back, may be asked, for backward has not begun."""
     kept = getattr(node, f"_raw{name}", None)
     for one in kept if isinstance(kept, (tuple, list)) else (kept,):
         hook = getattr(one, "unpack_hook", None)
-        if hook is not None and not (by_torch and str(getattr(hook, "__module__", "")).startswith("torch.")):
+        if hook is not None and not (by_torch and getattr(hook, "__module__", "") == "torch.autograd.graph"):
             return None
     return getattr(node, name, None)
 
