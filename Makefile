@@ -65,12 +65,8 @@ layers: $(VENV)/.installed-dev
 # crashes ends the run: the others would wait for its files for ever.
 WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
-# Twice so far a rank died of SIGSEGV in a thread of torch 2.13's own, once where no probe ran. Such a test is run once
-# more, and shows as "rerun"; a crash in Python, or a second one, fails.
-RERUN := --reruns 1 --only-rerun 'SIGSEGV(.|\n)*in a thread that runs no Python'
-
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(WORKERS) $(RERUN) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 # The same under another torch: make test-torch TORCH=2.15.0. Five gigabytes where pip finds no build for CPU alone.
 OTHER := $(VENV)/torch-$(TORCH)
@@ -82,7 +78,7 @@ $(OTHER)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest $(WORKERS) $(RERUN) $(PYTEST_ARGS)
+	$(OTHER)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 # A cluster of worker processes: half a minute, most of it starts processes.
 test-dask: $(VENV)/.installed-dev

@@ -59,8 +59,8 @@ def run(function: Callable[..., Any], args: tuple[Any, ...], nproc: int, timeout
 
     Each waits for the barrier `started` before it does anything that another thread of this process takes part in: what
     that thread holds at a fork stays held in the forked rank. Ranks hung in `init_process_group`, since the thread that
-    serves the store was looking up the address of the rank before (glibc's lock on resolv.conf): of 97 launches of
-    four ranks on a loaded machine, three.
+    serves the store was looking up the address of the rank before (glibc's lock on resolv.conf): in 3 of 441 launches
+    of four ranks on a loaded machine.
     """
     method = start_method()
     config = LaunchConfig(

@@ -30,7 +30,6 @@ _TIMEOUT_MARK = "Timeout ("  # how faulthandler begins its dump, innermost frame
 _CRASH = re.compile(r"^Fatal Python error: .*\n", re.MULTILINE)
 _CRASHED_THREAD = re.compile(r"^Current thread .*\n(?:  .*\n?)*", re.MULTILINE)
 _THREADS = re.compile(r"^Thread .*\n(?:  .*\n?)+", re.MULTILINE)
-NO_PYTHON = "in a thread that runs no Python"
 _left: list[Any] = []
 _LAUNCHER_FRAMES = re.compile(r"( line \d+ in run_rank\n)(?:  File .*\n)+")
 
@@ -83,7 +82,8 @@ def read_crash(folder: Path, rank: int) -> str:
     if thread := _CRASHED_THREAD.search(text, crash.end()):
         return crash[0] + thread[0]
     others = _THREADS.findall(text, crash.end())  # the main thread comes last
-    return crash[0] + NO_PYTHON + (f"; the main thread was here:\n{others[-1]}" if others else "")
+    here = f"; the main thread was here:\n{others[-1]}" if others else ""
+    return f"{crash[0]}in a thread that runs no Python{here}"
 
 
 def timed_out(folder: Path, rank: int) -> bool:
