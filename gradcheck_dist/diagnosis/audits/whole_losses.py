@@ -100,11 +100,10 @@ def part_of_one_loss(case: Case, data: StepData) -> str | None:
     names = in_short(sorted({held.param[1] for held in case.held}))
     return (
         f"all {whole.num_ranks} ranks compute one loss ({whole.where}: equal labels and values), whose tokens count "
-        "once for each of them beside gradients that they reduce, and the gradients of "
-        f"{names} differ: x {whole.num_ranks} is right for parts that "
-        "each rank holds alone, and for shares of a gradient that an average over the ranks follows. Other shares are "
-        f"x {1 / whole.num_ranks:.6g} then, unless something multiplies them on the way (the backward of a gather): "
-        f"{BY_VERIFY}"
+        f"once for each of them beside gradients that they reduce, and the gradients of {names} differ: x "
+        f"{whole.num_ranks} is right for parts that each rank holds alone, and for shares of a gradient that an "
+        f"average over the ranks follows. Other shares are x {1 / whole.num_ranks:.6g} then, unless something "
+        f"multiplies them on the way (the backward of a gather): {BY_VERIFY}"
     )
 
 

@@ -159,7 +159,7 @@ def name_case(case: Case) -> None:
     pattern = case.pattern
     tolerance = max(2 * pattern.tolerance, 1e-6)
     case.names = name_number(abs(pattern.factor), quantities, tolerance, near=frozenset(near))
-    if is_scale(pattern.factor, tolerance):
+    if is_scale(pattern.factor, log2(1 + tolerance)):
         case.names = [name for name in case.names if is_one_count(dict(name.powers))]
     if pattern.factor < 0:
         case.names = [

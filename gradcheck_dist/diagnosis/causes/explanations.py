@@ -29,7 +29,6 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     DIVIDES_TOO,
     GAP,
     LOSS,
-    LOSS_SCALE,
     LOSSES,
     MISSING,
     MOST_REFERENCES,
@@ -49,6 +48,7 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     effect,
     ends_step,
     follows_norm,
+    is_scale,
     nameless,
     needed,
     over_averaged,
@@ -336,9 +336,7 @@ class Search:
 
     def _is_loss_scale(self, value: float) -> bool:
         """Whether this is a loss scale that nobody took away again, as far as was recorded."""
-        exponent = log2(value) if value > 0 else 0.0
-        unscaled = any(known[0] == "AmpUnscale" for known in self.hands)
-        return not unscaled and round(exponent) >= LOSS_SCALE and abs(exponent - round(exponent)) < 1e-2
+        return not any(known[0] == "AmpUnscale" for known in self.hands) and is_scale(value, 1e-2)
 
     @cached_property
     def _exact(self) -> float:

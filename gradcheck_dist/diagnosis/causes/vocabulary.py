@@ -64,10 +64,10 @@ Powers = Mapping[str, int]
 """Which degrees and counts a factor is made of, and to which power."""
 
 
-def is_scale(value: float, tolerance: float) -> bool:
-    """Whether a number is a power of two as loss scales are."""
+def is_scale(value: float, near: float) -> bool:
+    """Whether a number is a power of two as loss scales are, but for `near` in the exponent."""
     exponent = log2(value) if value > 0 else 0.0
-    return round(exponent) >= LOSS_SCALE and abs(value / 2.0 ** round(exponent) - 1) <= tolerance
+    return round(exponent) >= LOSS_SCALE and abs(exponent - round(exponent)) <= near
 
 
 def is_one_count(powers: Powers) -> bool:

@@ -17,8 +17,8 @@ def post_local_sgd(case: Case, data: StepData) -> str | None:
         return None
     return (
         "the gradients of other ranks do not come: from start_localSGD_iter on post_localSGD_hook reduces over its "
-        "subgroup alone, and parameters are to be averaged in their place (PostLocalSGDOptimizer), "
-        "which is not followed. Record steps before it to have the rest judged"
+        "subgroup alone, and parameters are to be averaged in their place (PostLocalSGDOptimizer), which is not "
+        "followed. Record steps before it to have the rest judged"
     )
 
 

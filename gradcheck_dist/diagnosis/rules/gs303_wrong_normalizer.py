@@ -70,7 +70,7 @@ SCALED = (
 )
 A_SCALE = (
     "{number} is 2^{exponent}, as loss scales are: divide gradients by it before a clip and the optimizer read them, "
-    "or multiply the loss by nothing."
+    "or do not multiply the loss by it."
 )
 EVERY = (
     "Let every loss that is counted go backward (is backward() inside of the loop over microbatches?), or count the "
@@ -259,7 +259,7 @@ def _counted_too(case: Case) -> Answer | None:
 
 
 def _without_name(case: Case) -> str:
-    if is_scale(case.pattern.factor, EXACT):
+    if is_scale(case.pattern.factor, log2(1 + EXACT)):
         return A_SCALE.format(number=f"{case.pattern.factor:.0f}", exponent=round(log2(case.pattern.factor)))
     number = 1 / case.pattern.factor if case.pattern.factor > 0 else 0.0
     if number < 1.5 or abs(number - round(number)) > EXACT * number:

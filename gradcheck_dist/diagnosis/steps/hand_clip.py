@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import log2
 
 import msgspec
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.own_lines import beside_computed, is_divided
-from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
+from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS, is_scale
 from gradcheck_dist.diagnosis.finding import Candidate, Finding
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place, place_of
 from gradcheck_dist.diagnosis.norms.clips import is_round
@@ -285,9 +284,7 @@ def undone(cases: Sequence[Case], clip: HandClip) -> HandClip | None:
         factor = case.pattern.factor
         if not (clip.measured and case.everywhere and case.pattern.kind == "uniform" and factor > 1):
             continue
-        exponent = log2(factor)
-        scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
-        if scale or any(TOKENS in dict(name.powers) for name in case.names[:1]):
+        if is_scale(factor, SURE) or any(TOKENS in dict(name.powers) for name in case.names[:1]):
             number = exact_fraction(factor, 1e-3) or f"{factor:.5g}"
             return replace(clip, factor=clip.factor * factor, text=clip.text + _besides(number),
                            assumed=Assumed(factor, clip.place, clip.line, number, measured=True))  # fmt: skip

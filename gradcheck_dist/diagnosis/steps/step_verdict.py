@@ -73,8 +73,8 @@ class Change:
     stands among the findings. `parted`: copies of one gradient were changed apart on different ranks. `makes_up`: the
     weights were off before it. `uniform`: all weights of the step were changed alike. `factor`: by what the
     lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
-    something to put right. `or_loss`: the loss may have the wrong number in their place.
-    `stands`: this step alone shows numbers that somebody wrote.
+    something to put right. `or_loss`: the loss may have the wrong number in their place. `stands`: this step
+    alone shows numbers that somebody wrote.
     """
 
     place: tuple[object, ...]

@@ -9,9 +9,8 @@ divided by half before such lines may be divided by the other half in them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import log2
 
-from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE, TOKENS
+from gradcheck_dist.diagnosis.causes.vocabulary import TOKENS, is_scale
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.steps.step_verdict import Change, StepVerdict, cause
@@ -68,9 +67,7 @@ def _may_be_undone(verdict: StepVerdict, finding: Finding, factors: Sequence[flo
         return False
     if shape is None or shape.kind != "uniform":
         return False
-    exponent = log2(off)
-    scale = exponent >= LOSS_SCALE and abs(exponent - round(exponent)) < SURE
-    if not scale and TOKENS not in dict(verdict.made_of.get(cause(finding), ())):
+    if not is_scale(off, SURE) and TOKENS not in dict(verdict.made_of.get(cause(finding), ())):
         return False
     # What is left when this number is taken out of it is a clip, which only shortens.
     return all(factor > 0 and factor * off <= 1 + SURE for factor in factors)
