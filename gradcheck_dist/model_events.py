@@ -53,7 +53,9 @@ class ReducedGradient(Event, kw_only=True):
     it: `num_elements` get a gradient there, from `element_min` to `element_max` (NaN where some are left out and the
     others weigh apart), which is `element_share` of what the mean or sum alone would give, on average;
     `num_rows_used` of what is reduced are rows of these with one at least. `whole` is the
-    gradient that arrived at the sum of several losses which the root is a multiple of.
+    gradient that arrived at the sum of several losses which the root is a multiple of. `hooks_factor` is what hooks of
+    the program's, the first put at `hooks_site`, multiplied the gradients of activations behind the loss by, where all
+    gradients of the pass go through these; all weights here are told with it.
     """
 
     mean_weight: float | None = None
@@ -69,6 +71,8 @@ class ReducedGradient(Event, kw_only=True):
     element_share: float | None = None
     num_rows_used: Count | None = None
     whole: float | None = None
+    hooks_factor: float | None = None
+    hooks_site: Site | None = None
 
 
 class LossGradient(ReducedGradient, tag="loss_gradient"):

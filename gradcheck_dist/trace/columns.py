@@ -53,6 +53,8 @@ CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (LossTerm, "weight", "<f8"),
     (LossGradient, "label_share", "<f8"),
     (AmpScale, "scale", "<f8"),
+    (LossGradient, "hooks_factor", "<f8"),
+    (LossTerm, "hooks_factor", "<f8"),
 )
 """Fields that differ from step to step, in the order of the columns; each has a column for every event of its kind in
 which it is not None. The file format: append only."""

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import Loss, LossGradient
-from gradcheck_dist.probes.losses.loss import label_hash
+from gradcheck_dist.probes.losses.loss import label_hash, when_reached
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
@@ -99,7 +98,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if labels is not None:
         labels_seen(recorder, labels, loss_id)
     mark_recorded(log_probs, loss_id)
-    log_probs.register_hook(unserializable_hook(functools.partial(gradient_arrived, recorder, loss_id=loss_id)))
+    when_reached(log_probs, functools.partial(gradient_arrived, recorder, loss_id=loss_id))
 
 
 @guarded("log_probs")

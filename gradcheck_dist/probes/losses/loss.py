@@ -170,7 +170,22 @@ def record_loss(
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
         hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)
-        output.register_hook(unserializable_hook(hook))
+        when_reached(output, hook)
+
+
+def when_reached(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` with the gradient that is left when all hooks on a tensor have run, also those to come."""
+    node: Any = tensor.grad_fn
+    if node is None:
+        tensor.register_hook(unserializable_hook(hook))
+        return
+    output = tensor.output_nr
+
+    def reached(grads: tuple[Tensor | None, ...]) -> None:
+        if (grad := grads[output]) is not None:
+            hook(grad)
+
+    node.register_prehook(unserializable_hook(reached))
 
 
 @guarded("loss")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from gradcheck_dist.events import Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
 from gradcheck_dist.probes.recording.deferred import number
+
+if TYPE_CHECKING:
+    from gradcheck_dist.probes.backward.activation_hooks import PassHooks
 
 
 class TokenWeights(NamedTuple):
@@ -92,6 +95,7 @@ class BackwardPass:
         "handed_over",
         "handles",
         "held",
+        "hooks",
         "inner",
         "label_hash",
         "leaves",
@@ -132,6 +136,7 @@ class BackwardPass:
         self.handles: list[Any] = []  # of hooks that are taken off when the pass is over
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
         self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
+        self.hooks: PassHooks | None = None  # on activations that all gradients of the pass go through
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
         self.before_armed: dict[int, Iterator[int]] = {}  # wrapper id -> numbers for what hooks reduce before it does
         self.handed_over: set[int] = set()  # parameters whose gradient a wrapper has, to reduce it

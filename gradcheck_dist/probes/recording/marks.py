@@ -16,6 +16,9 @@ LABELLED = "gradcheck_labels"
 DIFFERENTIATED = "gradcheck_pass"
 """A pass that keeps its graph has gone through the node: the seq number of the first one of that forward pass."""
 
+HOOKED = "gradcheck_hooks"
+"""By output of the node, the numbers of the hooks that the program put on it."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn
@@ -36,3 +39,13 @@ def has_other_outputs(node: Any, output: int) -> bool:
 
 def is_labelled(node: Any) -> bool:
     return LABELLED in node.metadata
+
+
+def mark_hooked(tensor: Tensor, hook: int) -> None:
+    node: Any = tensor.grad_fn
+    node.metadata.setdefault(HOOKED, {}).setdefault(tensor.output_nr, []).append(hook)
+
+
+def hooks_of(node: Any, output: int) -> list[int]:
+    found: list[int] = node.metadata.get(HOOKED, {}).get(output, [])
+    return found

@@ -220,6 +220,9 @@ class Recorder(Sampler):
         here, on an accelerator later."""
         fields["seq"] = self.next_seq() if seq is None else seq
         fields.setdefault("t_ns", time.time_ns())
+        current = self.current
+        if current is not None and current.hooks is not None and current.hooks.takes(kind, fields):
+            return
         self.num_events += 1
         on_device: dict[str, Tensor] = {}
         for name, value in fields.items():
@@ -361,6 +364,8 @@ class Recorder(Sampler):
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
         self.current = None
+        for kind, fields in current.hooks.release() if current.hooks is not None else ():
+            self.emit(kind, **fields)
         self.places.pass_changes()
         for info, grad in current.not_brought():
             self.leaf(current, info, grad)

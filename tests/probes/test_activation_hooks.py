@@ -1,0 +1,179 @@
+"""Hooks on the way from the loss to the parameters, which multiply what comes through."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_process import events_of, judged, record
+from probe_workers import batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradcheck_dist.events import LossGradient
+from gradcheck_dist.probes import attach
+
+K = 3
+
+
+def third(grad: Tensor) -> Tensor:
+    return grad / K
+
+
+def third_in_place(grad: Tensor) -> None:
+    grad.div_(K)
+
+
+def of_logits(logits: Tensor) -> Tensor:
+    logits.register_hook(third)
+    return logits
+
+
+def in_place(logits: Tensor) -> Tensor:
+    logits.register_hook(third_in_place)
+    return logits
+
+
+def of_both_parts(logits: Tensor) -> Tensor:
+    parts = logits.chunk(2)
+    for part in parts:
+        part.register_hook(third)
+    return torch.cat(parts)
+
+
+def in_bfloat16(logits: Tensor) -> Tensor:
+    return of_logits(logits.bfloat16()).float()
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def trains(
+    at_logits: Callable[[Tensor], Tensor] = same, at_loss: Callable[[Tensor], Tensor] = same, times: float = 1.0
+) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+    """A step of K passes, whose losses are multiplied by `times` before they are divided by all tokens."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = [batch(0, k) for k in range(K)]
+        total = sum(int((labels >= 0).sum()) for _, labels in data)
+        for tokens, labels in data:
+            logits = at_logits(model(tokens).flatten(0, 1))
+            loss = at_loss(F.cross_entropy(logits, labels.flatten(), reduction="sum"))
+            (loss * times / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "at_logits, at_loss",
+    [(of_logits, same), (in_place, same), (of_both_parts, same), (in_bfloat16, same), (same, of_logits)],
+    ids=["logits", "in place", "both parts", "bfloat16", "loss"],
+)
+def test_a_number_behind_the_loss_is_a_part_of_its_weight(
+    tmp_path: Path, at_logits: Callable[[Tensor], Tensor], at_loss: Callable[[Tensor], Tensor]
+) -> None:
+    record(trains(at_logits, at_loss, times=K), tmp_path / "right")
+    assert judged(tmp_path / "right").verdict == "clean"
+
+    record(trains(at_logits, at_loss), tmp_path / "wrong")
+    (finding,) = judged(tmp_path / "wrong").findings
+    assert finding.code == "GS303"
+    assert finding.factor.observed == pytest.approx(1 / K, rel=1e-2)
+
+
+def test_the_hook_is_named_beside_the_finding(tmp_path: Path) -> None:
+    record(trains(of_logits), tmp_path / "run")
+    (told,) = [one for one in judged(tmp_path / "run").coverage.problems if "hooks on activations" in one]
+    assert f"{Path(__file__).name}:" in told and "0.333333" in told
+
+
+def test_hooks_of_the_whole_model_count_too(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        handle = model.register_full_backward_pre_hook(lambda _, grads: tuple(map(third, grads)))
+        trains(times=K)(model, optimizer)
+        handle.remove()
+
+    record(step, tmp_path / "run")
+    assert judged(tmp_path / "run").verdict == "clean"
+
+
+def test_elements_weigh_what_hooks_leave(tmp_path: Path) -> None:
+    """A mean squared error, of which nothing is told as it arrives."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, at_logits: Callable[[Tensor], Tensor]) -> None:
+        for k in range(K):
+            logits = at_logits(model(batch(0, k)[0]))
+            F.mse_loss(logits, torch.randn_like(logits)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(lambda *of: step(*of, of_logits), tmp_path / "divided")
+    assert judged(tmp_path / "divided").verdict == "clean"
+    record(lambda *of: step(*of, same), tmp_path / "added up")
+    assert judged(tmp_path / "added up").verdict != "clean"
+
+
+@pytest.mark.parametrize("gives", [lambda grad: None, lambda grad: grad, lambda grad: -0.1 * grad])
+def test_a_branch_is_the_models_own(tmp_path: Path, gives: Callable[[Tensor], Any]) -> None:
+    """A hook that looks, and one that reverses what a part of the ways brings, change no weight."""
+
+    def beside(logits: Tensor) -> Tensor:
+        branch = logits * 0.5
+        branch.register_hook(gives)
+        return logits + branch
+
+    record(trains(beside), tmp_path / "run")
+    assert judged(tmp_path / "run").verdict == "clean"
+    assert all(event.hooks_factor is None for event in events_of(tmp_path / "run", LossGradient))
+
+
+def test_what_is_no_number_changes_no_weight(tmp_path: Path) -> None:
+    def clamped(logits: Tensor) -> Tensor:
+        logits.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+        return logits
+
+    record(trains(clamped), tmp_path / "run")
+    weights = {event.weight for event in events_of(tmp_path / "run", LossGradient)}
+    assert len(weights) == 1 and judged(tmp_path / "run").verdict == "clean"
+
+
+def test_hooks_see_and_give_what_they_do_without_probes(tmp_path: Path) -> None:
+    def trained(folder: Path | None) -> tuple[list[float], Tensor]:
+        seen: list[float] = []
+
+        def hook(grad: Tensor) -> Tensor:
+            seen.append(grad.sum().item())
+            return grad * 0.7
+
+        torch.manual_seed(0)
+        model = nn.Linear(4, 5)
+        with attach(folder) if folder is not None else torch.enable_grad():
+            logits = model(torch.ones(6, 4))
+            handle = logits.register_hook(hook)
+            logits.register_hook(hook)
+            F.cross_entropy(logits, torch.arange(6) % 5).backward(retain_graph=True)
+            handle.remove()
+            F.cross_entropy(logits, torch.arange(6) % 5).backward()
+        return seen, model.weight.grad
+
+    plain, recorded = trained(None), trained(tmp_path / "run")
+    assert len(plain[0]) == 3
+    assert recorded[0] == plain[0] and recorded[1].equal(plain[1])
+
+
+def test_a_hooked_graph_is_freed(tmp_path: Path) -> None:
+    with attach(tmp_path / "run"):
+        model = nn.Linear(4, 5)
+        logits = model(torch.ones(6, 4))
+        logits.register_hook(third)
+        held = weakref.ref(logits)
+        F.cross_entropy(logits, torch.arange(6) % 5).backward()
+        del logits
+        assert held() is None
