@@ -1,6 +1,7 @@
 """DeepSpeed on CPU; STAGE chooses ZeRO 0, 1 or 2, BF16=1 its mixed precision, with float32 copies in one flat tensor.
 
-FAULT=double-division divides by hand what backward() divides too.
+FAULT=double-division divides by hand what backward() divides too. BACKWARD=torch calls loss.backward() (ZeRO 1 and 2),
+where the engine divides by accumulation steps in hooks on its outputs.
 
 gradcheck run -- torchrun --nproc-per-node 2 examples/deepspeed_zero.py
 """
@@ -55,10 +56,13 @@ for _ in range(STEPS):
     dist.all_reduce(num_tokens)
     for tokens, labels in step:
         loss = cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss * world_size * ACCUMULATION / num_tokens  # backward() divides by ACCUMULATION, and averages ranks
+        loss = loss * world_size * ACCUMULATION / num_tokens  # the engine divides by ACCUMULATION, and averages ranks
         if FAULT == "double-division":
             loss = loss / ACCUMULATION
-        engine.backward(loss)
+        if os.environ.get("BACKWARD") == "torch":
+            loss.backward()
+        else:
+            engine.backward(loss)
         engine.step()
 if rank == 0:
     print("parameters", sum(parameter.double().sum().item() for parameter in model.parameters()).hex())

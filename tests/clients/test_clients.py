@@ -97,6 +97,7 @@ INSTALLED = [
     replace(SFT, nproc=2),
     *(replace(DEEPSPEED, env={"STAGE": stage}) for stage in ("0", "1", "2")),
     *(replace(DEEPSPEED, env={"STAGE": stage, "BF16": "1"}) for stage in ("0", "2")),
+    replace(DEEPSPEED, env={"STAGE": "1", "BACKWARD": "torch"}),
     TITAN,
     replace(TITAN, nproc=4, args=degrees(replicate=2, shard=2), expression="1/(dp_replicate * dp_shard)"),
     replace(TITAN, nproc=4, args=degrees(tp=2, shard=2)),
