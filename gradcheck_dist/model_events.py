@@ -198,8 +198,9 @@ class Exchange(Event, tag="exchange"):
     took was detached, or gradients were disabled. `operation`: one of torch's functional collectives, by what it does
     ("sum", "gather", "reduce-scatter"), or a DTensor's local part (HANDED_ON and others above); there are elements of
     the input and of the gradient that arrived alone, and `function` is its name. A `group` of this rank alone: a
-    function that hands its input on, and may scale the gradient that others' backward scaled. `collectives` are those
-    that it called in forward, or SENT alone: it sent to single ranks, and each of its tensors is a part.
+    function that hands its input on, and may scale the gradient that others' backward scaled; or a hook on a tensor.
+    `of_leaf`: it was applied to `params` themselves. `collectives` are those that it called in forward, or SENT alone:
+    it sent to single ranks, and each of its tensors is a part.
     """
 
     function: str
@@ -218,6 +219,7 @@ class Exchange(Event, tag="exchange"):
     put_back: bool = False
     stopped: bool = False
     operation: str = ""
+    of_leaf: bool = False
 
 
 class RootValue(Event, tag="root_value"):

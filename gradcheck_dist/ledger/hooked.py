@@ -12,7 +12,7 @@ def told_hooks(data: StepData) -> list[str]:
         (f"{event.hooks_factor:.6g}", event.hooks_site.short if event.hooks_site is not None else None)
         for of_rank in data.events.values()
         for event in of_rank
-        if isinstance(event, LossGradient | LossTerm) and event.hooks_factor is not None
+        if isinstance(event, LossGradient | LossTerm) and event.hooks_factor not in (None, 1)
     }
     if not found:
         return []

@@ -33,7 +33,7 @@ from gradcheck_dist.trace.writer import DeferredTraceWriter, TraceWriter, trace_
 
 _IN_ORDER = (
     "backward.autograd",
-    "backward.activation_hooks",
+    "activations.activation_hooks",
     "losses.loss",
     "losses.tokens",
     "losses.log_probs",

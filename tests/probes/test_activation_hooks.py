@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from beside import judged_beside
 from one_process import events_of, judged, record
 from probe_workers import batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import LossGradient
 from gradcheck_dist.probes import attach
 
@@ -94,6 +96,7 @@ def test_the_hook_is_named_beside_the_finding(tmp_path: Path) -> None:
     assert f"{Path(__file__).name}:" in told and "0.333333" in told
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_hooks_of_the_whole_model_count_too(tmp_path: Path) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         handle = model.register_full_backward_pre_hook(lambda _, grads: tuple(map(third, grads)))
@@ -177,3 +180,26 @@ def test_a_hooked_graph_is_freed(tmp_path: Path) -> None:
         F.cross_entropy(logits, torch.arange(6) % 5).backward()
         del logits
         assert held() is None
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    variants = ["nowhere", "functions on parameters", "hooks around experts"]
+    return judged_beside(tmp_path_factory, "scaler_workers:train", variants)
+
+
+@pytest.mark.parametrize(
+    "variant, says",
+    [("functions on parameters", "used through Scaled"), ("hooks around experts", "come back through the hook")],
+)
+def test_what_the_model_divides_experts_by_may_make_up_for_ranks(
+    mixtures: dict[str, Report], variant: str, says: str
+) -> None:
+    report = mixtures[variant]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any(says in reason and "by 0.5" in reason.replace("x 0.5", "by 0.5") for reason in report.reasons)
+
+
+def test_experts_that_nothing_divides_are_found(mixtures: dict[str, Report]) -> None:
+    (finding,) = mixtures["nowhere"].findings
+    assert (finding.units, finding.factor.observed) == (["expert.*"], pytest.approx(2))

@@ -39,11 +39,17 @@ def squared(logits: Tensor) -> Tensor:
     return F.mse_loss(logits, F.one_hot(LABELS, 5).float())
 
 
+def hooked(logits: Tensor) -> Tensor:
+    logits.register_hook(lambda grad: grad * 0.5)
+    return F.cross_entropy(logits, LABELS)
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "cross entropy and a penalty": lambda logits: F.cross_entropy(logits, LABELS) + 0.1 * logits.abs().mean(),
     "picked log-probabilities": lambda logits: -logits.log_softmax(-1).gather(-1, LABELS[:, None]).mean(),
     "a function of one's own": lambda logits: TokenLosses.apply(logits, LABELS).mean(),  # type: ignore[no-untyped-call]
     "soft targets": lambda logits: -(F.one_hot(LABELS, 5) * 0.9 + 0.02).mul(logits.log_softmax(-1)).sum(-1).mean(),
+    "a hook": hooked,
     "two distances": lambda logits: squared(logits) + 0.1 * logits.abs().mean(),
 }
 

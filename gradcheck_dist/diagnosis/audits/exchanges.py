@@ -217,6 +217,7 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     if case.pattern.kind != "uniform" or case.terms:
         return None
     near = max(UNDOES, case.pattern.tolerance)
+    of_leaves: dict[int, tuple[Faulty, set[int]]] = {}
     for one in passed(data.events):
         share = share_of_whole(data, case.context.contributions, one)
         if share is not None:
@@ -226,14 +227,28 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             continue
         if one.outcome != "scaled" or abs(one.factor * case.pattern.factor - 1) > near or _behind_the_loss(data, one):
             continue  # what a loss weighs has what lies behind it
-        if all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+        if one.first.of_leaf:
+            (rank,) = one.ranks
+            ids = data.params_of(rank, one.first.params) if one.first.params is not None else ()
+            of_leaves.setdefault(rank, (Faulty(one, shared=True), set()))[1].update(ids)
+        elif all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
             fault = Faulty(one, shared=True)
             return (
                 f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
                 f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
                 f"in front of that: {BY_VERIFY}"
             )
-    return None
+    for held in case.held:
+        if any(rank not in of_leaves or track.param.id not in of_leaves[rank][1]
+               for rank, track in data.tracks[held.param].items()):  # fmt: skip
+            return None
+    if not of_leaves:
+        return None
+    fault, _ = next(iter(of_leaves.values()))
+    return (
+        f"these parameters are used through {fault.name} ({fault.where}), whose backward multiplies their gradients by "
+        f"{fault.passed.factor:.6g}: x {case.pattern.factor:.6g} of the weight makes up for it: {BY_VERIFY}"
+    )
 
 
 def are_parts(of_rank: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:

@@ -31,6 +31,7 @@ class Watched(NamedTuple):
     put_back: bool = False
     stopped: bool = False
     operation: str = ""
+    of_leaf: bool = False
 
 
 Arriving = tuple[Watched, Tensor, Sequence[Box]]

@@ -319,7 +319,8 @@ def watch(
         return
     if not calls and (own := goes_on(given, made)) is not None:
         given, inputs = [own], [own[1]]
-    if leaves := [one for one in inputs if one.is_leaf]:
+    leaves = [one for one in inputs if one.is_leaf]
+    if leaves and (len(ranks) > 1 or len(inputs) > 1):
         if may_move_leaves(calls, tensors):
             gathered.not_followed(recorder, cls, leaves)
         return  # a parameter that is gathered: its gradient is reduced, as the trainer means it
@@ -342,12 +343,12 @@ def watch(
     after, output_counts = unread(made, parts[1], num) if waits else take(made, parts[1], num)
     names = (SENT,) if sent else tuple(dict.fromkeys(call.name for call in calls))
     written = defined_at(getattr(cls, "backward", None))
-    infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves_in_front(one)]
+    infos = [recorder.registry.find(leaf) for one in inputs for leaf in leaves or leaves_in_front(one)]
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
     dtype = coarsest([*inputs, *made])
     told = Watched(
         cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
-    )
+    )._replace(of_leaf=bool(leaves))
     ends = (
         End(tuple(place for place, _ in given), tuple(tuple(one.shape) for one in inputs), parts[0]),
         End(tuple(one.output_nr for one in made), tuple(tuple(one.shape) for one in made), parts[1]),

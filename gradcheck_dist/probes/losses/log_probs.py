@@ -98,7 +98,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if labels is not None:
         labels_seen(recorder, labels, loss_id)
     mark_recorded(log_probs, loss_id)
-    when_reached(log_probs, functools.partial(gradient_arrived, recorder, loss_id=loss_id))
+    when_reached(recorder, log_probs, functools.partial(gradient_arrived, recorder, loss_id=loss_id))
 
 
 @guarded("log_probs")

@@ -25,7 +25,7 @@ from gradcheck_dist.probes.recording.backward_pass import TokenWeights
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.stats import memory
 from gradcheck_dist.trace.label_hashes import HASH_FACTOR, HASH_OFFSET
@@ -170,10 +170,10 @@ def record_loss(
         unreduced = valid if reduction == "none" else None
         arrived = functools.partial(gradient_arrived, recorder, loss_id=seq, num_tokens=num_tokens, reduction=reduction)
         hook = functools.partial(arrived, is_main=term == "main", valid=unreduced)
-        when_reached(output, hook)
+        when_reached(recorder, output, hook)
 
 
-def when_reached(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+def when_reached(recorder: Recorder, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` with the gradient that is left when all hooks on a tensor have run, also those to come."""
     node: Any = tensor.grad_fn
     if node is None:
@@ -185,7 +185,7 @@ def when_reached(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         if (grad := grads[output]) is not None:
             hook(grad)
 
-    node.register_prehook(unserializable_hook(reached))
+    node.register_prehook(unserializable_hook(kept_away(recorder, "loss", reached)))
 
 
 @guarded("loss")

@@ -1,18 +1,10 @@
-"""Hooks that multiply the gradient of activations which every way from the losses to a parameter goes through.
+"""Activations that together take in all gradients of a backward pass, and what hooks on them multiply by.
 
-An engine may divide by accumulation steps where its outputs get their gradient (DeepSpeed, runtime/engine.py,
-`_backward_prologue_per_tensor`). Such a number weighs tokens as one before the loss does, behind the place where that
-weight is read, so events that tell of the weight wait until the hooks have run. What acts on a part of the ways alone
-(a branch whose gradient is reversed) belongs to the model.
-
-What is kept for a pass names hooks on tensors by numbers that stand in the metadata of the nodes they act on: a hook
-that held on to its node would keep the whole graph alive. Those of modules act in a node of their own
-(torch.utils.hooks.BackwardHook), which is watched from outside.
+Whether every way from the losses to a leaf goes through hooked activations shows in the graph, when backward begins.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import BackwardHook, unserializable_hook
 
 from gradcheck_dist.events import Event, LossGradient, LossTerm, Site
-from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.recording.marks import hooks_of, mark_hooked
-from gradcheck_dist.probes.recording.patching import Patches
-from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
-from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.recording.marks import hooks_of
+from gradcheck_dist.probes.recording.recorder import Recorder
 
 MAX_EDGES = 1000
 """Edges of the graph that are followed from the roots, or from one layer, to the next hooked activations."""
@@ -182,122 +170,3 @@ def _next_layer(edges: Sequence[Edge]) -> list[Edge]:
         else:
             stack += node.next_functions
     return found
-
-
-def install(recorder: Recorder, patches: Patches) -> None:
-    hooks = Hooks(recorder)
-    patches.replace(Tensor, "register_hook", hooks.watching)
-
-    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
-        if hooks.num_watched or hooks.of_modules:
-            look(recorder, current, roots)
-
-    def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def setup(self: Any, args: Any) -> Any:
-            hooks.of_modules = True
-            return original(self, args)
-
-        return setup
-
-    patches.replace(BackwardHook, "setup_output_hook", made)
-
-    autograd.OPEN_LISTENERS.append(begin)
-    autograd.CLOSE_LISTENERS.append(all_ran)
-    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
-    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(all_ran))
-
-
-class Hooks:
-    """Those that the program puts on activations. The number of one is how many there were before it."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.num_watched = 0
-        self.of_modules = False
-        self._recorder = recorder
-
-    def watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            if torch.compiler.is_compiling() or tensor.grad_fn is None or not _is_the_programs(hook):
-                return original(tensor, hook)
-            handle = original(tensor, self._watched(hook))
-            mark_hooked(tensor, self.num_watched)
-            self.num_watched += 1
-            return handle
-
-        return register_hook
-
-    def _watched(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        recorder, number, site = self._recorder, self.num_watched, caller_site()
-
-        @functools.wraps(hook, updated=())
-        def watched(grad: Tensor) -> Any:
-            before = comes(recorder, number, grad)
-            result = hook(grad)
-            if before is not None:
-                ran(recorder, number, site, before, grad, result)
-            return result
-
-        return watched
-
-
-def _is_the_programs(hook: Callable[..., Any]) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "gradcheck_dist."))
-
-
-@guarded("activation_hooks")
-def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Root]) -> None:
-    found = layers_behind(roots) if recorder.recording else []
-    current.hooks = PassHooks(found) if found else None
-    for edge in (edge for edges in found for edge in edges if edge[0].name() == OF_MODULE):
-        watch_module(recorder, current, edge)
-
-
-def watch_module(recorder: Recorder, current: BackwardPass, edge: Edge) -> None:
-    """Hold what leaves the node of a module's hooks against what arrives there, for one of its outputs."""
-    node, output = edge
-    arrived: list[tuple[Tensor, Tensor]] = []
-
-    def comes(grads: Sequence[Tensor | None]) -> None:
-        if (grad := grads[output]) is not None:
-            arrived.append((grad, some_of(grad)))
-
-    def leaves(left: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
-        if arrived and recorder.current is current and current.hooks is not None:
-            (grad, got), given = arrived.pop(), left[output]
-            factor = 1.0 if given is None or given is grad else multiple(got, some_of(given))
-            current.hooks.ran(recorder, edge, None, grad, factor)
-
-    for register, hook in ((node.register_prehook, comes), (node.register_hook, leaves)):
-        current.handles.append(register(unserializable_hook(kept_away(recorder, "activation_hooks", hook))))
-
-
-@guarded("activation_hooks")
-def comes(recorder: Recorder, number: int, grad: Tensor) -> tuple[Tensor, int] | None:
-    """What a hook is about to get, and its version; None where it is not looked at."""
-    current = recorder.current
-    if current is None or current.hooks is None or not current.hooks.has(number):
-        return None
-    return some_of(grad), grad._version
-
-
-@guarded("activation_hooks")
-def ran(
-    recorder: Recorder, number: int, site: Site | None, before: tuple[Tensor, int], grad: Tensor, result: Any
-) -> None:
-    """A hook gave `result`, None where it gave what it got, into which it may have written."""
-    got, version = before
-    given = grad if result is None else result
-    changed = given is not grad or grad._version != version
-    if recorder.current is not None and recorder.current.hooks is not None:
-        factor = multiple(got, some_of(given)) if changed else 1.0
-        recorder.current.hooks.ran(recorder, number, site, grad, factor)
-
-
-@guarded("activation_hooks")
-def all_ran(recorder: Recorder, current: BackwardPass) -> None:
-    if current.hooks is not None:
-        current.hooks.close(recorder)

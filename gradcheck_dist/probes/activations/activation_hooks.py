@@ -1,0 +1,204 @@
+"""Hooks that multiply the gradient of activations which every way from the losses to a parameter goes through.
+
+An engine may divide by accumulation steps where its outputs get their gradient (DeepSpeed, runtime/engine.py,
+`_backward_prologue_per_tensor`). Such a number weighs tokens as one before the loss does, behind the place where that
+weight is read, so events that tell of the weight wait until the hooks have run. What acts on a part of the ways alone
+(experts, whose gradients are sums over ranks already; a branch whose gradient is reversed) belongs to the model, and is
+told as a function that hands its input on is: it may make up for what is wrong elsewhere.
+
+What is kept for a pass names hooks on tensors by numbers that stand in the metadata of the nodes they act on: a hook
+that held on to its node would keep the whole graph alive. Those of modules act in a node of their own
+(torch.utils.hooks.BackwardHook), which is watched from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import BackwardHook, unserializable_hook
+
+from gradcheck_dist.events import Site
+from gradcheck_dist.probes.activations import exchange_events
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
+from gradcheck_dist.probes.activations.hook_layers import OF_MODULE, Edge, PassHooks, layers_behind, multiple, some_of
+from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.backward.roots import Root
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.recording.marks import mark_hooked
+from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
+from gradcheck_dist.probes.recording.sites import caller_site, defined_at
+
+
+def install(recorder: Recorder, patches: Patches) -> None:
+    hooks = Hooks(recorder)
+    patches.replace(Tensor, "register_hook", hooks.watching)
+
+    def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
+        if hooks.num_watched or hooks.of_modules:
+            look(recorder, current, roots)
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup(self: Any, args: Any) -> Any:
+            hooks.of_modules = True
+            return original(self, args)
+
+        return setup
+
+    patches.replace(BackwardHook, "setup_output_hook", made)
+
+    autograd.OPEN_LISTENERS.append(begin)
+    autograd.CLOSE_LISTENERS.append(all_ran)
+    patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
+    patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(all_ran))
+
+
+class Branch(NamedTuple):
+    """What is told of a hook on a part of the ways, as of a function that hands its input on, and elements of that."""
+
+    told: exchange_events.Watched
+    values: Tensor
+
+
+class Watched(NamedTuple):
+    """A hook of the program's, and where it was put."""
+
+    number: int
+    site: Site | None
+    branch: Branch | None
+
+
+class Before(NamedTuple):
+    """Elements of the gradient that a hook is about to get, and its version."""
+
+    values: Tensor
+    version: int
+    on_all_ways: bool
+
+
+class Hooks:
+    """Those that the program puts on activations. The number of one is how many there were before it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.num_watched = 0
+        self.of_modules = False
+        self._recorder = recorder
+
+    def watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            if torch.compiler.is_compiling() or tensor.grad_fn is None:
+                return original(tensor, hook)
+            return original(tensor, watched(self._recorder, self, tensor, hook) or hook)
+
+        return register_hook
+
+
+@guarded("activation_hooks")
+def watched(recorder: Recorder, hooks: Hooks, tensor: Tensor, hook: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A hook in the place of the program's that does the same; None for one of torch's or of the probes'."""
+    if not _is_the_programs(hook):
+        return None
+    watched = Watched(hooks.num_watched, caller_site(), branch_of(recorder, tensor, hook))
+
+    @functools.wraps(hook, updated=())
+    def call(grad: Tensor) -> Any:
+        before = comes(recorder, watched, grad)
+        result = hook(grad)
+        if before is not None:
+            ran(recorder, watched, before, grad, result)
+        return result
+
+    mark_hooked(tensor, watched.number)
+    hooks.num_watched += 1
+    return call
+
+
+def _is_the_programs(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "gradcheck_dist."))
+
+
+@guarded("activation_hooks")
+def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Root]) -> None:
+    found = layers_behind(roots) if recorder.recording else []
+    current.hooks = PassHooks(found) if found else None
+    for edge in (edge for edges in found for edge in edges if edge[0].name() == OF_MODULE):
+        watch_module(recorder, current, edge)
+
+
+def watch_module(recorder: Recorder, current: BackwardPass, edge: Edge) -> None:
+    """Hold what leaves the node of a module's hooks against what arrives there, for one of its outputs."""
+    node, output = edge
+    arrived: list[tuple[Tensor, Tensor]] = []
+
+    def comes(grads: Sequence[Tensor | None]) -> None:
+        if (grad := grads[output]) is not None:
+            arrived.append((grad, some_of(grad)))
+
+    def leaves(left: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        if arrived and recorder.current is current and current.hooks is not None:
+            (grad, got), given = arrived.pop(), left[output]
+            factor = 1.0 if given is None or given is grad else multiple(got, some_of(given))
+            current.hooks.ran(recorder, edge, None, grad, factor)
+
+    for register, hook in ((node.register_prehook, comes), (node.register_hook, leaves)):
+        current.handles.append(register(unserializable_hook(kept_away(recorder, "activation_hooks", hook))))
+
+
+def branch_of(recorder: Recorder, tensor: Tensor, hook: Callable[..., Any]) -> Branch | None:
+    """What is told of a hook that does not act on all ways; None where exchanges of activations are not looked at."""
+    exchanges: Any = recorder.exchanges
+    if exchanges is None or not exchanges.listens or not is_plain(tensor) or not tensor.is_floating_point():
+        return None
+    ranks, written = (dist.get_rank(),), defined_at(hook)
+    index = exchanges.number(ranks, written)
+    if index is None:
+        return None
+    values, counts = take([tensor], [WHOLE])
+    name = f"the hook {getattr(hook, '__qualname__', type(hook).__name__).rpartition('.')[2]}"
+    told = exchange_events.Watched(
+        name, ranks, index, counts, counts, (), written, caller_site(), exchange_events.coarsest([tensor])
+    )
+    return Branch(told, values)
+
+
+@guarded("activation_hooks")
+def comes(recorder: Recorder, watched: Watched, grad: Tensor) -> Before | None:
+    """What a hook is about to get; None where it is not looked at."""
+    current = recorder.current
+    if current is None or not recorder.recording:
+        return None
+    if current.hooks is not None and current.hooks.has(watched.number):
+        return Before(some_of(grad), grad._version, on_all_ways=True)
+    if watched.branch is None or not is_plain(grad):
+        return None
+    return Before(take([grad], [WHOLE])[0], grad._version, on_all_ways=False)
+
+
+@guarded("activation_hooks")
+def ran(recorder: Recorder, watched: Watched, before: Before, grad: Tensor, result: Any) -> None:
+    """A hook gave `result`, None where it gave what it got, into which it may have written."""
+    given = grad if result is None else result
+    changed = given is not grad or grad._version != before.version
+    if not before.on_all_ways:
+        if changed and watched.branch is not None and is_plain(given) and given.shape == grad.shape:
+            told, values = watched.branch
+            gave = take([given], [WHOLE])[0]
+            exchange_events.tell(recorder, told, values, values, before.values, gave, lost=False)
+    elif recorder.current is not None and recorder.current.hooks is not None:
+        factor = multiple(before.values, some_of(given)) if changed else 1.0
+        recorder.current.hooks.ran(recorder, watched.number, watched.site, grad, factor)
+
+
+@guarded("activation_hooks")
+def all_ran(recorder: Recorder, current: BackwardPass) -> None:
+    if current.hooks is not None:
+        current.hooks.close(recorder)
