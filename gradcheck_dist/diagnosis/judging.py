@@ -68,6 +68,7 @@ from gradcheck_dist.diagnosis.weighing import Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
+from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.loss_backwards import own_backwards, words_of
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.summed_losses import summed_losses
@@ -164,6 +165,7 @@ def _judge_step(
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
     _tell(verdict, weighed, recorded, cases, hidden, norms)
+    verdict.remarks += told_hooks(data) if verdict.findings else []
     verdict.kept_apart = kept_apart(verdict) if verdict.findings or verdict.changes else None
     relative, expected = weighed.target.relative, weighed.target.expected
     verdict.weights = weights(step, verdict.held, verdict.units, recorded, None if relative else expected)

@@ -40,7 +40,6 @@ from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import with_handed_on
-from gradcheck_dist.ledger.hooked import told_hooks
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given
@@ -107,7 +106,6 @@ def read_step(
     verdict.unmade = [] if verdict.lost else unmade(data)
     verdict.reasons += not_summed(data)
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
-    verdict.remarks += told_hooks(data)
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
     verdict.remarks += [told_beside(one, other) for one, other in data.beside.items() if one < other]
