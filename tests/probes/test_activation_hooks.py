@@ -47,6 +47,14 @@ def of_both_parts(logits: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+class OwnTensor(Tensor):
+    pass
+
+
+def of_a_subclass(logits: Tensor) -> Tensor:
+    return of_logits(logits.as_subclass(OwnTensor)).as_subclass(Tensor)
+
+
 def in_bfloat16(logits: Tensor) -> Tensor:
     return of_logits(logits.bfloat16()).float()
 
@@ -75,8 +83,15 @@ def trains(
 
 @pytest.mark.parametrize(
     "at_logits, at_loss",
-    [(of_logits, same), (in_place, same), (of_both_parts, same), (in_bfloat16, same), (same, of_logits)],
-    ids=["logits", "in place", "both parts", "bfloat16", "loss"],
+    [
+        (of_logits, same),
+        (in_place, same),
+        (of_both_parts, same),
+        (in_bfloat16, same),
+        (of_a_subclass, same),
+        (same, of_logits),
+    ],
+    ids=["logits", "in place", "both parts", "bfloat16", "a subclass", "loss"],
 )
 def test_a_number_behind_the_loss_is_a_part_of_its_weight(
     tmp_path: Path, at_logits: Callable[[Tensor], Tensor], at_loss: Callable[[Tensor], Tensor]

@@ -115,6 +115,7 @@ def watched(recorder: Recorder, hooks: Hooks, tensor: Tensor, hook: Callable[...
             ran(recorder, watched, before, grad, result)
         return result
 
+    call.is_watched = True  # type: ignore[attr-defined]  # a subclass of Tensor hands it on to this function again
     mark_hooked(tensor, watched.number)
     hooks.num_watched += 1
     return call
@@ -123,6 +124,8 @@ def watched(recorder: Recorder, hooks: Hooks, tensor: Tensor, hook: Callable[...
 def _is_the_programs(hook: Callable[..., Any]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
+    if getattr(hook, "is_watched", False):
+        return False
     return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "gradcheck_dist."))
 
 
