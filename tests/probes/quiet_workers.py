@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 PASSES, SCALE = 2, 512
@@ -17,6 +18,8 @@ VARIANTS = (
     "PowerSGD hook, halved",
     "gathered",
     "gathered, not used",
+    "gathered, signs",
+    "clipped by parameter",
     "unused head",
     "one batch's labels",
     "running mean",
@@ -75,11 +78,16 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
     """Three steps whose gradients the program's own lines reduce."""
     outputs = 1 if "gathered" in name else 6
     body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, outputs))
+    if name == "clipped by parameter":
+        body.insert(3, nn.PReLU(8))
+        body.insert(4, nn.LayerNorm(8))
     model = nn.ModuleDict({"body": body, "other": nn.Linear(8, 2)} if name in HEADS else {"body": body})
     scale = SCALE if name in ("running mean", "constant") else 1
     kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
     with attached:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if name == "clipped by parameter":  # each rank steps other ones
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         torch.manual_seed(1 + dist.get_rank())
         for step in range(3):
             if name == "one batch's labels":
@@ -90,6 +98,8 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
                 output = body(x)
                 labels = torch.zeros(5).long() if name == "one batch's labels" else torch.randint(6, (5,))
                 loss = F.mse_loss(output[:, 0], x[:, 0]) if "gathered" in name else F.cross_entropy(output, labels)
+                if "signs" in name:
+                    loss = F.l1_loss(output, torch.full_like(output, 10.0))
                 if name in HEADS:
                     other = model["other"](body[:3](x))
                     if "roots" in name and step == 1:
@@ -117,7 +127,12 @@ def by_hand(name: str, attached: AbstractContextManager[object]) -> float:
                     assert parameter.grad is not None
                     before.mul_(0.0 if name == "constant" else 0.9).add_(parameter.grad, alpha=0.1)
                     parameter.grad.add_(before, alpha=2.0)
-            if "clipped" in name:
+            if name == "clipped by parameter":
+                for parameter in trained:
+                    assert parameter.grad is not None
+                    most, norm = 0.01 * parameter.detach().norm().clamp(min=1e-3), parameter.grad.norm()
+                    parameter.grad.mul_((most / norm).clamp(max=1))
+            elif "clipped" in name:
                 gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
                 norm = torch.norm(torch.stack([gradient.norm() for gradient in gradients]))
                 for gradient in gradients:

@@ -28,6 +28,17 @@ def test_whose_gradients_of_one_direction_came_in_is_not_known(reports: dict[str
     assert finding.code == "GS103"
 
 
+def test_a_mean_of_equal_gradients_is_each_of_them(reports: dict[str, Report]) -> None:
+    """Signs add up to the same numbers on both ranks, in a bias below an L1 loss."""
+    report = reports["gathered, signs"]
+    assert report.findings == []
+    assert "3.bias" in {one.parameter for one in report.coverage.unidentifiable}
+
+
+def test_single_parameters_that_are_clipped_are_no_local_norm(reports: dict[str, Report]) -> None:
+    assert (reports["clipped by parameter"].verdict, reports["clipped by parameter"].findings) == ("undetermined", [])
+
+
 @pytest.mark.parametrize("name", ["unused head", "one batch's labels"])
 def test_parameters_that_learn_nothing_say_nothing(reports: dict[str, Report], name: str) -> None:
     assert (reports[name].verdict, reports[name].findings) == ("clean", [])

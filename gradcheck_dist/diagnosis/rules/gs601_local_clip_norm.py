@@ -48,10 +48,13 @@ from gradcheck_dist.diagnosis.norms.clips import SHARDS, SOME, STAGE, JudgedClip
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
 from gradcheck_dist.diagnosis.norms.step_norms import local_norm, own_error
 from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.wording import numbered
 
 CODE = "GS601"
 NAME = "local-clip-norm"
+MOST = 0.5
+"""Share of the norm on a rank that what was scaled there has at least."""
 FIX = (
     "Combine the norm over all ranks that hold parts of the model before clipping: full_tensor() of a DTensor norm, "
     "and an all-reduce of its square over tensor-parallel ranks (what all of them hold counted once) and the pipeline."
@@ -64,16 +67,21 @@ def judge(case: Case) -> Answer | None:
     if norms is None or not culprit.unrecorded or not isinstance(culprit.before, OptimizerStep | Clip):
         return None
     factors: dict[int, list[float]] = defaultdict(list)
+    scales: dict[int, set[ParamKey]] = defaultdict(set)
     for held, cell in case.cells:
         for rank in held.ranks:
             factors[rank].append(cell.ratio)
+            scales[rank].add(held.param)
     parts = {rank: [part for (owner, _), part in norms.parts.items() if owner == rank] for rank in factors}
     tolerance = max((own_error(of_rank) for of_rank in parts.values() if of_rank), default=1.0)
     scaled = {rank: ratios for rank, ratios in factors.items() if abs(ratios[0] - 1) > 2 * tolerance}
     if any(abs(ratio / ratios[0] - 1) > 2 * tolerance for ratios in factors.values() for ratio in ratios if ratios[0]):
         return None
     first = {rank: ratios[0] for rank, ratios in scaled.items()}
-    left = sorted(local_norm(parts[rank]) for rank in scaled)
+    norm = {rank: local_norm(parts[rank]) for rank in scaled}
+    if any(local_norm(part for part in parts[rank] if part.key in scales[rank]) < MOST * norm[rank] for rank in scaled):
+        return None  # some parameters alone were scaled
+    left = sorted(norm.values())
     if (
         len(first) < 2
         or not 0 < min(first.values()) < max(first.values()) * (1 - 2 * tolerance)

@@ -32,6 +32,7 @@ MAX_SPREAD = 1e-3
 GONE = 1e-3
 """A weight, relative to the right one, that is as good as none."""
 TOO_SMALL = "its sampled gradient is zero or too small to be told from rounding"
+EQUAL = "all ranks' gradients of it are equal, so that their mean, which other gradients show, is each of them"
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
 

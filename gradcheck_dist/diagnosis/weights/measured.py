@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import MATERIAL, TOO_FEW, TOO_SMALL, Held
+from gradcheck_dist.diagnosis.weights.cells import EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
 from gradcheck_dist.events import OptimizerStep, Reduce
 from gradcheck_dist.ledger.buffers import Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
@@ -42,6 +42,7 @@ def measure(data: StepData, contributions: Contributions, on_the_way: Transits |
                 _carry(one, key[0], on_the_way)
         held += of_param
     _leave_rounding(held, data)
+    _leave_equal(held)
     return held
 
 
@@ -56,6 +57,35 @@ def _leave_rounding(measured: list[Held], data: StepData) -> None:
         read = _length_of(points[-1].values.data) if points else 0.0
         if least and max(sizes[held.param], read) <= least:
             held.observed, held.stderr, held.reason = None, None, TOO_SMALL
+
+
+def _leave_equal(measured: list[Held]) -> None:
+    """Beside gradients into which a hand that nobody recorded brought other ranks', one that is what it was may have
+    had them, too, where they are equal: the mean of equal numbers is each of them. Signs add up to few values (a bias
+    below an L1 loss)."""
+    brought = {held.rank for held in measured if _was_brought(held)}
+    for held in measured:
+        if held.rank in brought and held.observed is not None and not _was_brought(held) and _is_alike(held):
+            held.observed, held.stderr, held.reason = None, None, EQUAL
+
+
+def _was_brought(held: Held) -> bool:
+    """Whether something is in a gradient that its records do not bring there."""
+    if held.observed is None or held.stderr is None or held.nominal is None:
+        return False
+    return bool(((held.nominal == 0) & (np.abs(held.observed) > np.maximum(MATERIAL, 6 * held.stderr))).any())
+
+
+def _is_alike(held: Held) -> bool:
+    """Whether all ranks' passes add up to the same numbers."""
+    basis = held.replay.basis
+    sums: dict[int, np.ndarray] = {}
+    for key, values in zip(basis.keys, basis.values, strict=True):
+        sums[key[0]] = sums.get(key[0], np.zeros(())) + np.nan_to_num(values)
+    first, *others = sums.values()
+    return bool(others) and all(
+        _length_of(one - first) <= 4 * held.replay.epsilon * _length_of(first) for one in others
+    )
 
 
 def _length_of(values: np.ndarray) -> float:
