@@ -8,7 +8,8 @@ behind the tensor hooks that the user put on a stage's output (torch/csrc/autogr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from gradcheck_dist.events import StageGradient
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.backward.roots import Root
+from gradcheck_dist.probes.recording.guard import hooking
+from gradcheck_dist.probes.recording.marks import SENT
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 from gradcheck_dist.probes.recording.world import several_ranks
@@ -25,6 +28,8 @@ from gradcheck_dist.probes.recording.world import several_ranks
 NUM_SAMPLES = 64
 MAX_GIVEN = 8
 """Tensors of one stage's input that are watched; a transformer's stage has one."""
+MAKES_STATE = "_make_forward_chunk_state"
+"""The method that keeps what a stage computed for its backward, since torch 2.15."""
 PASSES_LOOKED_AT = 4
 """Passes behind which a graph is no longer searched for what another rank sent, or for outputs that others are computed
 from, when none held any."""
@@ -32,6 +37,13 @@ from, when none held any."""
 
 def install(recorder: Recorder, patches: Patches) -> None:
     edges = _Edges()
+
+    def on_stage(module: ModuleType) -> None:
+        if hasattr(module._PipelineStageBase, MAKES_STATE):
+            keeping = functools.partial(_keeping, recorder, edges)
+            patches.replace(module._PipelineStageBase, MAKES_STATE, keeping)
+
+    patches.when_imported("torch.distributed.pipelining.stage", hooking(recorder, "stage_edges", on_stage))
     listener = functools.partial(_opened, edges=edges)
     autograd.OPEN_LISTENERS.append(listener)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(listener))
@@ -55,8 +67,11 @@ class _Edges:
         return own & seen
 
     def held(self, activation: Root) -> Tensor | None:
-        """Elements of an activation, where it is a tensor that still has its memory."""
-        if not isinstance(activation, Tensor) or activation.numel() < 2 or activation.layout is not torch.strided:
+        """Elements of an activation, where it is a tensor that still has its memory, or they were kept."""
+        if not isinstance(activation, Tensor):
+            kept: Tensor | None = activation.grad_fn.metadata.get(SENT, {}).get(activation.output_nr)
+            return kept
+        if activation.numel() < 2 or activation.layout is not torch.strided:
             return None
         return self.take(activation)
 
@@ -69,6 +84,26 @@ class _Edges:
             num = min(NUM_SAMPLES, local.numel())
             indices = self.indices[key] = torch.arange(num, device=local.device) * local.numel() // max(num, 1)
         return local.take(indices).float()
+
+
+def _keeping(recorder: Recorder, edges: _Edges, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make_state(self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        _keep(recorder, edges, outputs)
+        return original(self, outputs, *args, **kwargs)
+
+    return make_state
+
+
+@guarded("stage_edges")
+def _keep(recorder: Recorder, edges: _Edges, outputs: Sequence[Any]) -> None:
+    """A stage has computed these and keeps their places in the graph alone."""
+    if not recorder.sampling or recorder.impulses is not None:
+        return
+    for output in outputs:
+        node: Any = getattr(output, "grad_fn", None)
+        if node is not None and (kept := edges.held(output)) is not None:
+            node.metadata.setdefault(SENT, {})[output.output_nr] = kept
 
 
 @guarded("stage_edges")

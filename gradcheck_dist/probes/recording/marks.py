@@ -16,6 +16,9 @@ LABELLED = "gradcheck_labels"
 DIFFERENTIATED = "gradcheck_pass"
 """A pass that keeps its graph has gone through the node: the seq number of the first one of that forward pass."""
 
+SENT = "gradcheck_sent"
+"""By output of the node, some elements of what a stage sent, where it lets go of that (torch 2.15)."""
+
 HOOKED = "gradcheck_hooks"
 """By output of the node, the numbers of the hooks that the program put on it."""
 
