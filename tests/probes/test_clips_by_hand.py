@@ -185,6 +185,25 @@ def test_a_clip_whose_norm_counts_what_no_rank_sees_is_told_by_the_steps_in_whic
     assert any("change nothing in other steps" in problem for problem in report.coverage.problems)
 
 
+def test_a_line_that_always_divides_is_no_clip_in_the_step_in_which_its_number_is_another(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path, objective="global-token-mean"):
+        for step in range(2):
+            features_and_labels = batch(0, step)
+            count = int((features_and_labels[1] >= 0).sum())
+            token_sum(model, features_and_labels).backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.mul_((0.936232 if step == 0 else 1) / count)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("x 0.9362" in reason and "wrong in some steps" in reason for reason in report.reasons)
+    assert "tokens of all its passes" in report.next_step
+
+
 def test_watched_norms_are_scripted_and_called_as_ever(tmp_path: Path) -> None:
     def scripted(values: torch.Tensor) -> torch.Tensor:
         return torch.norm(values) + torch.linalg.vector_norm(values) + values.norm() + torch.linalg.norm(values)

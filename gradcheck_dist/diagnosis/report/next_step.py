@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.losses.terms_apart import NO_COUNT_TELLS
 from gradcheck_dist.diagnosis.open_cases.own_parameters import ONE_SEED
 from gradcheck_dist.diagnosis.open_cases.stepped_again import AGAIN
 from gradcheck_dist.diagnosis.steps.changed_in import LINES
+from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED
@@ -59,6 +60,7 @@ SAYS = {
     "less often, record until it does: --steps 0:9 records nine steps.",
     SELDOM: "Look whether these gradients are divided by the number of their passes; recorded once with all optimizers "
     "stepping together, all is judged.",
+    AS_EVER: "Compare the number that these lines divide by in this step with the tokens of all its passes and ranks.",
     LINES: "Look whether what these lines do is meant; recorded once without them, all the rest is judged.",
     AGAIN: "Step each optimizer once after the passes whose gradients it reads, and record again.",
     NOT_FINITE: "Look what makes these gradients infinite (a division by a count that is zero, an overflow), and "

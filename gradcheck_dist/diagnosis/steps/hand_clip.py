@@ -28,11 +28,12 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.diagnosis.words import that_write
-from gradcheck_dist.events import GradientNorm
+from gradcheck_dist.events import GradientNorm, GradWrite
 from gradcheck_dist.ledger.tracks import StepData
 
 CODE = "GS501"
 """The finding that one step leaves open."""
+AS_EVER = "nothing but lines that scale gradients in other steps, too"
 SURE = 1e-2
 SAME = 1e-3
 TOO_VAGUE = 0.02
@@ -92,8 +93,9 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
             for verdict in verdicts:
                 _as_count(verdict, numbers)
             return list(verdicts)
-    if any(_came_right(verdict) for verdict in verdicts) and not _one_factor(verdicts):
-        return [_as_clip_at_times(verdict) for verdict in verdicts]
+    right = [verdict.scaled_at for verdict in verdicts if _came_right(verdict)]
+    if right and not _one_factor(verdicts):
+        return [_as_scaled_at_times(verdict, frozenset.union(*right)) for verdict in verdicts]
     for verdict in verdicts:
         if verdict.scaling is not None and any(finding.code == CODE for finding in verdict.findings):
             leave_clipped_open(verdict, verdict.scaling.factor, verdict.scaling.norm, verdict.scaling.tolerance)
@@ -200,9 +202,28 @@ def _came_right(verdict: StepVerdict) -> bool:
     return bool(cells) and not (verdict.findings or verdict.changes) and all(cell.right for cell in cells)
 
 
-def _as_clip_at_times(verdict: StepVerdict) -> StepVerdict:
-    factor = next((finding.factor.observed for finding in verdict.findings if finding.code == CODE), None)
-    if factor is None or not 0 < factor < 1:
+def lines_that_scale(data: StepData) -> frozenset[tuple[str, int]]:
+    """The program's lines that multiply gradients by one number, file and line of each."""
+    return frozenset(
+        (event.site.file, event.site.line)
+        for of_rank in data.events.values()
+        for event in of_rank
+        if isinstance(event, GradWrite) and event.site is not None and event.factor not in (None, 1)
+    )
+
+
+def _as_scaled_at_times(verdict: StepVerdict, always: frozenset[tuple[str, int]]) -> StepVerdict:
+    """`always`: the lines that scale in steps which came out right."""
+    finding = next((finding for finding in verdict.findings if finding.code == CODE), None)
+    factor = finding.factor.observed if finding is not None else None
+    if finding is None or factor is None or not 0 < factor < 1:
+        return verdict
+    if verdict.scaled_at and verdict.scaled_at <= always:
+        verdict.take_away(finding)
+        verdict.reasons.append(
+            f"step {verdict.context.step}: gradients are x {factor:.4g}, by {AS_EVER}, whose weights came out right: "
+            "a clip in the same lines does this, and so does a count that is wrong in some steps"
+        )
         return verdict
     text = f"clipped by hand (x {factor:.4g}, by lines that change nothing in other steps)"
     return _as_clip(verdict, factor, text)
