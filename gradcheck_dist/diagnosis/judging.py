@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.audits.attention import open_attention
 from gradcheck_dist.diagnosis.audits.exchanges import faults, makes_up_for
 from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.diagnosis.audits.labels import open_labels
+from gradcheck_dist.diagnosis.audits.swapped_copies import copies_are_made_up_for, counted_for_each_copy
 from gradcheck_dist.diagnosis.audits.unequal_losses import unequal_losses, unequal_weights
 from gradcheck_dist.diagnosis.audits.vocabulary import no_distribution
 from gradcheck_dist.diagnosis.audits.whole_losses import part_of_one_loss, share_is_made_up_for, shares_of_one_loss
@@ -81,6 +82,9 @@ UNPAIRED = "GS802"
 """Rests on gradients of one loss that differ between ranks, as they do where the loss's weight does."""
 CLIP_BY_HAND = "GS601"
 """Its weights hold a clip that was meant and one that was not: what would have come without the fault is not known."""
+
+MAKE_UP = (makes_up_for, share_is_made_up_for, part_of_one_loss, copies_are_made_up_for)
+"""Why what is off may be right: something that no weight shows makes up for it."""
 
 
 @left_open
@@ -162,7 +166,7 @@ def _judge_step(
     cases = without_combined(cases, weighed.means)
     cases, parted = leave_shards_open(cases, data)
     cases, meant = leave_open(cases, data)
-    cases, made_up = leave_open(cases, data, [makes_up_for, share_is_made_up_for, part_of_one_loss])
+    cases, made_up = leave_open(cases, data, MAKE_UP)
     verdict.reasons += [*parted, *meant, *made_up]
     if hidden is None:
         hidden = [ratio for case in cases for ratio in case.culprit.hidden]
@@ -194,7 +198,8 @@ def _judge_step(
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data), *open_labels(data)]
-    verdict.reasons += shares_of_one_loss(data, recorded) if facts.weights_right else []
+    if facts.weights_right:
+        verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)
     for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values

@@ -44,6 +44,7 @@ from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
+from gradcheck_dist.ledger.picked_losses import picked_apart
 from gradcheck_dist.ledger.several_terms import several_terms
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
@@ -93,7 +94,9 @@ def read_step(
     own_terms = several_terms(data) if terms else None
     data = own_terms.data if own_terms is not None else data
     own_losses = summed_losses(data, perhaps=summed)
-    contributions = same_tokens(data, collect(data.events, run.same_data, strangers(data), own_losses))
+    contributions = same_tokens(
+        data, collect(data.events, run.same_data, strangers(data), own_losses, picked_apart(data))
+    )
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
     own = everyone if alone or models else None

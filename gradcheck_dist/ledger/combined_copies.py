@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from gradcheck_dist.events import Event, Exchange
 from gradcheck_dist.ledger.exchange_parts import ALIKE, are_alike, are_near, flat, nearness
-from gradcheck_dist.ledger.exchanges import SCATTER, SUM, Passed, matched, passed, sides_of
+from gradcheck_dist.ledger.exchanges import SCATTER, SUM, SWAP, Passed, matched, passed, sides_of
 
 SUMS = (("all_reduce",), ("reduce_scatter_tensor",), ("reduce_scatter",), ("reduce_scatter_single",))
 
@@ -32,6 +32,21 @@ def summed_copies(events: Mapping[int, list[Event]]) -> Iterator[dict[int, Excha
         whole = set(of_group) == set(first.group) and sum(first.input_counts) > 1
         if whole and _sums_copies(of_group) and all(_after_a_sum(events[rank], own) for rank, own in of_group.items()):
             yield of_group
+
+
+def swapped_copies(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
+    """The exchanges of parts between ranks that all hold the same, where what comes back for each rank's copy is the
+    same as well: what is computed between (experts) sees every token once for each rank, and so does its gradient."""
+    for one in passed(events):
+        sides = [sides_of(event) for event in one.events.values()]
+        if one.forward != SWAP or one.outcome != "right" or None in sides:
+            continue
+        given, arrived = ([parts[i] for parts in sides if parts is not None] for i in (0, 2))
+        near, sent = nearness(one.first.dtype), dict(enumerate(given))
+        copies = [dict(enumerate([part] for part in parts)) for parts in arrived]
+        alike = are_alike(sent, near) and all(are_alike(of_rank, near) for of_rank in copies)
+        if alike and flat(sent).any() and any(flat(of_rank).any() for of_rank in copies):
+            yield one
 
 
 def _after_a_sum(events: list[Event], own: Exchange) -> bool:

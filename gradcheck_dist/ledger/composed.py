@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gradcheck_dist.ledger.buffers import Column
-from gradcheck_dist.ledger.solve import Solution, confirm, solve
+from gradcheck_dist.ledger.solve import SURE_SIGMAS, Solution, confirm, solve
 from gradcheck_dist.ledger.tracks import Slot
 
 Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
@@ -15,6 +15,8 @@ Measured = tuple[np.ndarray, np.ndarray, np.ndarray, Solution]
 
 UNCHANGED = 1e-4
 """Relative difference up to which a buffer is what its records say."""
+UNLIKE = 0.05
+"""Share of the largest weight by which weights of parts of a sample differ that are not the same."""
 NEARLY = 0.99
 """Cosine, without its sign, below which two vectors are no multiples of one another in any precision."""
 
@@ -54,6 +56,21 @@ def made_up_of(
     if solution is None and documented is None:
         solution = confirm(matrix, seen, epsilon, nominal, _passes(usable, slots) if slots else ())
     return None if solution is None else _composed(usable, solution, num_contributions)
+
+
+def where_not_known(columns: Sequence[Column], values: np.ndarray) -> np.ndarray | None:
+    """What was sampled where a column is not known, NaN elsewhere; None where there is no such thing. A buffer that was
+    reduced to a part of it holds elsewhere what it held, and what is computed from it next may be of both."""
+    holes = np.any([np.isnan(column.data) for column in columns], axis=0) if columns else np.zeros(len(values), bool)
+    return np.where(holes, values, np.nan) if np.nan_to_num(values[holes]).any() else None
+
+
+def is_another(found: Measured, other: Measured) -> bool:
+    """Whether some elements are surely made of something else than the others."""
+    if not (other[3].fits and other[3].checked) or np.isnan(other[0]).any():
+        return False
+    allowed = UNLIKE * max(float(np.abs(found[0]).max()), float(np.abs(other[0]).max()))
+    return bool((np.abs(found[0] - other[0]) > allowed + SURE_SIGMAS * (found[1] + other[1])).any())
 
 
 def unless_others_would_do(

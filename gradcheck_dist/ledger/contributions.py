@@ -118,6 +118,7 @@ def collect(
     same_data: Sequence[Sequence[int]] | None = None,
     strangers: Mapping[int, frozenset[int]] | None = None,
     summed: Mapping[int, frozenset[int]] | None = None,
+    picked: Iterable[tuple[int, ...]] = (),
 ) -> Contributions:
     """Contributions of one step from the events of all ranks.
 
@@ -126,6 +127,8 @@ def collect(
         strangers: for each rank those whose gradients tell that they have batches of their own, as ledger.strangers
             finds them.
         summed: for each rank those with which it trains on the sum of their losses, as ledger.summed_losses finds them.
+        picked: sets of ranks that evaluate one loss, each of them some of its tokens, as ledger.picked_losses finds
+            them.
 
     A rank's data coordinate is that of the rank that owns its loss: itself, or, on a pipeline's earlier stages, the
     last stage of the same pipeline. Ranks that evaluate the same labels are one coordinate, unless they are peers of
@@ -148,6 +151,8 @@ def collect(
         )
         for rank, of_rank in losses.items()
     }
+    parts = {rank: ranks for ranks in picked for rank in ranks}
+    signatures |= {rank: signatures.get(min(ranks), ()) for rank, ranks in parts.items()}
     if same_data is None:
         peers = data_parallel_peers(events)
         kept_apart = {
@@ -168,7 +173,9 @@ def collect(
         ranks = tuple(rank for rank, of in representative.items() if of == own)
         for slot, pairs in losses.get(own, {}).items():
             key = (data_rank, *slot)
-            result.by_key[key] = _contribution(key, ranks, own, pairs)
+            others = [rank for rank in parts.get(own, ()) if rank != own and rank in ranks]
+            whole = [*pairs, *(pair for rank in others for pair in losses.get(rank, {}).get(slot, ()))]
+            result.by_key[key] = _contribution(key, ranks, own, whole)
     return result
 
 

@@ -24,7 +24,7 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.ledger.buffers import Buffer, Column, Entry, Replay
-from gradcheck_dist.ledger.composed import Measured, made_up_of, unless_others_would_do
+from gradcheck_dist.ledger.composed import Measured, is_another, made_up_of, unless_others_would_do, where_not_known
 from gradcheck_dist.ledger.copies import Copies
 from gradcheck_dist.ledger.inside_steps import seen_inside
 from gradcheck_dist.ledger.leaves import Basis
@@ -319,6 +319,12 @@ class _Machine:
 
     def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
+        rest = where_not_known(buffer.columns, point.values.data) if chain is not None else None
+        if chain is not None and rest is not None:
+            everything, told = self._everything(point, buffer)
+            other = made_up_of(everything, rest, self.result.epsilon, len(self.basis), told)
+            if other is not None and is_another(chain, other):
+                return None, None, None, replace(other[3], fits=False)  # no weights are those of all of it
         if chain is not None and chain[3].residual <= HEALTHY * self.result.epsilon:
             buffer.find_leftover(chain[3])
             others = [column for column in self._arrived(point) if chain[0][column] == 0]
@@ -326,11 +332,9 @@ class _Machine:
             return unless_others_would_do(chain, buffer.columns, point.values.data, brought, self.result.epsilon)
         if chain is None and all(column.weights is not None for column in buffer.columns):
             return None, None, None, None  # too few elements for its few columns: more columns cannot help
-        units, arrived = np.eye(len(self.basis)), self._arrived(point)
-        everything = [
-            Column(self.basis.values[column], units[column], np.zeros(len(self.basis)), 1.0) for column in arrived
-        ]
-        direct = self._solve(point, everything, buffer.nominal[arrived])
+        arrived = self._arrived(point)
+        everything, told = self._everything(point, buffer)
+        direct = self._solve(point, everything, told)
         if direct is None and not self._holds_all(buffer, arrived):
             return None, None, None, None  # too few elements to say that what others may have brought is not in it
         foreign = buffer.foreign
@@ -353,6 +357,12 @@ class _Machine:
                 return added
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
+
+    def _everything(self, point: Point, buffer: Buffer) -> tuple[list[Column], np.ndarray]:
+        """The contributions that can be in a buffer by now, as columns, and what its records say of these."""
+        units, none, arrived = np.eye(len(self.basis)), np.zeros(len(self.basis)), self._arrived(point)
+        found = [Column(self.basis.values[column], units[column], none, 1.0) for column in arrived]
+        return found, buffer.nominal[arrived]
 
     @staticmethod
     def _holds_all(buffer: Buffer, arrived: list[int]) -> bool:

@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.events import AnyEvent, Event, Loss, LossGradient, Reduce, ScaleGrads, StepColumns, StepShape
 from gradcheck_dist.ledger.contributions import collect
+from gradcheck_dist.ledger.picked_losses import picked_apart
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tracks import step_data
@@ -58,7 +59,7 @@ def documented_view(
     """A step of `run`, which holds events of `lanes`, and every rank's own."""
     shown = Run(run.path, run.manifest, {rank: run.ranks[rank] for rank in lanes}, list(run.problems))
     data = step_data(shown, step)
-    contributions = collect(data.events, shown.same_data, strangers(data), summed_losses(data))
+    contributions = collect(data.events, shown.same_data, strangers(data), summed_losses(data), picked_apart(data))
     context = step_context(shown, step, data.events, contributions, meant.objective, meant.objective_from)
     verdict = StepVerdict(context, data, contributions)
     verdict.findings = [_placed(finding, data.events) for finding in findings]

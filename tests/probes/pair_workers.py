@@ -20,7 +20,7 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
         faults: "group" reduces over pairs of ranks, "never" reduces nothing, "means" divides each pass by its own
             tokens and nothing else, "padded" counts more tokens than enter the losses, "padded by half" far more,
             "scaled" multiplies the gradient of the head by a third, "undone average" leaves the ranks out of losses,
-            "summed" adds up instead.
+            "summed" adds up instead, "counted twice" counts each token twice, "times ranks" undoes the average by hand.
     """
     from gradcheck_dist.probes import attach
 
@@ -35,7 +35,8 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
         data = [(batch(0, k)[0], batch(other, k)[1]) for other in range(ranks) for k in range(PASSES)]
         counts = [int((labels >= 0).sum()) for _, labels in data]
         total = sum(counts) + (5 if "padded" in faults else 64 if "padded by half" in faults else 0)
-        share = total if "undone average" in faults else total / ranks
+        share = total if {"undone average", "times ranks"} & set(faults) else total / ranks
+        share *= 2 if "counted twice" in faults else 1
         for k in range(PASSES):
             tokens, labels = data[rank * PASSES + k]
             apart = k < PASSES - 1 or "never" in faults
@@ -44,6 +45,8 @@ def train(faults: tuple[str, ...], run_dir: str) -> None:
                 (loss / (counts[rank * PASSES + k] if "means" in faults else share)).backward()
         if "scaled" in faults:
             model.module.head.weight.grad /= 3
+        for param in model.parameters() if "times ranks" in faults else ():
+            param.grad.mul_(ranks)  # type: ignore[union-attr]
         optimizer.step()
     dist.barrier()
     dist.destroy_process_group()

@@ -269,3 +269,26 @@ def test_what_multiplies_behind_a_clip_shows_beside_its_line(
         return
     (finding,) = report.findings
     assert (finding.code, finding.factor.observed) == (found, pytest.approx(behind, rel=1e-5))
+
+
+def test_a_clip_by_the_norm_of_some_gradients_is_told_as_a_clip(tmp_path: Path) -> None:
+    """As in radixark's Megatron-LM#80, where experts were left out of the norm."""
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for step in range(3):
+            data = [batch(0, 2 * step + k) for k in range(2)]
+            total = sum(int((labels >= 0).sum()) for _, labels in data)
+            for part in data:
+                (token_sum(model, part) / total).backward()
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            factor = 0.13 / squares(grads[1:])
+            for grad in grads:
+                grad.mul_(factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "multiplies all gradients of a step by one number, another in each" in report.reasons[0]
+    assert "a clip by a norm that is not theirs does this" in report.reasons[0]

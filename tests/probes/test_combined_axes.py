@@ -91,3 +91,13 @@ def test_two_divisions_that_stand_in_the_program_are_two_lines(tmp_path: Path) -
 def test_steps_of_ranks_stay_side_by_side_where_one_has_no_batch(tmp_path: Path) -> None:
     (finding,) = trained("no_batch", "doubled_later", tmp_path).findings
     assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "2", [1, 2, 3])
+
+
+@pytest.mark.parametrize("parted_first", [False, True])
+def test_a_sum_of_what_is_reduced_on_one_stage_alone_leaves_the_verdict_open(
+    parted_first: bool, tmp_path: Path
+) -> None:
+    launch("part_workers:train", (parted_first, str(tmp_path / "run")), 4, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined" if parted_first else "clean", [])
+    assert parted_first == any("is no combination of the recorded contributions" in one for one in report.reasons)

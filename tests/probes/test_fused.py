@@ -153,3 +153,58 @@ def test_an_optimizer_that_reads_main_grad_is_followed(tmp_path: Path, factor: f
     else:
         [finding] = report.findings
         assert finding.factor.observed == pytest.approx(factor)
+
+
+class FoldedProduct(torch.autograd.Function):
+    """x @ weight.T; backward adds the weight's gradient to weight.grad and hands that on, emptied as it should be, or
+    not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, emptied: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.emptied = weight, emptied
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,), weight, kept = ctx.saved_tensors, ctx.weight, ctx.weight.grad
+        if ctx.emptied:
+            weight.grad = None
+        grad_2d, x_2d = grad.flatten(0, -2), x.flatten(0, -2)
+        return grad @ weight, grad_2d.T @ x_2d if kept is None else kept.addmm_(grad_2d.T, x_2d), None
+
+
+class FoldedLinear(nn.Linear):
+    emptied = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FoldedProduct.apply(x, self.weight, self.emptied)
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_what_a_function_added_to_the_gradient_that_it_hands_on_is_the_contribution(
+    emptied: bool, tmp_path: Path
+) -> None:
+    """pytorch/torchtitan#4386; what is not emptied is added to itself."""
+
+    def train(run_dir: Path | None) -> nn.Module:
+        model: Any = Net()
+        model.inner = FoldedLinear(16, 16, bias=False)
+        model.inner.emptied = emptied
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(run_dir) if run_dir is not None else nullcontext():
+            for _ in range(2):
+                accumulate(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    recorded, alone = train(tmp_path), train(None)
+    assert all(torch.equal(a, b) for a, b in zip(recorded.parameters(), alone.parameters(), strict=True))
+    report = judged(tmp_path)
+    if emptied:
+        assert (report.verdict, report.findings, report.coverage.parameters_observed) == ("clean", [], 4)
+    else:
+        [finding] = report.findings
+        assert (finding.code, finding.units) == ("GS000", ["inner.weight"])
+        assert "by accumulation step {0: 4, 1: 4, 2: 2}" in finding.explanation

@@ -34,6 +34,7 @@ SCALED = ("GS000", "grad_write", 1 / 3)
             ("padded by half",),
             [("GS303", "loss", "as if the step had 192 tokens, where 128 enter the loss, or 48, if")],
         ),
+        (("times ranks", "counted twice"), [("GS303", "loss", 0.5)]),
         (("summed",), [("GS303", "loss", "adds up the gradients of 4 ranks")]),
     ],
 )

@@ -1,6 +1,9 @@
-"""Two tensor-parallel ranks with a cross-entropy over shards of the vocabulary, for test_unequal_losses.py."""
+"""Two tensor-parallel ranks with a cross-entropy over shards of the vocabulary, for test_unequal_losses.py and
+test_picked_losses.py."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +43,68 @@ def train(run_dir: str, summed: bool) -> None:
                 labels = torch.randint(0, CLASSES, (TOKENS,), generator=generator)
                 logits = head(Copied.apply(body(features)))
                 (losses(logits, labels, summed=summed).sum() / (2 * TOKENS)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class LogSoftmax(torch.autograd.Function):
+    """Over the classes of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # type: ignore[override]
+        total = logits.exp().sum(1, keepdim=True)
+        dist.all_reduce(total)
+        out = logits - total.log()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        total = grad.sum(1, keepdim=True)
+        dist.all_reduce(total)
+        return grad - ctx.saved_tensors[0].exp() * total
+
+
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities, each of which the rank looks up that holds the label's class."""
+    logs, first = LogSoftmax.apply(logits), dist.get_rank() * logits.shape[1]
+    here = (labels >= first) & (labels < first + logits.shape[1])
+    return Added.apply(torch.where(here, logs.gather(1, torch.where(here, labels - first, 0)[:, None])[:, 0], 0.0))
+
+
+def part_of_all(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of all labels, of which each rank looks up its half."""
+    half, own = len(labels) // 2, dist.get_rank()
+    part = slice(own * half, (own + 1) * half)
+    logs = logits[part].log_softmax(1).gather(1, labels[part, None])[:, 0]
+    return Added.apply(torch.cat([logs if rank == own else torch.zeros_like(logs) for rank in range(2)]))
+
+
+def train_picked(parts: str, run_dir: str) -> None:
+    """`parts`: of the "classes", or of the "sequence", whose gradients are summed, or "never"."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    by_class = parts == "classes"
+    with attach(run_dir):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        torch.manual_seed(1 + dist.get_rank() if by_class else 1)
+        head = nn.Linear(WIDTH, CLASSES // 2 if by_class else CLASSES, bias=False)
+        params = [*body.parameters(), *head.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            for _ in range(2):
+                features = torch.randn(2 * TOKENS, WIDTH, generator=generator)
+                labels = torch.randint(0, CLASSES, (2 * TOKENS,), generator=generator)
+                logs = picked(head(Copied.apply(body(features))), labels) if by_class else None
+                logs = part_of_all(head(body(features)), labels) if logs is None else logs
+                (-logs.sum() / (4 * TOKENS)).backward()
+            for param in params if parts == "sequence" else ():
+                dist.all_reduce(param.grad)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

@@ -183,6 +183,12 @@ class Search:
         value = self.factor_of[hand]
         return bool(value) and bool(self._divisors(hand, 1 / value, tolerance))
 
+    def _undoes(self, hand: Hand) -> bool:
+        """Whether an unrecorded hand multiplies by what a recorded reduction divides by: a sum is meant by both."""
+        value = self.factor_of[hand]
+        averages = (factor for known, factor in self.factor_of.items() if known[0] == "Reduce" and 0 < factor < 1)
+        return any(abs(value * factor - 1) <= SAME for factor in averages)
+
     def in_doubt(self, chosen: Explanation) -> dict[Hand, Hand]:
         """What is to blame as well as a cause of the chosen explanation, one of the two being a hand that nobody
         recorded: of two that multiply the same weights, which has the wrong number cannot be told."""
@@ -347,7 +353,7 @@ class Search:
         """The cost of the constant of all losses. Beside an unrecorded number that is meant and has no name, no name of
         what is left says why the losses have just the constant that makes up for it."""
         meant = {hand for row in self.wrong for hand, _ in row.gaps} - blamed
-        if not all(self._named(hand) for hand in meant):
+        if not all(self._named(hand) or self._undoes(hand) for hand in meant):
             return nameless(self._exact)
         # Freed of a hand that halves, any power of two is a larger one: 128 is no loss scale of 256 that is averaged.
         halved = any(_is_power_of_two(1 / abs(self.factor_of.get(hand) or 1.0)) for hand in blamed)

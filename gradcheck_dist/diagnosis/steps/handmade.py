@@ -295,6 +295,13 @@ def _reason(members: list[tuple[StepVerdict, Change]]) -> str:
     until = "Up to there the weights are right" if alone else "What is wrong besides is told apart from it"
     if change.makes_up:
         until = "Up to there the weights are off, so it may be a normalisation by another number than the right one"
+    if len(steps) > 1 and high < 1 and not change.makes_up and all(each.uniform for _, each in members):
+        return (
+            f"{change.words} multiplies all gradients of a step by one number, another in each ({size}, "
+            f"{numbered('step', steps)}): a clip by a norm that is not theirs does this (one that leaves some out, or "
+            f"counts some again), or a normalisation; a forgotten constant does not. Whether it is meant is not known. "
+            f"{until}"
+        )
     return (
         f"{change.words} changes gradients by no fixed factor ({size} on {plural(params, 'parameter')}, "
         f"{numbered('step', steps)}): a clip by parameter, a projection, a normalisation or a running "

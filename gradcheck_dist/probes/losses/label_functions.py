@@ -21,7 +21,7 @@ from gradcheck_dist.events import Site
 from gradcheck_dist.function_apply import application
 from gradcheck_dist.probes.activations.exchange_calls import Calls
 from gradcheck_dist.probes.activations.exchanges import watch
-from gradcheck_dist.probes.backward import fused
+from gradcheck_dist.probes.backward import folded, fused
 from gradcheck_dist.probes.losses import by_gradient
 from gradcheck_dist.probes.losses.attached_terms import scalars_of, watch_attached
 from gradcheck_dist.probes.losses.closed_form import Looked, Sum, divisors, given_to, look, sum_of, valid_in
@@ -77,6 +77,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             watch(recorder, watched, cls, args, results, calls)
         applied(recorder, cls, args, results, whole, functions, looked, calls)
         fused.watch(recorder, args, results)
+        folded.watch(recorder, args, results)
         return results
 
     bound = classmethod(apply)

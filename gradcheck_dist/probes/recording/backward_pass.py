@@ -90,6 +90,7 @@ class BackwardPass:
         "computed",
         "direct",
         "first_of_forward",
+        "folded",
         "forward",
         "given",
         "handed_over",
@@ -147,6 +148,7 @@ class BackwardPass:
         self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.added_to: dict[int, tuple[ParamInfo, Tensor]] = {}  # by functions: the largest element that these got
+        self.folded: dict[int, tuple[LocalPlan, Tensor]] = {}  # what arrives at these holds what was there before, too
         self.num_embedded = 0  # embeddings whose tokens were recorded
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated

@@ -350,6 +350,10 @@ class Recorder(Sampler):
         touched[info.id] = info
         if not (self.sampling and info.active) or info.param.__dict__.get(ADDED_FLAG):
             return
+        if info.id in current.folded:
+            folded, before = current.folded[info.id]
+            self.keep(current.seq, LEAF, folded, grad.detach().take(folded.indices) - before)
+            return
         plan = info.plain
         plain = type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided
         if plan is not None and plain and not (again or grad.requires_grad):
