@@ -92,3 +92,10 @@ def test_a_count_that_is_not_reset_is_its_line_s_and_not_the_average_s(tmp_path:
     (finding,) = report.findings
     assert (finding.code, finding.steps) == ("GS000", [1, 2])
     assert line_of(report) == "param.grad.mul_(1 / num_passes)"
+
+
+def test_a_hook_that_weighs_means_by_tokens_and_divides_besides_is_one_fault(tmp_path: Path) -> None:
+    assert judged("weighted", "once", tmp_path / "once").verdict == "clean"
+    (finding,) = judged("weighted", "twice", tmp_path / "twice").findings
+    assert (finding.code, finding.factor.expression) == ("GS000", "1/dp_replicate")
+    assert finding.first_event is not None and finding.first_event.kind == "reduce"

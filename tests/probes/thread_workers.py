@@ -165,3 +165,25 @@ def counted(variant: str) -> None:
         num_passes = num_passes if variant == "kept" else 0
         optimizer.step()
         optimizer.zero_grad()
+
+
+def weighted(variant: str) -> None:
+    """A communication hook weighs each rank's mean by its tokens, and divides by the ranks besides ("twice")."""
+    weight, model = [0.0], DistributedDataParallel(Net())
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer().mul_(weight[0]), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].div_(2 if variant == "twice" else 1))
+
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        tokens, labels = batch(dist.get_rank(), step)
+        labels[:, : 1 + dist.get_rank()] = -100
+        own = (labels >= 0).sum().float()
+        total = own.clone()
+        dist.all_reduce(total)
+        weight[0] = float(own / total)
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
