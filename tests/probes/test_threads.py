@@ -99,3 +99,11 @@ def test_a_hook_that_weighs_means_by_tokens_and_divides_besides_is_one_fault(tmp
     (finding,) = judged("weighted", "twice", tmp_path / "twice").findings
     assert (finding.code, finding.factor.expression) == ("GS000", "1/dp_replicate")
     assert finding.first_event is not None and finding.first_event.kind == "reduce"
+
+
+def test_ranks_with_unequal_numbers_of_tasks_are_left_open(tmp_path: Path) -> None:
+    report = judged("tasks", "right", tmp_path / "right")
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "adds up 2.5 losses on average, which weigh 2.5 times as much" in report.reasons[0]
+    (finding,) = judged("tasks", "doubled", tmp_path / "doubled").findings
+    assert finding.factor.observed == pytest.approx(5.0, rel=1e-4)

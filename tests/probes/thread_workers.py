@@ -187,3 +187,23 @@ def weighted(variant: str) -> None:
         F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def tasks(variant: str) -> None:
+    """Heads in one loop, of which ranks have labels of three or two; "doubled": their sum is multiplied by 2."""
+    rank, embedding = dist.get_rank(), nn.Embedding(20, 8)
+    heads = nn.ModuleList(nn.Linear(8, 20) for _ in range(3))
+    model = nn.ModuleList([embedding, heads])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        losses = []
+        for index, head in enumerate(heads[: 3 - rank]):
+            tokens, labels = batch(rank, 10 * index + step)
+            scores = head(embedding(tokens))
+            losses.append(F.cross_entropy(scores.flatten(0, 1), labels.clamp_min(0).flatten()))
+        (sum(losses, torch.zeros(())) * (2 if variant == "doubled" else 1)).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad.div_(2))
+        optimizer.step()
+        optimizer.zero_grad()
