@@ -208,6 +208,27 @@ def test_an_optimizer_may_divide_by_the_number_that_it_holds(
         assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
 
 
+def test_numbers_that_an_optimizer_counts_make_no_step_in_columns_another_one(tmp_path: Path) -> None:
+    class Counting(Dividing):
+        num_steps = 0
+
+        def step(self, scale: float = 1.0) -> None:  # type: ignore[override]
+            self.num_steps += 1
+            super().step(scale)
+
+    model = Net()
+    optimizer = Counting(list(model.parameters()), ACCUMULATION)
+    with attach(tmp_path, steps=range(2), every_step=True):
+        for _ in range(STEPS + 2):
+            tokens, labels = batch(0, 0)
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = read_run(tmp_path).ranks[0]
+    assert len(trace.shapes) == 1
+    assert {event.numbers["divisor"] for event in trace.events if isinstance(event, OptimizerStep)} == {ACCUMULATION}
+
+
 def test_gradients_that_nobody_saw_before_they_were_emptied_are_told(tmp_path: Path) -> None:
     report = judged(tmp_path, times_zero)
     assert (report.verdict, report.findings) == ("undetermined", [])

@@ -35,6 +35,8 @@ HYPERPARAMETERS: tuple[str, ...] = (
     "decoupled_weight_decay",
 )
 MAX_NUMBERS = 32
+_held: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[str, float]]] = weakref.WeakKeyDictionary()
+"""What optimizers held as their last recorded step began, and its number."""
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -136,7 +138,7 @@ def stepping(
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
         inside=inside,
-        numbers={} if by_torch else _numbers(optimizer, first, given or {}),
+        numbers={} if by_torch else _numbers(recorder, optimizer, {**first, **(given or {})}),
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
@@ -174,17 +176,22 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, float]:
     return {name: number for name, value in named.items() if (number := _number(value)) is not None}
 
 
-def _numbers(optimizer: Optimizer, group: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(recorder: Recorder, optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, float]:
     """What an optimizer holds, or is given, that is a number and no hyperparameter that is known. What begins with an
-    underscore is counted by schedulers."""
-    held = {**vars(optimizer), **group, **given}
+    underscore is counted by schedulers. Without samples only what it held before, or no step in columns would be like
+    another one."""
+    held = {**vars(optimizer), **given}
     named = {
         name: number
         for name, value in held.items()
         if not name.startswith("_") and name not in (*HYPERPARAMETERS, "lr", "initial_lr")
         if not isinstance(value, bool) and (number := _number(value)) is not None
     }
-    return dict(list(named.items())[:MAX_NUMBERS])
+    found = dict(list(named.items())[:MAX_NUMBERS])
+    step, before = _held.get(optimizer, (-1, {}))
+    if step != recorder.step:  # a step may call that of its class's parent
+        _held[optimizer] = (recorder.step, found)
+    return found if recorder.sampling else {name: one for name, one in found.items() if before.get(name) == one}
 
 
 def _number(value: Any) -> float | None:
