@@ -38,6 +38,7 @@ from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm, freed_by_rank, w
 from gradcheck_dist.diagnosis.norms.scaled_clips import ScaledClip, scaled_clip
 from gradcheck_dist.diagnosis.norms.step_norms import StepNorms, step_norms
 from gradcheck_dist.diagnosis.open_cases.arrived_twice import arrived_twice
+from gradcheck_dist.diagnosis.open_cases.givers import only_others_gave
 from gradcheck_dist.diagnosis.open_cases.own_shards import leave_shards_open
 from gradcheck_dist.diagnosis.open_cases.pardons import leave_open
 from gradcheck_dist.diagnosis.open_cases.sample_means import mean_over_samples
@@ -107,9 +108,12 @@ def judge_step(
     if hands_on(verdict.data) and not verdict.comes_out_right:
         verdict = _judge_step(run, step, objective, objective_from, handed=False, **asked)
         verdict.reasons += changed_on_the_way(verdict.data)
-    if adds_up_apart(verdict.spreads) and not verdict.context.of_samples and several_terms(verdict.data) is not None:
+    apart = adds_up_apart(verdict.spreads)
+    terms = several_terms(verdict.data) if apart or verdict.findings else None
+    if terms is not None and not verdict.context.of_samples:
         as_terms = _judge_step(run, step, objective, objective_from, handed=True, terms=True, **asked)
-        if as_terms.comes_out_right and as_terms.all_right:
+        right = as_terms.comes_out_right and as_terms.all_right
+        if right or (terms.partly and len(as_terms.findings) < len(verdict.findings)):
             return as_terms
     if verdict.findings and summed_losses(verdict.data, perhaps=True) != summed_losses(verdict.data):
         summed = _judge_step(run, step, objective, objective_from, handed=True, summed=True, **asked)
@@ -206,6 +210,9 @@ def _judge_step(
     verdict.audited = audited(facts)
     if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
         without = judge_step(run, step, objective, objective_from, drop_lost=True, alone=alone)
+        if lacking := {key[0] for key in recorded.by_key} - {key[0] for key in without.contributions.by_key}:
+            without.conduct = None  # what is right of some ranks' losses is not of all
+            without.reasons.append(only_others_gave(step, lacking))
         right = without.comes_out_right and without.all_right
         if LOST in found or right or len(without.findings) < len(verdict.findings):
             verdict.without_lost = without
@@ -217,9 +224,12 @@ def _judge_step(
 
 
 def _passes_are_gone(measured: list[Held], contributions: Contributions) -> bool:
-    """Whether nothing of some passes is in any gradient, on all ranks: emptied, maybe by a line that nobody records."""
+    """Whether nothing of some passes is in any gradient, on all ranks, or nothing of some ranks: emptied, maybe by a
+    line that nobody records, or left aside (a replica that heals gives zeros)."""
     weighs, gone = (found & set(contributions.by_key) for found in weighing_or_gone(measured))
-    return bool(weighs and gone) and {key[1:] for key in weighs}.isdisjoint({key[1:] for key in gone})
+    of_passes = {key[1:] for key in weighs}.isdisjoint({key[1:] for key in gone})
+    of_ranks = {key[0] for key in weighs}.isdisjoint({key[0] for key in gone})
+    return bool(weighs and gone) and (of_passes or of_ranks)
 
 
 def _lay_to_lost(verdict: StepVerdict) -> None:

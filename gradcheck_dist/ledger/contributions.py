@@ -42,7 +42,8 @@ class Contribution:
 
     `weight` is the weight of one token's loss in the backward root; None when no loss was seen. `spread` is the
     relative spread of that weight over the tokens or loss calls of this contribution (0 when it is the same for all);
-    `num_losses` are these calls, `samples` what weighs alike in them, as far as it is known.
+    `num_losses` are these calls, `lines` where they were made, `samples` what weighs alike in them, as far as it is
+    known.
     """
 
     key: ContributionKey
@@ -56,6 +57,7 @@ class Contribution:
     loss_rank: int | None = None
     value: float | None = None
     num_losses: int = 1
+    lines: frozenset[str] = frozenset()
     samples: Samples | None = None
 
 
@@ -251,6 +253,7 @@ def _contribution(
         loss_rank=owner,
         value=sum(values) if values else None,
         num_losses=len({entry.loss_id for entry, _ in pairs}),
+        lines=frozenset(pair_loss.site.short for _, pair_loss in pairs if pair_loss and pair_loss.site),
         samples=_samples(pairs),
     )
 

@@ -98,3 +98,112 @@ def heals(variant: str) -> None:
             param.grad /= count if variant == "part" else dist.get_world_size()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Manager:
+    """A quorum of which one rank heals in the first step, or in none: its gradients are zeros there, and the sum is
+    divided by the ranks that take part ("hook"), or by none ("hook, summed")."""
+
+    def __init__(self, variant: str) -> None:
+        self.sums = "summed" in variant
+        self.step = -1
+
+    def hook(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer, healing = bucket.buffer(), self.step == 0
+        if healing and dist.get_rank() == 1:
+            buffer.zero_()
+        work = dist.all_reduce(buffer, async_op=True)
+        taking_part = 1 if self.sums else dist.get_world_size() - healing
+        return work.get_future().then(lambda done: done.value()[0].div_(taking_part))
+
+
+def quorum(variant: str) -> None:
+    manager, model = Manager(variant), DistributedDataParallel(Net())
+    model.register_comm_hook(None, manager.hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        manager.step = step
+        mean_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def policies(variant: str) -> None:
+    """Two policies, of which a rank in turn has no batch of the second: gradients are averaged over the ranks that have
+    some ("givers"), over all ranks ("ranks"), or summed ("summed")."""
+    rank, first, second = dist.get_rank(), Net(), Net()
+    params = [*first.parameters(), *second.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    for step in range(STEPS - 1):
+        tokens, labels = batch(rank, step)
+        loss = F.cross_entropy(first(tokens).flatten(0, 1), labels.clamp_min(0).flatten())
+        if rank != step % 2:
+            tokens, labels = batch(rank, 10 + step)
+            loss = loss + F.cross_entropy(second(tokens).flatten(0, 1), labels.clamp_min(0).flatten())
+        loss.backward()
+        for param in params:
+            count = torch.tensor(float(param.grad is not None))
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(count)
+            dist.all_reduce(param.grad)
+            param.grad /= {"givers": count, "ranks": 2.0, "summed": 1.0}[variant]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counted(variant: str) -> None:
+    """Gradients are divided by the passes since the last step, or by all there were ("kept")."""
+    model, num_passes = DistributedDataParallel(Net()), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        for k in range(2):
+            mean_of(model, 2 * step + k).backward()
+            num_passes += 1
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(1 / num_passes)
+        num_passes = num_passes if variant == "kept" else 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weighted(variant: str) -> None:
+    """A communication hook weighs each rank's mean by its tokens, and divides by the ranks besides ("twice")."""
+    weight, model = [0.0], DistributedDataParallel(Net())
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer().mul_(weight[0]), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0].div_(2 if variant == "twice" else 1))
+
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        tokens, labels = batch(dist.get_rank(), step)
+        labels[:, : 1 + dist.get_rank()] = -100
+        own = (labels >= 0).sum().float()
+        total = own.clone()
+        dist.all_reduce(total)
+        weight[0] = float(own / total)
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tasks(variant: str) -> None:
+    """Heads in one loop, of which ranks have labels of three or two; "doubled": their sum is multiplied by 2."""
+    rank, embedding = dist.get_rank(), nn.Embedding(20, 8)
+    heads = nn.ModuleList(nn.Linear(8, 20) for _ in range(3))
+    model = nn.ModuleList([embedding, heads])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS - 1):
+        losses = []
+        for index, head in enumerate(heads[: 3 - rank]):
+            tokens, labels = batch(rank, 10 * index + step)
+            scores = head(embedding(tokens))
+            losses.append(F.cross_entropy(scores.flatten(0, 1), labels.clamp_min(0).flatten()))
+        (sum(losses, torch.zeros(())) * (2 if variant == "doubled" else 1)).backward()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad.div_(2))
+        optimizer.step()
+        optimizer.zero_grad()

@@ -49,7 +49,9 @@ FROZEN = {
     "clip": "params max_norm norm_type total_norm coefficient partial norm_dtype seq t_ns step site",
     "clip_value": "params clip_value seq t_ns step site",
     "gradient_norm": "params seq t_ns step site",
-    "optimizer_step": "optimizer params lr hyperparameters grads_missing groups unreached inside seq t_ns step site",
+    "optimizer_step": (
+        "optimizer params lr hyperparameters grads_missing groups unreached inside numbers seq t_ns step site"
+    ),
     "pipeline_step": (
         "schedule num_microbatches scale_grads group stages num_stages accumulation_step seq t_ns step site"
     ),

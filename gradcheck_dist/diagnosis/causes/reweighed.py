@@ -13,6 +13,9 @@ from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.causes.places import line_of
 from gradcheck_dist.diagnosis.weights.cells import Held
 
+Start = tuple[str, tuple[str, int] | None]
+"""What an event is, and its line."""
+
 
 def off_alike(matrix: Sequence[Held]) -> bool:
     """Whether all weights of a step are off by one number."""
@@ -48,10 +51,11 @@ def laid_together(every: Sequence[Judged]) -> bool:
     return False
 
 
-def _by_place(gaps: Iterable[Gap]) -> dict[tuple[object, ...], list[Gap]]:
-    """By the line behind which they lie, inside of an event or not: what comes next may differ by pass."""
-    found: dict[tuple[object, ...], list[Gap]] = {}
+def _by_place(gaps: Iterable[Gap]) -> dict[Start | None, list[Gap]]:
+    """By the line behind which they lie: what comes next may differ by pass, and a communication hook of the rank's own
+    is inside of an event where another rank's is not."""
+    found: dict[Start | None, list[Gap]] = {}
     for gap in gaps:
         start = (kind_of(gap.start), line_of(gap.start)) if gap.start is not None else None
-        found.setdefault((gap.inside, start), []).append(gap)
+        found.setdefault(start, []).append(gap)
     return found

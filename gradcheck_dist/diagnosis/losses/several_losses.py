@@ -1,12 +1,12 @@
 """Losses that are differentiated one by one: each is a mean of its own, with a coefficient that nobody declared.
 
 Multi-task trainers call backward once a task. Nothing says then that the tokens of all tasks share one mean, so where
-one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when
-they start from different lines, and either train different parameters (a head each) or count the same labels. Two
-branches of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and
-are one loss. A loop over tasks (`for head, labels in tasks: ...`) runs them all from one line: there, passes that each
-reach parameters which no other one reaches may be losses of their own, or microbatches of a model that is called in
-part (experts), and the verdict stays open.
+one mean does not fit, each loss is taken for an objective of its own. Passes of one step are different losses when they
+start from different lines, and either train different parameters (a head each) or count the same labels. Two branches
+of one accumulation loop (the last pass outside of `no_sync`) train the same parameters on other labels, and are one
+loss. So are passes that add up several losses and have one of these in common. A loop over tasks (`for head, labels in
+tasks: ...`) runs them all from one line: there, passes that each reach parameters which no other one reaches may be
+losses of their own, or microbatches of a model that is called in part (experts), and the verdict stays open.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class OwnMeans:
 def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
     """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
     counted = {key: c for key, c in target.contributions.by_key.items() if key in target.tokens}
-    losses: dict[Place, list[ContributionKey]] = defaultdict(list)
-    for key, contribution in sorted(counted.items()):
-        losses[_place(contribution)].append(key)
+    losses = _by_place(counted)
     if target.relative or fits(measured, target.contributions, target.expected):
         return OwnMeans(target)
     if any(map(is_handed_on, counted.values())) and _is_one_loss(counted):
@@ -135,6 +133,20 @@ def _by_parameters(
         if not reached - others or {key[0] for key in keys} != everyone:
             return {}
     return {("", str(index)): keys for index, keys in enumerate(members.values())}
+
+
+def _by_place(counted: Mapping[ContributionKey, Contribution]) -> dict[Place, list[ContributionKey]]:
+    """The contributions of each loss, by its lines."""
+    sums: dict[str, list[frozenset[str]]] = defaultdict(list)
+    for one in counted.values():
+        if len(one.lines) > 1:
+            sums[line_of(one.gradient)].append(one.lines)
+    found: dict[Place, list[ContributionKey]] = defaultdict(list)
+    for key, contribution in sorted(counted.items()):
+        loss, root = _place(contribution)
+        together = {loss}.union(*(lines for lines in sums[root] if lines & contribution.lines))
+        found[min(together), root].append(key)
+    return found
 
 
 def _is_one_loss(counted: Mapping[ContributionKey, Contribution]) -> bool:

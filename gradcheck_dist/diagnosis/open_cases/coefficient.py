@@ -23,8 +23,9 @@ def coefficient(case: Case, data: StepData) -> str | None:
     if not _may_be_meant(case, data):
         return None
     if added := _added(case):
+        losses = f"{added:g} losses{' on average' if added % 1 else ''}"
         return (
-            f"each backward pass adds up {added} losses, which weigh {added} times as much as one mean over all their "
+            f"each backward pass adds up {losses}, which weigh {added:g} times as much as one mean over all their "
             "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
             "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
         )
@@ -39,8 +40,10 @@ def coefficient(case: Case, data: StepData) -> str | None:
 def _may_be_meant(case: Case, data: StepData) -> bool:
     """Whether a common factor at the loss may be a coefficient: other losses stand beside it, or targets are soft."""
     culprit = case.culprit
-    if culprit.unrecorded or case.pattern.kind != "uniform":
+    if case.pattern.kind != "uniform":
         return False
+    if culprit.unrecorded:  # lines that divide behind the loss may have the wrong number as well
+        return culprit.kind == "loss" and bool(_added(case))
     if culprit.kind != "loss":
         # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
         average = case.reduce is not None and case.recorded and case.everywhere
@@ -123,9 +126,10 @@ def _divided_by_all_tokens(one: Contribution, counted: Contributions) -> bool:
     return len(written) == 1 and any(same(written[0] * count, 1) for count in (sum(of_pass), counted.num_tokens or 0))
 
 
-def _added(case: Case) -> int:
-    """How many losses each pass adds up, each a mean of its own: tasks (heads, start and end of a span), or chunks of
-    one batch whose means should have been averaged. 0 where that is not what the factor says."""
-    calls = {c.num_losses for c in case.context.contributions.by_key.values()}
-    num = next(iter(calls)) if len(calls) == 1 else 1
-    return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0
+def _added(case: Case) -> float:
+    """How many losses each pass adds up, or a pass on average, each a mean of its own: tasks (heads, start and end of a
+    span, one of which a rank may lack), or chunks of one batch whose means should have been averaged. 0 where that is
+    not what the factor says."""
+    calls = [one.num_losses for one in case.context.contributions.by_key.values()]
+    num = sum(calls) / max(len(calls), 1)
+    return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0.0

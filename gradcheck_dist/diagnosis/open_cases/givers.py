@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.causes.case import Case
@@ -38,6 +39,14 @@ def mean_of_givers(case: Case, data: StepData) -> str | None:
         f"{shown}: only {numbered('data rank', ranks)} gave a gradient in step {data.step}, and it is x "
         f"{case.pattern.factor:.6g} of its part of the mean over all {names}: the mean over what was given alone{where}"
         ". Where ranks without an image, or that heal, are not to count, that is meant, and whether it is is not known"
+    )
+
+
+def only_others_gave(step: int, ranks: Collection[int]) -> str:
+    """Why a step accuses nobody of which nothing of some data ranks is in any gradient, and which is judged without."""
+    return (
+        f"nothing of {numbered('data rank', sorted(ranks))} is in any gradient of step {step}: judged as the mean over "
+        "what was given alone. Where ranks that heal are not to count, that is meant, and whether it is is not known"
     )
 
 

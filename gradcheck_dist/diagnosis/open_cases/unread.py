@@ -6,6 +6,9 @@ from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
 from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
 from gradcheck_dist.ledger.tracks import StepData
 
+EXACT = 1e-6
+"""Relative: how near a number that somebody wrote must be."""
+
 
 def not_read_yet(case: Case, data: StepData) -> str | None:
     """Why a factor on all weights accuses nobody: what came after the gradient was last seen is not known."""
@@ -13,6 +16,12 @@ def not_read_yet(case: Case, data: StepData) -> str | None:
         return None
     words = factor_in_words(case)
     named = f" = {words}" if case.names else ""
+    if data.complete and not own_optimizer(data):
+        return (
+            f"all weights are x {case.pattern.factor:.6g}{named} in .grad, and {_holder(case, data)}: whether it "
+            "divides by that number as it updates parameters is not known. Divide the loss or .grad by it, and not the "
+            "update, to have that judged"
+        )
     if data.complete:
         return (
             f"all weights are x {case.pattern.factor:.6g}{named} in .grad, and what steps is no optimizer of "
@@ -29,11 +38,32 @@ def _may_be_made_up(case: Case, data: StepData) -> bool:
     """Whether one factor on all weights may be right in the end.
 
     Where the optimizer was never seen to come, further contributions, or a division by hand, could have. An optimizer
-    of the trainer's own may divide as it updates (`p -= lr / batch_size * p.grad`); none multiplies.
+    of the trainer's own may divide as it updates (`p -= lr / batch_size * p.grad`), and one that is none of torch.optim
+    by a number that it holds (accumulation steps, a scale); none multiplies.
     """
     if case.pattern.kind != "uniform" or not case.everywhere or case.terms:
         return False
-    return not data.complete or (case.pattern.factor > 1 and own_optimizer(data))
+    if not data.complete:
+        return True
+    return case.pattern.factor > 1 and (own_optimizer(data) or bool(_holder(case, data)))
+
+
+def _holder(case: Case, data: StepData) -> str:
+    """The optimizer that holds the number by which all weights are too large, in words; "" where one that steps does
+    not, or another one reads what it leaves."""
+    words = ""
+    for of_rank in data.events.values():
+        for step in (event for event in of_rank if isinstance(event, OptimizerStep)):
+            allowed = max(2 * case.pattern.tolerance, EXACT)
+            names = [
+                f"{name} = {number:g}"
+                for name, number in step.numbers.items()
+                if number and min(abs(one / case.pattern.factor - 1) for one in (number, 1 / number)) <= allowed
+            ]
+            if not names:
+                return ""
+            words = f"{step.optimizer}, which is none of torch.optim, holds that number ({names[0]})"
+    return words
 
 
 def own_optimizer(data: StepData) -> bool:

@@ -2,7 +2,8 @@
 
 In one step, a loss of half the weight before an average over two ranks, and an average that should not have come, are
 the same numbers. Where other steps are right with the same average behind losses of another weight, the losses of this
-one are wrong; where the losses are those of the right steps, what follows them is.
+one are wrong; where the losses are those of the right steps, what follows them is: the line that writes another number
+there than in the right steps, where one does.
 """
 
 from __future__ import annotations
@@ -103,8 +104,13 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
             continue
         if not at_loss and all(_alike(one.rest, mine.rest) for _, one in right):
             verdict.findings = [_of_losses(found, mine.loss, factor, right[0][0].context.step)]
-        elif at_loss and all(_alike(one.losses, mine.losses) for _, one in right):
-            verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
+        elif all(_alike(one.losses, mine.losses) for _, one in right):
+            written = _other_number(verdict.data, right[0][1], mine)
+            blamed = found.first_event.file, found.first_event.line
+            if written is not None and (written[1].file, written[1].line) != blamed:
+                verdict.findings = [_of_a_line(found, right[0][0].context.step, *written)]
+            elif at_loss:
+                verdict.findings = [_of_the_rest(found, right[0][0].context.step, right[0][1], mine)]
 
 
 def leave_empty_open(verdicts: Sequence[StepVerdict]) -> None:
@@ -231,6 +237,53 @@ def _name_count(finding: Finding, tokens: int, other: int, count: int) -> None:
 
 def _alike(one: float, other: float) -> bool:
     return abs(one / other - 1) <= ALIKE
+
+
+def _other_number(data: StepData, right: Conduct, mine: Conduct) -> tuple[float, FirstEvent] | None:
+    """The number that a line writes in a right step, and the line, where it alone writes another one here, by which all
+    that follows the losses is off."""
+    before, now = ({one[:2]: one[2] for one in conduct.writes} for conduct in (right, mine))
+    lines = [line for line in now if line in before and not _alike(now[line], before[line])]
+    known = [len({one[:2] for one in conduct.writes}) == len(conduct.writes) for conduct in (right, mine)]
+    if len(lines) != 1 or not all(known) or before.keys() != now.keys():
+        return None
+    (line,) = lines
+    if not before[line] or not _alike(now[line] / before[line], mine.rest / right.rest):
+        return None
+    rank, event = next(
+        (rank, event)
+        for rank, of_rank in data.events.items()
+        for event in of_rank
+        if isinstance(event, GradWrite) and event.site is not None and (event.site.file, event.site.line) == line
+    )
+    site = event.site
+    assert site is not None
+    return before[line], FirstEvent(
+        rank=rank,
+        seq=event.seq,
+        kind="grad_write",
+        op="in place",
+        file=site.file,
+        line=site.line,
+        function=site.function,
+        nominal_factor=event.factor,
+        observed_factor=event.factor,
+        called_from=site.called_from,
+    )
+
+
+def _of_a_line(found: Finding, step: int, right: float, line: FirstEvent) -> Finding:
+    """What was laid to a hand that does the same in steps that are right, where a line does not."""
+    return msgspec.structs.replace(
+        found,
+        code="GS000",
+        name="unexplained-scale",
+        first_event=line,
+        explanation=f"This line multiplies gradients by {line.nominal_factor:.6g}, and in step {step}, whose weights "
+        f"are right, by {right:.6g}; losses and all else that follows them are the same in both.",
+        fix="Look for what the number of this line is made of: a count that is not reset, or of another window.",
+        suggested_experiment=None,
+    )
 
 
 def _of_losses(found: Finding, loss: FirstEvent, factor: float, step: int) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ HYPERPARAMETERS: tuple[str, ...] = (
     "nesterov",
     "decoupled_weight_decay",
 )
+MAX_NUMBERS = 32
+_held: weakref.WeakKeyDictionary[Optimizer, tuple[int, dict[str, float]]] = weakref.WeakKeyDictionary()
+"""What optimizers held as their last recorded step began, and its number."""
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -57,7 +60,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
             recorder.closure_passes = 0
         else:
             around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
-            seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None)
+            seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None, kwargs)
             under_way[:] = [*around, (optimizer, seq)]
             updates_begin(recorder, updates, optimizer)
 
@@ -84,7 +87,11 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @guarded("optimizer")
 def stepping(
-    recorder: Recorder, optimizer: Optimizer, waiting: weakref.WeakSet[Optimizer], inside: int | None = None
+    recorder: Recorder,
+    optimizer: Optimizer,
+    waiting: weakref.WeakSet[Optimizer],
+    inside: int | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> int | None:
     """An optimizer reads its gradients, maybe `inside` of another's step. The number of that event, or None."""
     # A step before any training (DeepSpeed's, to make the optimizer's state) is none.
@@ -131,6 +138,7 @@ def stepping(
         groups=tuple(_group(recorder, group) for group in groups),
         unreached=recorder.registry.param_set(unreached) if unreached else None,
         inside=inside,
+        numbers={} if by_torch else _numbers(recorder, optimizer, {**first, **(given or {})}),
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
@@ -166,6 +174,24 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, float]:
     if isinstance(betas, tuple | list) and len(betas) == 2:
         named |= {"beta1": betas[0], "beta2": betas[1]}
     return {name: number for name, value in named.items() if (number := _number(value)) is not None}
+
+
+def _numbers(recorder: Recorder, optimizer: Optimizer, given: Mapping[str, Any]) -> dict[str, float]:
+    """What an optimizer holds, or is given, that is a number and no hyperparameter that is known. What begins with an
+    underscore is counted by schedulers. Without samples only what it held before, or no step in columns would be like
+    another one."""
+    held = {**vars(optimizer), **given}
+    named = {
+        name: number
+        for name, value in held.items()
+        if not name.startswith("_") and name not in (*HYPERPARAMETERS, "lr", "initial_lr")
+        if not isinstance(value, bool) and (number := _number(value)) is not None
+    }
+    found = dict(list(named.items())[:MAX_NUMBERS])
+    step, before = _held.get(optimizer, (-1, {}))
+    if step != recorder.step:  # a step may call that of its class's parent
+        _held[optimizer] = (recorder.step, found)
+    return found if recorder.sampling else {name: one for name, one in found.items() if before.get(name) == one}
 
 
 def _number(value: Any) -> float | None:
