@@ -53,7 +53,6 @@ from gradcheck_dist.diagnosis.steps.hand_clip import (
     clip_by_hand,
     clip_of_most,
     freed,
-    lines_that_scale,
     scaling_of,
     tell_hidden,
     undone,
@@ -161,7 +160,6 @@ def _judge_step(
         verdict.remarks += strange
     else:
         verdict.reasons += strange
-    verdict.scaled_at = lines_that_scale(data)
     cases, hidden, by_norm, scaled = _cases(verdict, weighed, norms)
     verdict.reasons += [*not_attached(data), *stepped_again(data), *arrived_twice(data)]
     if not data.complete:

@@ -12,6 +12,7 @@ from probe_workers import Net, batch, token_sum
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
 NUM_BATCHES = 3
@@ -163,42 +164,36 @@ def test_a_clip_behind_another_unrecorded_change_is_freed_of_as_well(tmp_path: P
     assert (finding.code, finding.factor.expression) == ("GS303", "accumulation_steps")
 
 
+def two_steps(folder: Path, at_lines: Callable[[int, int], float], *, in_loss: bool) -> Report:
+    """`at_lines`: what gradients are multiplied by, from step and tokens; `in_loss`: the loss divides by these."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(folder, objective="global-token-mean"):
+        for step in range(2):
+            features_and_labels = batch(0, step)
+            count = int((features_and_labels[1] >= 0).sum())
+            (token_sum(model, features_and_labels) / (count if in_loss else 1)).backward()
+            factor = at_lines(step, count)
+            for param in model.parameters() if factor != 1 else ():
+                assert param.grad is not None
+                param.grad.mul_(factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose_run(folder)
+
+
 def test_a_clip_whose_norm_counts_what_no_rank_sees_is_told_by_the_steps_in_which_it_does_not_act(
     tmp_path: Path,
 ) -> None:
     """Of tensor-parallel shards nobody but the trainer knows the norm."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path, objective="global-token-mean"):
-        for step in range(2):
-            features_and_labels = batch(0, step)
-            count = int((features_and_labels[1] >= 0).sum())
-            (token_sum(model, features_and_labels) / count).backward()
-            for param in model.parameters() if step == 0 else ():
-                assert param.grad is not None
-                param.grad.mul_(0.936232)
-            optimizer.step()
-            optimizer.zero_grad()
-    report = diagnose(read_run(tmp_path))
+    report = two_steps(tmp_path, lambda step, _: 0.936232 if step == 0 else 1, in_loss=True)
     assert (report.verdict, report.findings) == ("clean", [])
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
     assert any("change nothing in other steps" in problem for problem in report.coverage.problems)
 
 
 def test_a_line_that_always_divides_is_no_clip_in_the_step_in_which_its_number_is_another(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path, objective="global-token-mean"):
-        for step in range(2):
-            features_and_labels = batch(0, step)
-            count = int((features_and_labels[1] >= 0).sum())
-            token_sum(model, features_and_labels).backward()
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad.mul_((0.936232 if step == 0 else 1) / count)
-            optimizer.step()
-            optimizer.zero_grad()
-    report = diagnose(read_run(tmp_path))
+    report = two_steps(tmp_path, lambda step, count: (0.936232 if step == 0 else 1) / count, in_loss=False)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("x 0.9362" in reason and "wrong in some steps" in reason for reason in report.reasons)
     assert "tokens of all its passes" in report.next_step

@@ -8,6 +8,7 @@ import pytest
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch, warm_up
 
@@ -18,8 +19,11 @@ def fork_server() -> None:
 
 
 def judged(worker: str, variant: str, folder: Path) -> Report:
+    """By the command's way, too, which keeps of a step what a report needs."""
     launch("thread_workers:recorded", (worker, variant, str(folder / "run")), 2, timeout_s=60)
-    return diagnose(read_run(folder / "run"))
+    report, step_by_step = diagnose(read_run(folder / "run")), diagnose_run(folder / "run")
+    assert (step_by_step.verdict, step_by_step.findings) == (report.verdict, report.findings)
+    return report
 
 
 def line_of(report: Report) -> str:

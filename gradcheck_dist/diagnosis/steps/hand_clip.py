@@ -28,11 +28,13 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
 from gradcheck_dist.diagnosis.words import that_write
-from gradcheck_dist.events import GradientNorm, GradWrite
+from gradcheck_dist.events import GradientNorm
 from gradcheck_dist.ledger.tracks import StepData
 
 CODE = "GS501"
 """The finding that one step leaves open."""
+Line = tuple[str, int]
+"""File and line."""
 AS_EVER = "nothing but lines that scale gradients in other steps, too"
 SURE = 1e-2
 SAME = 1e-3
@@ -93,9 +95,10 @@ def settle(verdicts: Sequence[StepVerdict]) -> list[StepVerdict]:
             for verdict in verdicts:
                 _as_count(verdict, numbers)
             return list(verdicts)
-    right = [verdict.scaled_at for verdict in verdicts if _came_right(verdict)]
+    right = [verdict for verdict in verdicts if _came_right(verdict)]
     if right and not _one_factor(verdicts):
-        return [_as_scaled_at_times(verdict, frozenset.union(*right)) for verdict in verdicts]
+        always = set[Line]().union(*map(_scales_at, right))
+        return [_as_scaled_at_times(verdict, always) for verdict in verdicts]
     for verdict in verdicts:
         if verdict.scaling is not None and any(finding.code == CODE for finding in verdict.findings):
             leave_clipped_open(verdict, verdict.scaling.factor, verdict.scaling.norm, verdict.scaling.tolerance)
@@ -202,23 +205,18 @@ def _came_right(verdict: StepVerdict) -> bool:
     return bool(cells) and not (verdict.findings or verdict.changes) and all(cell.right for cell in cells)
 
 
-def lines_that_scale(data: StepData) -> frozenset[tuple[str, int]]:
-    """The program's lines that multiply gradients by one number, file and line of each."""
-    return frozenset(
-        (event.site.file, event.site.line)
-        for of_rank in data.events.values()
-        for event in of_rank
-        if isinstance(event, GradWrite) and event.site is not None and event.factor not in (None, 1)
-    )
+def _scales_at(verdict: StepVerdict) -> set[Line]:
+    return verdict.conduct.scales_at if verdict.conduct is not None else set()
 
 
-def _as_scaled_at_times(verdict: StepVerdict, always: frozenset[tuple[str, int]]) -> StepVerdict:
+def _as_scaled_at_times(verdict: StepVerdict, always: set[Line]) -> StepVerdict:
     """`always`: the lines that scale in steps which came out right."""
     finding = next((finding for finding in verdict.findings if finding.code == CODE), None)
     factor = finding.factor.observed if finding is not None else None
     if finding is None or factor is None or not 0 < factor < 1:
         return verdict
-    if verdict.scaled_at and verdict.scaled_at <= always:
+    own = _scales_at(verdict)
+    if own and own <= always:
         verdict.take_away(finding)
         verdict.reasons.append(
             f"step {verdict.context.step}: gradients are x {factor:.4g}, by {AS_EVER}, whose weights came out right: "

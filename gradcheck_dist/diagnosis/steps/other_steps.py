@@ -19,7 +19,7 @@ import msgspec
 from gradcheck_dist.diagnosis.finding import Candidate, Finding, FirstEvent
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
-from gradcheck_dist.events import GradWrite
+from gradcheck_dist.events import GradWrite, Site
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.wording import plural
@@ -38,12 +38,18 @@ EXACT, MOST_VAGUE = 1e-5, 1e-3
 @dataclass(frozen=True)
 class Conduct:
     """What all losses of a step weigh, over what they should (`losses`), and by what all that follows them multiplies
-    (`rest`): one number each. `loss` is one of them, `writes` are (file, line, factor) of the trainer's own lines."""
+    (`rest`): one number each. `loss` is one of them, `writes` are those of the trainer's own lines that multiply
+    gradients, by file, line and factor."""
 
     losses: float
     rest: float
     loss: FirstEvent | None
-    writes: frozenset[tuple[str, int, float]]
+    writes: Mapping[tuple[str, int, float], FirstEvent]
+
+    @property
+    def scales_at(self) -> set[tuple[str, int]]:
+        """The lines whose number is not 1."""
+        return {(file, line) for file, line, factor in self.writes if factor != 1}
 
 
 def conduct_of(data: StepData, held: Sequence[Held], contributions: Contributions) -> Conduct | None:
@@ -55,13 +61,27 @@ def conduct_of(data: StepData, held: Sequence[Held], contributions: Contribution
     rest = [ratio / root for root, ratio in pairs]
     if min(rest) <= 0 or max(rest) > min(rest) * (1 + ALIKE):
         return None
-    writes = {
-        (event.site.file, event.site.line, event.factor)
-        for of_rank in data.events.values()
-        for event in of_rank
-        if isinstance(event, GradWrite) and event.site is not None and event.factor is not None
-    }
-    return Conduct(pairs[0][0], rest[0], _loss(contributions), frozenset(writes))
+    writes: dict[tuple[str, int, float], FirstEvent] = {}
+    for rank, of_rank in data.events.items():
+        for event in of_rank:
+            if isinstance(event, GradWrite) and (site := event.site) is not None and event.factor is not None:
+                writes.setdefault((site.file, site.line, event.factor), _write(rank, event, site))
+    return Conduct(pairs[0][0], rest[0], _loss(contributions), writes)
+
+
+def _write(rank: int, event: GradWrite, site: Site) -> FirstEvent:
+    return FirstEvent(
+        rank=rank,
+        seq=event.seq,
+        kind="grad_write",
+        op="in place",
+        file=site.file,
+        line=site.line,
+        function=site.function,
+        nominal_factor=event.factor,
+        observed_factor=event.factor,
+        called_from=site.called_from,
+    )
 
 
 def _loss(contributions: Contributions) -> FirstEvent | None:
@@ -105,7 +125,7 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
         if not at_loss and all(_alike(one.rest, mine.rest) for _, one in right):
             verdict.findings = [_of_losses(found, mine.loss, factor, right[0][0].context.step)]
         elif all(_alike(one.losses, mine.losses) for _, one in right):
-            written = _other_number(verdict.data, right[0][1], mine)
+            written = _other_number(right[0][1], mine)
             blamed = found.first_event.file, found.first_event.line
             if written is not None and (written[1].file, written[1].line) != blamed:
                 verdict.findings = [_of_a_line(found, right[0][0].context.step, *written)]
@@ -239,7 +259,7 @@ def _alike(one: float, other: float) -> bool:
     return abs(one / other - 1) <= ALIKE
 
 
-def _other_number(data: StepData, right: Conduct, mine: Conduct) -> tuple[float, FirstEvent] | None:
+def _other_number(right: Conduct, mine: Conduct) -> tuple[float, FirstEvent] | None:
     """The number that a line writes in a right step, and the line, where it alone writes another one here, by which all
     that follows the losses is off."""
     before, now = ({one[:2]: one[2] for one in conduct.writes} for conduct in (right, mine))
@@ -250,26 +270,7 @@ def _other_number(data: StepData, right: Conduct, mine: Conduct) -> tuple[float,
     (line,) = lines
     if not before[line] or not _alike(now[line] / before[line], mine.rest / right.rest):
         return None
-    rank, event = next(
-        (rank, event)
-        for rank, of_rank in data.events.items()
-        for event in of_rank
-        if isinstance(event, GradWrite) and event.site is not None and (event.site.file, event.site.line) == line
-    )
-    site = event.site
-    assert site is not None
-    return before[line], FirstEvent(
-        rank=rank,
-        seq=event.seq,
-        kind="grad_write",
-        op="in place",
-        file=site.file,
-        line=site.line,
-        function=site.function,
-        nominal_factor=event.factor,
-        observed_factor=event.factor,
-        called_from=site.called_from,
-    )
+    return before[line], mine.writes[(*line, now[line])]
 
 
 def _of_a_line(found: Finding, step: int, right: float, line: FirstEvent) -> Finding:
@@ -304,7 +305,7 @@ def _of_losses(found: Finding, loss: FirstEvent, factor: float, step: int) -> Fi
 def _of_the_rest(found: Finding, step: int, right: Conduct, mine: Conduct) -> Finding:
     """What was laid to losses that are those of steps that are right."""
     assert found.first_event is not None
-    lines = sorted({(file, line) for file, line, _ in right.writes - mine.writes})
+    lines = sorted({(file, line) for file, line, _ in right.writes.keys() - mine.writes.keys()})
     factor = mine.rest / right.rest
     there = ""
     if lines:

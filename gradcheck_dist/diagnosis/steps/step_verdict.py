@@ -98,8 +98,8 @@ class Change:
 class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
-    `beside_weights`: findings that rest on no weight. `scaled_at`: lines that multiply gradients, file and line.
-    `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
+    `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by,
+    `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
     parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
@@ -124,7 +124,6 @@ class StepVerdict:
     without_lost: StepVerdict | None = None
     alone: StepVerdict | None = None
     scaling: Scaling | None = None
-    scaled_at: frozenset[tuple[str, int]] = frozenset()
     assumed: Assumed | None = None
     divided: dict[Place, frozenset[str]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
