@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import LossGradient
+from gradcheck_dist.events import LossGradient, ProbeError
 from gradcheck_dist.probes import attach
 
 K = 3
@@ -195,6 +195,16 @@ def test_a_hooked_graph_is_freed(tmp_path: Path) -> None:
         F.cross_entropy(logits, torch.arange(6) % 5).backward()
         del logits
         assert held() is None
+
+
+def test_a_loss_that_cannot_be_weighed_is_told_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise RuntimeError("no factor")
+
+    monkeypatch.setattr("gradcheck_dist.probes.activations.hook_layers.Layer.factor", broken)
+    record(trains(of_logits), tmp_path / "run")
+    assert len(events_of(tmp_path / "run", LossGradient)) == K
+    assert {event.message for event in events_of(tmp_path / "run", ProbeError)} == {"RuntimeError: no factor"}
 
 
 @pytest.fixture(scope="module")

@@ -238,13 +238,17 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
                 f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
                 f"in front of that: {BY_VERIFY}"
             )
+    return _made_up_at_use(case, data, of_leaves)
+
+
+def _made_up_at_use(case: Case, data: StepData, of_leaves: Mapping[int, tuple[Faulty, set[int]]]) -> str | None:
+    """The same, where all of a case's parameters are used through functions that multiply their gradients: by rank one
+    of these, and the ids of such parameters."""
     for held in case.held:
-        if any(rank not in of_leaves or track.param.id not in of_leaves[rank][1]
-               for rank, track in data.tracks[held.param].items()):  # fmt: skip
-            return None
-    if not of_leaves:
-        return None
-    fault, _ = next(iter(of_leaves.values()))
+        for rank, track in data.tracks[held.param].items():
+            if rank not in of_leaves or track.param.id not in of_leaves[rank][1]:
+                return None
+    fault, _ = of_leaves[case.held[0].rank]
     return (
         f"these parameters are used through {fault.name} ({fault.where}), whose backward multiplies their gradients by "
         f"{fault.passed.factor:.6g}: x {case.pattern.factor:.6g} of the weight makes up for it: {BY_VERIFY}"

@@ -1,4 +1,4 @@
-"""Hooks that multiply the gradient of activations which every way from the losses to a parameter goes through.
+"""The program's hooks on activations: what they multiply gradients by on the way from the losses to the parameters.
 
 An engine may divide by accumulation steps where its outputs get their gradient (DeepSpeed, runtime/engine.py,
 `_backward_prologue_per_tensor`). Such a number weighs tokens as one before the loss does, behind the place where that
@@ -52,7 +52,6 @@ def install(recorder: Recorder, patches: Patches) -> None:
         return setup
 
     patches.replace(BackwardHook, "setup_output_hook", made)
-
     autograd.OPEN_LISTENERS.append(begin)
     autograd.CLOSE_LISTENERS.append(all_ran)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
@@ -66,7 +65,7 @@ class Branch(NamedTuple):
     values: Tensor
 
 
-class Watched(NamedTuple):
+class OwnHook(NamedTuple):
     """A hook of the program's, and where it was put."""
 
     number: int
@@ -105,18 +104,18 @@ def watched(recorder: Recorder, hooks: Hooks, tensor: Tensor, hook: Callable[...
     """A hook in the place of the program's that does the same; None for one of torch's or of the probes'."""
     if not _is_the_programs(hook):
         return None
-    watched = Watched(hooks.num_watched, caller_site(), branch_of(recorder, tensor, hook))
+    own = OwnHook(hooks.num_watched, caller_site(), branch_of(recorder, tensor, hook))
 
     @functools.wraps(hook, updated=())
     def call(grad: Tensor) -> Any:
-        before = comes(recorder, watched, grad)
+        before = comes(recorder, own, grad)
         result = hook(grad)
         if before is not None:
-            ran(recorder, watched, before, grad, result)
+            ran(recorder, own, before, grad, result)
         return result
 
     call.is_watched = True  # type: ignore[attr-defined]  # a subclass of Tensor hands it on to this function again
-    mark_hooked(tensor, watched.number)
+    mark_hooked(tensor, own.number)
     hooks.num_watched += 1
     return call
 
@@ -174,31 +173,31 @@ def branch_of(recorder: Recorder, tensor: Tensor, hook: Callable[..., Any]) -> B
 
 
 @guarded("activation_hooks")
-def comes(recorder: Recorder, watched: Watched, grad: Tensor) -> Before | None:
+def comes(recorder: Recorder, own: OwnHook, grad: Tensor) -> Before | None:
     """What a hook is about to get; None where it is not looked at."""
     current = recorder.current
     if current is None or not recorder.recording:
         return None
-    if current.hooks is not None and current.hooks.has(watched.number):
+    if current.hooks is not None and current.hooks.has(own.number):
         return Before(some_of(grad), grad._version, on_all_ways=True)
-    if watched.branch is None or not is_plain(grad):
+    if own.branch is None or not is_plain(grad):
         return None
     return Before(take([grad], [WHOLE])[0], grad._version, on_all_ways=False)
 
 
 @guarded("activation_hooks")
-def ran(recorder: Recorder, watched: Watched, before: Before, grad: Tensor, result: Any) -> None:
+def ran(recorder: Recorder, own: OwnHook, before: Before, grad: Tensor, result: Any) -> None:
     """A hook gave `result`, None where it gave what it got, into which it may have written."""
     given = grad if result is None else result
     changed = given is not grad or grad._version != before.version
     if not before.on_all_ways:
-        if changed and watched.branch is not None and is_plain(given) and given.shape == grad.shape:
-            told, values = watched.branch
+        if changed and own.branch is not None and is_plain(given) and given.shape == grad.shape:
+            told, values = own.branch
             gave = take([given], [WHOLE])[0]
             exchange_events.tell(recorder, told, values, values, before.values, gave, lost=False)
     elif recorder.current is not None and recorder.current.hooks is not None:
         factor = multiple(before.values, some_of(given)) if changed else 1.0
-        recorder.current.hooks.ran(recorder, watched.number, watched.site, grad, factor)
+        recorder.current.hooks.ran(recorder, own.number, own.site, grad, factor)
 
 
 @guarded("activation_hooks")

@@ -347,8 +347,9 @@ def watch(
     params = recorder.registry.param_set([info for info in infos if info is not None]) if any(infos) else None
     dtype = coarsest([*inputs, *made])
     told = Watched(
-        cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params
-    )._replace(of_leaf=bool(leaves))
+        cls.__name__, ranks, index, input_counts, output_counts, names, written, caller_site(), dtype, params,
+        of_leaf=bool(leaves),
+    )  # fmt: skip
     ends = (
         End(tuple(place for place, _ in given), tuple(tuple(one.shape) for one in inputs), parts[0]),
         End(tuple(one.output_nr for one in made), tuple(tuple(one.shape) for one in made), parts[1]),

@@ -58,7 +58,8 @@ class Layer:
         found = list(self.factors.values())
         if len(found) < self.size or not any(isinstance(one, Tensor) for one in found):
             return 1.0
-        values = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in found])
+        place = next(one.device for one in found if isinstance(one, Tensor))
+        values = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=place) for one in found])
         alike = (values - values[0]).abs().max() <= ROUNDED * values[0].abs()  # not where one is NaN
         return torch.where(alike, values[0], 1.0)
 
@@ -102,8 +103,15 @@ class PassHooks:
         """All hooks have run; what is told from here on is not told as it arrives."""
         self._over = recorder.next_seq()
 
-    def release(self) -> list[tuple[Callable[..., Event], dict[str, Any]]]:
+    def release(self, recorder: Recorder) -> list[tuple[Callable[..., Event], dict[str, Any]]]:
         """What has waited, with the weights that the hooks behind the losses left."""
+        try:
+            self._weigh()
+        except Exception as error:  # what has waited is told all the same
+            recorder.failed("activation_hooks", error)
+        return self._waiting
+
+    def _weigh(self) -> None:
         over = math.inf if self._over is None else self._over
         first = min((fields["seq"] for _, fields in self._waiting if fields["seq"] < over), default=None)
         factor: Tensor | float = 1.0
@@ -115,7 +123,6 @@ class PassHooks:
             for _, fields in self._waiting:
                 fields |= {name: fields[name] * factor for name in _WEIGHTS if fields.get(name) is not None}
                 fields |= {"hooks_factor": factor, "hooks_site": site}
-        return self._waiting
 
 
 def some_of(tensor: Tensor) -> Tensor:
@@ -133,7 +140,7 @@ def _at(edge: Edge) -> list[int | Edge]:
 def multiple(got: Tensor, gave: Tensor) -> Tensor:
     """The number that elements of a gradient were multiplied by, NaN where it is none; 0-d, float64, where they lie."""
     if got.shape != gave.shape:
-        return torch.tensor(math.nan, dtype=torch.float64)
+        return torch.full((), math.nan, dtype=torch.float64, device=got.device)
     fits, rounded = FITS.get(gave.dtype, ROUNDED), torch.finfo(gave.dtype).eps
     got, gave = got.double(), gave.double()
     factor = (gave @ got) / (got @ got)

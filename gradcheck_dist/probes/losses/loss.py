@@ -1,8 +1,8 @@
 """Losses: on how many tokens, and with what weight per token they enter backward.
 
 `F.cross_entropy` and `F.nll_loss` are replaced (nn.CrossEntropyLoss and a later `from ... import` are caught too). A
-tensor hook on the result sees the gradient that arrives there: for reduction "mean" over n valid labels that gradient
-divided by n is one token's weight, for "sum" it is the weight itself.
+hook on the node of the result sees the gradient that hooks on the tensor leave: for reduction "mean" over n valid
+labels that gradient divided by n is one token's weight, for "sum" it is the weight itself.
 """
 
 from __future__ import annotations

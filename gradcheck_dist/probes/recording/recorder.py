@@ -368,7 +368,7 @@ class Recorder(Sampler):
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""
         self.current = None
-        for kind, fields in current.hooks.release() if current.hooks is not None else ():
+        for kind, fields in current.hooks.release(self) if current.hooks is not None else ():
             self.emit(kind, **fields)
         self.places.pass_changes()
         for info, grad in current.not_brought():
