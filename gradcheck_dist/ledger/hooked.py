@@ -18,7 +18,11 @@ def told_hooks(data: StepData) -> list[str]:
         return []
     factors = sorted({factor for factor, _ in found})
     sites = sorted({site for _, site in found if site is not None})
-    by = f"hooks on activations ({', '.join(sites[:2])})" if sites else "backward hooks of modules"
+    by = (
+        f"hooks on activations, or functions that hand these on ({', '.join(sites[:2])}),"
+        if sites
+        else "backward hooks of modules"
+    )
     return [
         f"{by} multiply all gradients of a pass by {', '.join(factors[:3])} behind its loss: weights at the loss are "
         "told with that"

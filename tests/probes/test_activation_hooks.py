@@ -47,6 +47,43 @@ def of_both_parts(logits: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+class Divides(torch.autograd.Function):
+    """Hands its input on, and divides the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, by: int, copies: bool) -> Tensor:
+        ctx.by, ctx.copies = by, copies
+        return tensor.clone() if copies else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad / ctx.by if ctx.copies else grad.div_(ctx.by), None, None
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def by_function(logits: Tensor, by: int = K, copies: bool = False) -> Tensor:
+    return Divides.apply(logits, by, copies)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def by_copying_function(logits: Tensor) -> Tensor:
+    return by_function(logits, copies=True)
+
+
+def behind_a_function(logits: Tensor) -> Tensor:
+    """One part goes through a function that only hands it on, before it is divided as the other is."""
+    first, second = logits.chunk(2)
+    return torch.cat([by_function(of_logits(first * 1), by=1), by_function(second)])
+
+
 class OwnTensor(Tensor):
     pass
 
@@ -90,8 +127,15 @@ def trains(
         (in_bfloat16, same),
         (of_a_subclass, same),
         (same, of_logits),
+        (by_function, same),
+        (by_copying_function, same),
+        (behind_a_function, same),
+        (same, by_function),
     ],
-    ids=["logits", "in place", "both parts", "bfloat16", "a subclass", "loss"],
+    ids=[
+        *("logits", "in place", "both parts", "bfloat16", "a subclass", "loss"),
+        *("a function", "one that copies", "a function in front", "a function of the loss"),
+    ],
 )
 def test_a_number_behind_the_loss_is_a_part_of_its_weight(
     tmp_path: Path, at_logits: Callable[[Tensor], Tensor], at_loss: Callable[[Tensor], Tensor]
@@ -105,8 +149,9 @@ def test_a_number_behind_the_loss_is_a_part_of_its_weight(
     assert finding.factor.observed == pytest.approx(1 / K, rel=1e-2)
 
 
-def test_the_hook_is_named_beside_the_finding(tmp_path: Path) -> None:
-    record(trains(of_logits), tmp_path / "run")
+@pytest.mark.parametrize("at_logits", [of_logits, by_function])
+def test_the_hook_is_named_beside_the_finding(tmp_path: Path, at_logits: Callable[[Tensor], Tensor]) -> None:
+    record(trains(at_logits), tmp_path / "run")
     (told,) = [one for one in judged(tmp_path / "run").coverage.problems if "hooks on activations" in one]
     assert f"{Path(__file__).name}:" in told and "0.333333" in told
 
@@ -150,6 +195,11 @@ def test_a_branch_is_the_models_own(tmp_path: Path, gives: Callable[[Tensor], An
     record(trains(beside), tmp_path / "run")
     assert judged(tmp_path / "run").verdict == "clean"
     assert all(event.hooks_factor is None for event in events_of(tmp_path / "run", LossGradient))
+
+
+def test_the_derivative_of_a_function_is_the_models_own(tmp_path: Path) -> None:
+    record(trains(Doubles.apply), tmp_path / "run")
+    assert judged(tmp_path / "run").verdict == "clean"
 
 
 def test_what_is_no_number_changes_no_weight(tmp_path: Path) -> None:
@@ -201,7 +251,7 @@ def test_a_loss_that_cannot_be_weighed_is_told_all_the_same(tmp_path: Path, monk
     def broken(_: object) -> None:
         raise RuntimeError("no factor")
 
-    monkeypatch.setattr("gradcheck_dist.probes.activations.hook_layers.Layer.factor", broken)
+    monkeypatch.setattr("gradcheck_dist.probes.activations.ways.alike", broken)
     record(trains(of_logits), tmp_path / "run")
     assert len(events_of(tmp_path / "run", LossGradient)) == K
     assert {event.message for event in events_of(tmp_path / "run", ProbeError)} == {"RuntimeError: no factor"}

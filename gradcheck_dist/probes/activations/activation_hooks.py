@@ -1,4 +1,5 @@
-"""The program's hooks on activations: what they multiply gradients by on the way from the losses to the parameters.
+"""The program's hooks on activations, and its functions that hand on what they are given: what they multiply gradients
+by on the way from the losses to the parameters.
 
 An engine may divide by accumulation steps where its outputs get their gradient (DeepSpeed, runtime/engine.py,
 `_backward_prologue_per_tensor`). Such a number weighs tokens as one before the loss does, behind the place where that
@@ -20,33 +21,43 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.utils.hooks import BackwardHook, unserializable_hook
 
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.activations import exchange_events
+from gradcheck_dist.probes.activations.exchange_calls import Calls
 from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
-from gradcheck_dist.probes.activations.hook_layers import OF_MODULE, Edge, PassHooks, layers_behind, multiple, some_of
+from gradcheck_dist.probes.activations.ways import (
+    FEW,
+    OF_MODULE,
+    Edge,
+    PassHooks,
+    multiple,
+    some_of,
+    ways_behind,
+)
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
-from gradcheck_dist.probes.recording.marks import mark_hooked
+from gradcheck_dist.probes.recording.marks import hands_on, mark_hands_on, mark_hooked
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
-    hooks = Hooks(recorder)
+    hooks = recorder.activation_hooks = Hooks(recorder)
     patches.replace(Tensor, "register_hook", hooks.watching)
 
     def begin(recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool) -> None:
-        if hooks.num_watched or hooks.of_modules:
+        if hooks.num_watched or hooks.of_nodes:
             look(recorder, current, roots)
 
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def setup(self: Any, args: Any) -> Any:
-            hooks.of_modules = True
+            hooks.of_nodes = True
             return original(self, args)
 
         return setup
@@ -54,6 +65,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(BackwardHook, "setup_output_hook", made)
     autograd.OPEN_LISTENERS.append(begin)
     autograd.CLOSE_LISTENERS.append(all_ran)
+    patches.on_restore(lambda: setattr(recorder, "activation_hooks", None))
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
     patches.on_restore(lambda: autograd.CLOSE_LISTENERS.remove(all_ran))
 
@@ -76,9 +88,9 @@ class OwnHook(NamedTuple):
 class Before(NamedTuple):
     """Elements of the gradient that a hook is about to get, and its version."""
 
-    values: Tensor
     version: int
-    on_all_ways: bool
+    on_all_ways: Tensor | None
+    beside: Tensor | None
 
 
 class Hooks:
@@ -86,7 +98,7 @@ class Hooks:
 
     def __init__(self, recorder: Recorder) -> None:
         self.num_watched = 0
-        self.of_modules = False
+        self.of_nodes = False
         self._recorder = recorder
 
     def watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,30 +141,70 @@ def _is_the_programs(hook: Callable[..., Any]) -> bool:
 
 
 @guarded("activation_hooks")
+def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], made: Any, calls: Calls) -> None:
+    """A function of the program's was applied: note whether it gave what it was given. Runs behind every function: kept
+    short."""
+    hooks: Hooks | None = recorder.activation_hooks
+    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if hooks is None or calls or len(given) != 1 or given[0].is_leaf or cls.__module__.startswith("torch."):
+        return
+    (tensor,) = given
+    if not isinstance(made, Tensor) or made.grad_fn is None or not (is_plain(tensor) and is_plain(made)):
+        return
+    if made.shape == tensor.shape and made.dtype == tensor.dtype:
+        same: bool | Tensor = made.data_ptr() == tensor.data_ptr()
+        if not same:
+            same = (some_of(made, FEW) == some_of(tensor, FEW)).all()
+            same = bool(same) if made.is_cpu else same
+        if same is not False:
+            hooks.of_nodes = True
+            mark_hands_on(made, same)
+
+
+@guarded("activation_hooks")
 def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Root]) -> None:
-    found = layers_behind(roots) if recorder.recording else []
-    current.hooks = PassHooks(found) if found else None
-    for edge in (edge for edges in found for edge in edges if edge[0].name() == OF_MODULE):
-        watch_module(recorder, current, edge)
+    ways = ways_behind(roots) if recorder.recording else None
+    current.hooks = PassHooks(ways) if ways is not None and ways.stops else None
+    for edge in ways.edges if current.hooks is not None and ways is not None else ():
+        node, output = edge
+        if node.name() == OF_MODULE:
+            watch_node(recorder, current, edge, output, None, True)
+        elif (same := hands_on(node)) is not None:
+            (place,) = (place for place, (behind, _) in enumerate(node.next_functions) if behind is not None)
+            watch_node(recorder, current, edge, place, type(node)._forward_cls, same)
 
 
-def watch_module(recorder: Recorder, current: BackwardPass, edge: Edge) -> None:
-    """Hold what leaves the node of a module's hooks against what arrives there, for one of its outputs."""
+def watch_node(
+    recorder: Recorder, current: BackwardPass, edge: Edge, place: int, cls: Any, same: bool | Tensor
+) -> None:
+    """Hold what leaves a node for one of its inputs, the one at `place`, against what arrives at one of its outputs.
+    `cls`: the function whose node it is, and `same` whether it handed on what it was given; None where a module's hooks
+    act in it."""
+    site = None if cls is None else defined_at(cls.backward)
     node, output = edge
-    arrived: list[tuple[Tensor, Tensor]] = []
+    arrived: list[tuple[Tensor, int, Tensor]] = []
 
     def comes(grads: Sequence[Tensor | None]) -> None:
         if (grad := grads[output]) is not None:
-            arrived.append((grad, some_of(grad)))
+            arrived.append((grad, grad._version, some_of(grad)))
 
     def leaves(left: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
         if arrived and recorder.current is current and current.hooks is not None:
-            (grad, got), given = arrived.pop(), left[output]
-            factor = 1.0 if given is None or given is grad else multiple(got, some_of(given))
-            current.hooks.ran(recorder, edge, None, grad, factor)
+            (grad, version, got), given = arrived.pop(), left[place]
+            factor: Tensor | float = 1.0
+            changed = given is not None and (given is not grad or grad._version != version)
+            if changed and given is not None and not communicates(recorder, cls):
+                factor = multiple(got, some_of(given))
+                factor = torch.where(same, factor, 1.0) if isinstance(same, Tensor) else factor
+            current.hooks.ran(recorder, edge, site, grad, factor)
 
     for register, hook in ((node.register_prehook, comes), (node.register_hook, leaves)):
         current.handles.append(register(unserializable_hook(kept_away(recorder, "activation_hooks", hook))))
+
+
+def communicates(recorder: Recorder, cls: Any) -> bool:
+    """Whether a function calls a collective in backward: what comes back is not what this rank's gradient is times."""
+    return recorder.exchanges is not None and recorder.exchanges.communicates(cls)
 
 
 def branch_of(recorder: Recorder, tensor: Tensor, hook: Callable[..., Any]) -> Branch | None:
@@ -178,11 +230,12 @@ def comes(recorder: Recorder, own: OwnHook, grad: Tensor) -> Before | None:
     current = recorder.current
     if current is None or not recorder.recording:
         return None
+    on_all_ways = beside = None
     if current.hooks is not None and current.hooks.has(own.number):
-        return Before(some_of(grad), grad._version, on_all_ways=True)
-    if own.branch is None or not is_plain(grad):
-        return None
-    return Before(take([grad], [WHOLE])[0], grad._version, on_all_ways=False)
+        on_all_ways = some_of(grad)
+    if own.branch is not None and is_plain(grad) and (current.hooks is None or current.hooks.is_beside(own.number)):
+        beside = take([grad], [WHOLE])[0]
+    return None if on_all_ways is beside is None else Before(grad._version, on_all_ways, beside)
 
 
 @guarded("activation_hooks")
@@ -190,13 +243,12 @@ def ran(recorder: Recorder, own: OwnHook, before: Before, grad: Tensor, result: 
     """A hook gave `result`, None where it gave what it got, into which it may have written."""
     given = grad if result is None else result
     changed = given is not grad or grad._version != before.version
-    if not before.on_all_ways:
-        if changed and own.branch is not None and is_plain(given) and given.shape == grad.shape:
-            told, values = own.branch
-            gave = take([given], [WHOLE])[0]
-            exchange_events.tell(recorder, told, values, values, before.values, gave, lost=False)
-    elif recorder.current is not None and recorder.current.hooks is not None:
-        factor = multiple(before.values, some_of(given)) if changed else 1.0
+    if before.beside is not None and changed and is_plain(given) and given.shape == grad.shape:
+        told, values = own.branch  # type: ignore[misc]
+        gave = take([given], [WHOLE])[0]
+        exchange_events.tell(recorder, told, values, values, before.beside, gave, lost=False)
+    if before.on_all_ways is not None and recorder.current is not None and recorder.current.hooks is not None:
+        factor = multiple(before.on_all_ways, some_of(given)) if changed else 1.0
         recorder.current.hooks.ran(recorder, own.number, own.site, grad, factor)
 
 

@@ -125,6 +125,10 @@ class Exchanges:
                 ranks = call().ranks
                 self._backward[cls] = ranks if self._backward.get(cls, ranks) == ranks else None
 
+    def communicates(self, cls: type) -> bool:
+        """Whether a function's backward was seen to call a collective."""
+        return cls in self._backward
+
     def may_communicate(self, cls: type, args: tuple[Any, ...], results: Any, calls: list[Call]) -> bool:
         """Whether a function called a collective, was seen to do so in backward, or may in this one."""
         return bool(calls) or cls in self._backward or _hands_on(args, results)

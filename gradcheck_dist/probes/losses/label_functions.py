@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from gradcheck_dist.events import Site
 from gradcheck_dist.function_apply import application
+from gradcheck_dist.probes.activations import activation_hooks
 from gradcheck_dist.probes.activations.exchange_calls import Calls
 from gradcheck_dist.probes.activations.exchanges import watch
 from gradcheck_dist.probes.backward import folded, fused
@@ -76,6 +77,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
                 watched.leave()
             watch(recorder, watched, cls, args, results, calls)
         applied(recorder, cls, args, results, whole, functions, looked, calls)
+        activation_hooks.applied(recorder, cls, args, results, calls)
         fused.watch(recorder, args, results)
         folded.watch(recorder, args, results)
         return results

@@ -17,7 +17,7 @@ from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, orig
 from gradcheck_dist.probes.recording.deferred import number
 
 if TYPE_CHECKING:
-    from gradcheck_dist.probes.activations.hook_layers import PassHooks
+    from gradcheck_dist.probes.activations.ways import PassHooks
 
 
 class TokenWeights(NamedTuple):

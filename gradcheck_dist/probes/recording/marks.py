@@ -22,6 +22,9 @@ SENT = "gradcheck_sent"
 HOOKED = "gradcheck_hooks"
 """By output of the node, the numbers of the hooks that the program put on it."""
 
+HANDS_ON = "gradcheck_hands_on"
+"""The node is a function's that may hand on what it is given: whether it does, a bool, or 0-d on its device."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn
@@ -51,4 +54,15 @@ def mark_hooked(tensor: Tensor, hook: int) -> None:
 
 def hooks_of(node: Any, output: int) -> list[int]:
     found: list[int] = node.metadata.get(HOOKED, {}).get(output, [])
+    return found
+
+
+def mark_hands_on(made: Tensor, same: bool | Tensor) -> None:
+    node: Any = made.grad_fn
+    node.metadata[HANDS_ON] = same
+
+
+def hands_on(node: Any) -> bool | Tensor | None:
+    """Whether a function hands on what it is given; None where it surely does not."""
+    found: bool | Tensor | None = node.metadata.get(HANDS_ON)
     return found

@@ -88,6 +88,7 @@ class Recorder(Sampler):
         self.hooked: dict[int, int] = {}  # by wrapper: parameters with a hook of the user's on what was accumulated
         self.reduced = False  # whether gradients were combined over several ranks at all
         self.replicas: Any = None  # set by the replicas probe
+        self.activation_hooks: Any = None  # set by the activation_hooks probe
         self.exchanges: Any = None  # set by the exchanges probe
         self.gathered: Any = None  # set by the gathered probe
         self.writes: Any = None  # set by the writes probe
