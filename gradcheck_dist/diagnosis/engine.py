@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.judged_alone import judge_alone
 from gradcheck_dist.diagnosis.losses.coefficients import leave_coefficients_open
 from gradcheck_dist.diagnosis.losses.inferred_terms import tell_terms
 from gradcheck_dist.diagnosis.losses.samples import with_lengths
@@ -61,7 +61,7 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Container[int] | 
     wanted = [step for step in chosen_steps if step not in skipped]
     if recorded and not chosen_steps:
         raise not_recorded(recorded)
-    verdicts = [judge_step(run, step, chosen, chosen_from) for step in wanted]
+    verdicts = [judge_alone(run, step, chosen, chosen_from) for step in wanted]
     return conclude(run, verdicts, skipped, chosen, chosen_from)
 
 
@@ -76,16 +76,18 @@ def not_recorded(recorded: list[int]) -> GradcheckError:
 def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objective: str, objective_from: str) -> Report:
     """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
+    problems = []
     whole = [verdict for verdict in verdicts if verdict.data.complete or skipped_apart(verdict)]
     say_lost(run, verdicts, whole)
     if whole and len(whole) < len(verdicts):
         # A rank that died leaves a last step that nobody finished; the steps before it stand.
         cut = [verdict.context.step for verdict in verdicts if verdict not in whole]
-        notes.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
+        problems.append(f"{numbered('step', cut)} did not reach the optimizer on every rank: left out")
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
-    notes += [*behind, *more]
+    notes += more
+    problems += behind
     leave_unmade_open(verdicts)
     leave_unread_open(verdicts)
     name_waiting([(one.context.step, one.unread, one.held) for one in verdicts], NO_COMBINATION)
@@ -118,7 +120,8 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     if unlike and report.verdict == "clean":
         report.next_step = f"Nothing to mend in these steps. But record another one as well: {unlike[0]}."
     report.coverage.unverified = [one for verdict in verdicts for one in verdict.unverified]
-    report.coverage.problems += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
+    report.coverage.problems += problems
+    report.coverage.notes += [*notes, *dict.fromkeys(remark for verdict in verdicts for remark in verdict.remarks)]
     return report
 
 

@@ -115,8 +115,9 @@ class Unverified(msgspec.Struct, kw_only=True):
 
 
 class Coverage(msgspec.Struct, kw_only=True):
-    """What the verdict rests on and what it could not see. `problems` are missing ranks and damaged files in words,
-    `notes` what was looked at otherwise than by samples, `unverified` all that `--verify` did not check."""
+    """What the verdict rests on and what it could not see. `problems` are missing ranks, damaged files and steps that
+    were left out, in words, `notes` what was inferred, or not judged, and `unverified` all that `--verify` did not
+    check."""
 
     parameters_total: int = 0
     parameters_observed: int = 0

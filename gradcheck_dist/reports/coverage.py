@@ -24,7 +24,9 @@ def coverage_lines(report: Report) -> list[str]:
     lines += [f"problem: {prose(problem, 300)}" for problem in coverage.problems[:10]]
     if len(coverage.problems) > 10:
         lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")
-    lines += [prose(note, 300) for note in coverage.notes[:10]]
+    lines += [f"note: {prose(note, 300)}" for note in coverage.notes[:10]]
+    if len(coverage.notes) > 10:
+        lines.append(f"and {plural(len(coverage.notes) - 10, 'more note')}")
     lines += _unverified(coverage.unverified)
     rules = report.rules
     told = [f"failed {some(rules.failed, 12)}"] if rules.failed else []

@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from gradcheck_dist.diagnosis.judged_alone import judge_alone
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import AnyRecord, Event, NamedGroup, Param, ParamSet, ParamValues, Plan, Reduce, Wrapper
 from gradcheck_dist.stream.cursor import RankCursor, RunCursor
-from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.stream.workers import Wanted
 from gradcheck_dist.trace.frames import HEAD_BYTES, Damage, payload_in
 from gradcheck_dist.trace.reader import RankTrace, decode_records
@@ -264,7 +264,7 @@ def judge_batch(ground: Run, steps: list[PlacedStep], objective: str, objective_
     Raises:
         GradcheckError: E416 the run has changed since it was first read.
     """
-    return [judge_part(part, step, objective, objective_from) for step, part in parts(ground, steps)]
+    return [judge_alone(part, step, objective, objective_from) for step, part in parts(ground, steps)]
 
 
 def parts(ground: Run, steps: Sequence[PlacedStep]) -> Iterator[tuple[int, Run]]:

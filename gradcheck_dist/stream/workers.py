@@ -13,11 +13,11 @@ from collections.abc import Container, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Protocol
 
+from gradcheck_dist.diagnosis.judged_alone import judge_alone
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.stream.cursor import RunCursor
 from gradcheck_dist.stream.shares import read_shares
 from gradcheck_dist.stream.summaries import MakeReader, Round
-from gradcheck_dist.stream.verdicts import judge_part
 from gradcheck_dist.trace.store import Place, Where
 
 POOL_FROM_S = 0.3
@@ -76,12 +76,12 @@ class Processes:
                     continue
                 if pool is None:
                     started = time.perf_counter()
-                    yield judge_part(part, step, objective, objective_from)
+                    yield judge_alone(part, step, objective, objective_from)
                     if self._jobs > 1 and time.perf_counter() - started > POOL_FROM_S:
                         # Not forked: the caller may have threads.
                         pool = ProcessPoolExecutor(self._jobs, multiprocessing.get_context("spawn"))
                     continue
-                waiting.append(pool.submit(judge_part, part, step, objective, objective_from))
+                waiting.append(pool.submit(judge_alone, part, step, objective, objective_from))
                 if len(waiting) > self._jobs:
                     yield waiting.popleft().result()
             while waiting:

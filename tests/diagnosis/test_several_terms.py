@@ -64,7 +64,7 @@ def two_means(lines: tuple[int, int]) -> Report:
 def test_losses_of_other_lines_that_weigh_alike_are_means_of_their_own() -> None:
     report = two_means((20, 21))
     assert (report.verdict, report.findings) == ("clean", [])
-    assert any("loss 2 at train.py:21 weighs x 1:" in problem for problem in report.coverage.problems)
+    assert any("loss 2 at train.py:21 weighs x 1:" in note for note in report.coverage.notes)
 
 
 def test_losses_of_one_line_that_weigh_alike_may_be_summands_of_one_loss() -> None:

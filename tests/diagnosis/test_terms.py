@@ -54,7 +54,7 @@ def test_a_term_shares_the_convention_of_the_main_loss() -> None:
 def test_without_a_declared_coefficient_only_consistency_is_judged_and_that_is_said() -> None:
     report = judged(replace(TRAINER, coefficient=None, auxiliary=global_mean(0.7)))
     assert report.verdict == "clean"
-    assert any("balance" in problem and "coefficient=" in problem for problem in report.coverage.problems)
+    assert any("balance" in note and "coefficient=" in note for note in report.coverage.notes)
 
 
 def test_weights_that_follow_no_mean_are_not_called_right_and_not_accused() -> None:
@@ -64,7 +64,7 @@ def test_weights_that_follow_no_mean_are_not_called_right_and_not_accused() -> N
     undeclared = replace(TRAINER, coefficient=None, auxiliary=lambda key, tokens: (1 + key[1]) / sum(tokens.values()))
     report = judged(undeclared)
     assert report.verdict == "clean"
-    assert any("balance follow no mean" in problem for problem in report.coverage.problems)
+    assert any("balance follow no mean" in note for note in report.coverage.notes)
 
 
 def test_a_reduction_that_is_wrong_for_all_terms_accuses_no_term() -> None:

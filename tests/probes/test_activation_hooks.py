@@ -152,7 +152,7 @@ def test_a_number_behind_the_loss_is_a_part_of_its_weight(
 @pytest.mark.parametrize("at_logits", [of_logits, by_function])
 def test_the_hook_is_named_beside_the_finding(tmp_path: Path, at_logits: Callable[[Tensor], Tensor]) -> None:
     record(trains(at_logits), tmp_path / "run")
-    (told,) = [one for one in judged(tmp_path / "run").coverage.problems if "hooks on activations" in one]
+    (told,) = [one for one in judged(tmp_path / "run").coverage.notes if "hooks on activations" in one]
     assert f"{Path(__file__).name}:" in told and "0.333333" in told
 
 

@@ -21,7 +21,7 @@ def test_all_stages_are_judged_by_the_tokens_of_their_losses(reports: dict[str, 
     assert report.verdict == "clean"
     assert report.coverage.parameters_observed == report.coverage.parameters_total == 4 * 6 - 1
     assert {weight.contribution.accumulation_step for weight in report.weights} == {0, 1, 2}
-    assert any("pipeline of 4 stages by hand" in problem for problem in report.coverage.problems)
+    assert any("pipeline of 4 stages by hand" in note for note in report.coverage.notes)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_several_steps_tell_a_clip_by_the_norm_that_stays(tmp_path: Path) -> Non
     report = different_steps(tmp_path, by_hand(0.3714), 3)
     assert (report.verdict, codes(report)) == ("clean", [])
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
-    assert sum("by hand to norm 0.3714" in problem for problem in report.coverage.problems) == 3
+    assert sum("by hand to norm 0.3714" in note for note in report.coverage.notes) == 3
 
 
 def test_several_steps_tell_a_constant_by_the_factor_that_stays(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert all("unless the same lines divide by this number" in reason for reason in report.reasons)
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
-    assert all("are taken to divide by" in problem for problem in report.coverage.problems)
+    assert all("are taken to divide by" in note for note in report.coverage.notes)
 
 
 def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_stands_before_a_clip_shows_where_the_norm_is_taken(
 ) -> None:
     right = trained(tmp_path / "right", 1.0, divides=True, max_norm=0.25, norm_of=norm_of)
     assert (right.verdict, right.findings) == ("clean", [])
-    assert not any("are taken to divide by" in problem for problem in right.coverage.problems)
+    assert not any("are taken to divide by" in note for note in right.coverage.problems + right.coverage.notes)
     (finding,) = trained(tmp_path / "wrong", NUM_BATCHES, divides=True, max_norm=0.1, norm_of=norm_of).findings
     assert finding.factor.expression == "accumulation_steps"
     assert finding.first_event is not None
@@ -189,7 +189,7 @@ def test_a_clip_whose_norm_counts_what_no_rank_sees_is_told_by_the_steps_in_whic
     report = two_steps(tmp_path, lambda step, _: 0.936232 if step == 0 else 1, in_loss=True)
     assert (report.verdict, report.findings) == ("clean", [])
     assert {round(weight.ratio or 0, 4) for weight in report.weights} == {1.0}
-    assert any("change nothing in other steps" in problem for problem in report.coverage.problems)
+    assert any("change nothing in other steps" in note for note in report.coverage.notes)
 
 
 def test_a_line_that_always_divides_is_no_clip_in_the_step_in_which_its_number_is_another(tmp_path: Path) -> None:

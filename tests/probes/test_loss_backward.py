@@ -228,7 +228,7 @@ def test_verification_tells_the_same_once(tmp_path: Path) -> None:
 def test_what_the_loop_makes_up_for_is_no_finding(tmp_path: Path) -> None:
     report = judged(tmp_path, Case(times=0.25, loop=4.0))
     assert (report.verdict, report.findings) == ("clean", [])
-    assert any("does not give the derivative" in text for text in report.coverage.problems)
+    assert any("does not give the derivative" in text for text in report.coverage.notes)
 
 
 def test_a_loop_that_is_wrong_as_well_is_told_beside_it(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_softmax_over_shards_that_does_not_sum_to_one_leaves_the_verdict_open(
     assert (report.verdict, report.findings) == ("undetermined", [])
     (reason,) = report.reasons
     assert "softmax does not sum to 1" in reason
-    assert any("sums to 2 over" in text for text in report.coverage.problems) == (variant == "averaged denominator")
+    assert any("sums to 2 over" in text for text in report.coverage.notes) == (variant == "averaged denominator")
     assert "F.cross_entropy" in report.next_step
 
 
@@ -341,7 +341,9 @@ def test_another_loss_over_shards_is_not_judged_by_its_softmax(reports: dict[str
 
 def test_a_sum_over_shards_is_known_by_its_gradient(reports: dict[str, Report]) -> None:
     report = reports["vocabulary parallel, one sum"]
-    assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], []), report.reasons
+    assert (report.verdict, report.findings, report.coverage.problems + report.coverage.notes) == ("clean", [], []), (
+        report.reasons
+    )
     (finding,) = reports["vocabulary parallel, one sum, summed in backward"].findings
     assert finding.code == "GS303"
     assert finding.factor.observed == pytest.approx(2, rel=1e-4)

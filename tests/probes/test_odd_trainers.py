@@ -142,7 +142,7 @@ def two_tasks(folder: Path, shares: tuple[float, float], factor: float = 1.0) ->
 def test_losses_of_several_tasks_are_means_of_their_own(tmp_path: Path) -> None:
     report = two_tasks(tmp_path, (1.0, 1.0))
     assert report.verdict == "clean"
-    assert any("objectives of their own" in problem for problem in report.coverage.problems)
+    assert any("objectives of their own" in note for note in report.coverage.notes)
 
 
 @pytest.mark.parametrize("one_forward", [False, True])
@@ -162,7 +162,7 @@ def test_a_loop_over_tasks_accuses_nobody(tmp_path: Path, one_forward: bool) -> 
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean" if one_forward else "undetermined", [])
-    told = report.coverage.problems if one_forward else report.reasons
+    told = report.coverage.notes if one_forward else report.reasons
     assert any(("taken for tasks" if one_forward else "train parameters of their own") in words for words in told)
 
 
@@ -279,7 +279,11 @@ def test_a_gradient_that_torch_func_computed_for_a_second_model_leaves_the_verdi
             optimizer.step()
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path))
-    assert (report.verdict, report.findings, report.coverage.problems) == ("undetermined", [], [])
+    assert (report.verdict, report.findings, report.coverage.problems + report.coverage.notes) == (
+        "undetermined",
+        [],
+        [],
+    )
     assert any("no recorded backward pass of the step made" in reason for reason in report.reasons)
 
 

@@ -101,7 +101,7 @@ def one_of_them(flat: Sequence[Tensor], step: int) -> Tensor:
 def test_gradients_of_tasks_that_are_added_up_are_those_of_the_sum(tmp_path: Path, heads: bool) -> None:
     report = combined(tmp_path, added, heads=heads)
     assert (report.verdict, report.findings) == ("clean" if heads else "undetermined", [])
-    told = " ".join(report.coverage.problems if heads else report.reasons)
+    told = " ".join(report.coverage.notes if heads else report.reasons)
     assert "2 losses of one forward pass" in told
     assert ("taken for tasks" if heads else "2 times too much where they are parts of one batch") in told
 

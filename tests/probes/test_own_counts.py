@@ -216,7 +216,7 @@ def test_two_classes_whose_bias_gets_opposite_numbers_are_judged_under_accumulat
 
 
 def test_gradients_that_overflowed_are_told_with_their_number(tmp_path: Path) -> None:
-    problems = trained(tmp_path, lambda tokens: tokens, overflowed, windows=[2]).coverage.problems
+    problems = trained(tmp_path, lambda tokens: tokens, overflowed, windows=[2]).coverage.notes
     told = "step 0: gradients of embedding.weight are infinite or not a number on rank 0 (2 elements)"
     assert any(told in one for one in problems), problems
-    assert not any("infinite" in one for one in trained(tmp_path / "right", lambda tokens: tokens).coverage.problems)
+    assert not any("infinite" in one for one in trained(tmp_path / "right", lambda tokens: tokens).coverage.notes)

@@ -265,7 +265,7 @@ def test_a_step_that_the_scaler_skips_is_noted_and_the_others_are_judged(tmp_pat
     record(step, tmp_path, steps=2)
     report = judged(tmp_path)
     assert (report.verdict, report.run.steps) == ("clean", [1])
-    assert any("skipped the optimizer" in problem for problem in report.coverage.problems)
+    assert any("skipped the optimizer" in note for note in report.coverage.notes)
 
 
 @pytest.mark.parametrize("left", ["kept", "emptied", "emptied behind the loss"])

@@ -368,7 +368,7 @@ def test_steps_that_are_skipped_now_and_then_are_no_fault(tmp_path: Path) -> Non
             optimizer.zero_grad()
     report = judged(tmp_path)
     assert report.verdict == "clean"
-    assert any("skipped on purpose" in problem for problem in report.coverage.problems)
+    assert any("skipped on purpose" in note for note in report.coverage.notes)
 
 
 def test_a_pass_for_a_regulariser_is_no_contribution(tmp_path: Path) -> None:

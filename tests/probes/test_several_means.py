@@ -67,7 +67,7 @@ def test_a_mean_that_nothing_multiplies_stands_for_the_whole(tmp_path: Path, nam
 
 
 def test_what_stands_before_each_term_is_told(tmp_path: Path) -> None:
-    (remark,) = trained(tmp_path, RIGHT["the other first"]).coverage.problems
+    (remark,) = trained(tmp_path, RIGHT["the other first"]).coverage.notes
     assert "adds up mse_loss and 0.3 x abs, as is written there, the first of which tells" in remark
 
 

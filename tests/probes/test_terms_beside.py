@@ -56,7 +56,7 @@ def penalty(logits: Tensor) -> Tensor:
 def test_a_term_is_weighed_and_accuses_nobody(tmp_path: Path, loss: Loss, told: str) -> None:
     report = run_of(tmp_path / "run", loss)
     assert (report.verdict, report.findings) == ("clean", [])
-    (problem,) = report.coverage.problems  # the same in every step: once
+    (problem,) = report.coverage.notes  # the same in every step: once
     assert "1 other term beside" in problem and told in problem
 
 
@@ -65,14 +65,14 @@ def test_several_terms_are_weighed_apart(tmp_path: Path) -> None:
         return main(x) / STEPS + 0.5 * (x - 1).abs().sum() + 0.25 * x.logsumexp(-1).square().mean()
 
     report = run_of(tmp_path / "run", loss)
-    (problem,) = report.coverage.problems
+    (problem,) = report.coverage.notes
     assert "sum weighs 0.5 in each of 3 passes, together 1.5" in problem
     assert "mean weighs 0.25 in each of 3 passes, together 0.75" in problem
 
 
 def test_a_term_that_weighs_otherwise_in_each_pass_has_no_number(tmp_path: Path) -> None:
     report = run_of(tmp_path / "run", lambda x, k: main(x) / STEPS + (k + 1) * x.abs().mean())
-    (problem,) = report.coverage.problems
+    (problem,) = report.coverage.notes
     assert "what they weigh is not judged" in problem
     (trace,) = read_run(tmp_path / "run").ranks.values()
     assert [one.weight for one in trace.events if isinstance(one, LossTerm)] == [1.0, 2.0, 3.0] * 2
@@ -87,7 +87,7 @@ def test_a_declared_term_is_not_weighed_twice(tmp_path: Path) -> None:
     report = run_of(tmp_path / "run", loss)
     (trace,) = read_run(tmp_path / "run").ranks.values()
     assert not [one for one in trace.events if isinstance(one, LossTerm)]
-    assert (report.verdict, report.coverage.problems) == ("clean", [])
+    assert (report.verdict, report.coverage.problems + report.coverage.notes) == ("clean", [])
 
 
 class Attach(torch.autograd.Function):
@@ -116,7 +116,7 @@ def test_a_term_that_a_function_attaches_is_weighed(tmp_path: Path, scale: float
 
     report = run_of(tmp_path / "run", loss)
     assert (report.verdict, report.findings) == ("clean", [])
-    (problem,) = report.coverage.problems
+    (problem,) = report.coverage.notes
     assert "attaches to activations" in problem and told in problem
 
 
@@ -136,7 +136,7 @@ def test_a_loss_that_is_handed_on_with_activations_is_not_attached(tmp_path: Pat
         return HandOn.apply(x, main(x) / STEPS)[1]  # type: ignore[no-untyped-call,no-any-return]
 
     report = run_of(tmp_path / "run", loss)
-    assert (report.verdict, report.coverage.problems) == ("clean", [])
+    assert (report.verdict, report.coverage.problems + report.coverage.notes) == ("clean", [])
 
 
 def test_a_scalar_that_scales_activations_is_no_attached_loss(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_scalar_that_scales_activations_is_no_attached_loss(tmp_path: Path) ->
         return main(Scaled.apply(x, x.abs().max())) / STEPS  # type: ignore[no-untyped-call]
 
     report = run_of(tmp_path / "run", loss)
-    assert (report.verdict, report.coverage.problems) == ("clean", [])
+    assert (report.verdict, report.coverage.problems + report.coverage.notes) == ("clean", [])
 
 
 def test_a_term_is_found_behind_the_outputs_of_a_ddp_module(tmp_path: Path) -> None:
@@ -182,4 +182,4 @@ def test_a_term_is_found_behind_the_outputs_of_a_ddp_module(tmp_path: Path) -> N
         dist.destroy_process_group()
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean", [])
-    assert any("mean weighs 0.01 in each of 3 passes, together 0.03" in one for one in report.coverage.problems)
+    assert any("mean weighs 0.01 in each of 3 passes, together 0.03" in one for one in report.coverage.notes)

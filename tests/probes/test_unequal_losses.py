@@ -21,4 +21,4 @@ def test_a_denominator_over_a_ranks_own_shard_of_the_vocabulary_leaves_the_verdi
     assert summed == (not any("ranks 0 and 1 exchange activations" in reason for reason in report.reasons))
     if not summed:
         assert "Compute the loss of one batch on one process" in report.next_step
-        assert any("backward begins at" in problem for problem in report.coverage.problems)
+        assert any("backward begins at" in note for note in report.coverage.notes)

@@ -215,8 +215,8 @@ def test_a_coefficient_beside_a_term_that_counts_nothing_is_no_normaliser(tmp_pa
             optimizer.zero_grad()
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("clean", [])
-    assert any("a backward pass holds 1 other term beside" in problem for problem in report.coverage.problems)
-    assert any("0.7 x stands before the loss" in problem for problem in report.coverage.problems)
+    assert any("a backward pass holds 1 other term beside" in note for note in report.coverage.notes)
+    assert any("0.7 x stands before the loss" in note for note in report.coverage.notes)
 
 
 def test_class_weights_are_summed(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_optimizer_that_only_begins_its_state_in_the_first_step_is_judged(
 
     report = judged(tmp_path / "right", beginning)
     assert (report.verdict, report.findings) == ("clean", []), report.reasons
-    assert any("step 0: Beginning was given gradients and moved no" in problem for problem in report.coverage.problems)
+    assert any("step 0: Beginning was given gradients and moved no" in note for note in report.coverage.notes)
     [finding] = judged(tmp_path / "wrong", beginning, divisor=3).findings
     assert (finding.code, finding.factor.exact, finding.steps) == ("GS303", "1/3", [0, 1, 2])
     assert diagnose_run(tmp_path / "wrong").findings  # step by step, as commands do

@@ -174,7 +174,7 @@ def test_a_function_that_is_wrong_is_named_and_what_is_around_it_checked(tmp_pat
     assert found.severity == "error"
     assert f"x {WIDTH}, on the way through WrongMean at test_calls.py:" in found.pattern
     assert "mend the backward of WrongMean (test_calls.py:" in found.fix.lower().replace("wrongmean", "WrongMean")
-    assert not any("a module inside is wrong" in problem for problem in report.coverage.problems)
+    assert not any("a module inside is wrong" in note for note in report.coverage.problems + report.coverage.notes)
 
 
 def test_a_forward_that_rounds_is_no_finding(tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_a_forward_that_rounds_is_no_finding(tmp_path: Path) -> None:
 
     report = judged(body, tmp_path / "run")
     assert {finding.severity for finding in accused(report)} <= {"info"}
-    assert any("it rounds (as fake quantisation does)" in problem for problem in report.coverage.problems)
+    assert any("it rounds (as fake quantisation does)" in note for note in report.coverage.notes)

@@ -90,7 +90,7 @@ def test_a_backward_that_clips_what_arrives_is_left_open(tmp_path: Path) -> None
 
     report = judged(Around(clipped), tmp_path / "run")
     assert report.findings == []
-    assert any("clips or scales by the gradient itself" in problem for problem in report.coverage.problems)
+    assert any("clips or scales by the gradient itself" in note for note in report.coverage.notes)
 
 
 def test_a_teacher_below_no_grad_is_nothing_to_speak_of(tmp_path: Path) -> None:
@@ -219,5 +219,5 @@ def test_a_scripted_module_is_left_out_with_its_reason(tmp_path: Path) -> None:
     report = judged(model, tmp_path / "run")
     assert report.findings == []
     assert any("torch.jit" in f"{one.reason}" for one in report.coverage.unverified) or any(
-        "torch.jit" in words for words in [*report.reasons, *report.coverage.problems]
+        "torch.jit" in words for words in [*report.reasons, *report.coverage.notes]
     )

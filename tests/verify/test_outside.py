@@ -115,7 +115,7 @@ def test_what_goes_through_another_module_is_not_checked(tmp_path: Path) -> None
     weights = nn.Linear(VOCAB, VOCAB)
     report = judged(lambda logits, labels: loss_of(weights(logits), labels), tmp_path / "run")
     assert accusations(report) == []
-    assert any("goes into another" in problem for problem in report.coverage.problems)
+    assert any("goes into another" in note for note in report.coverage.notes)
 
 
 def test_a_mode_of_the_users_that_outlives_the_record_stays(tmp_path: Path) -> None:

@@ -157,9 +157,7 @@ def test_a_regularizer_outside_of_the_module_is_no_fault(tmp_path: Path) -> None
 
     train(model, tmp_path / "run", loss=loss)
     assert accusations(tmp_path / "run") == []
-    assert any(
-        "head.weight" in problem and "outside" in problem for problem in report(tmp_path / "run").coverage.problems
-    )
+    assert any("head.weight" in note and "outside" in note for note in report(tmp_path / "run").coverage.notes)
 
 
 def test_a_forward_that_depends_on_its_surroundings_is_undetermined(tmp_path: Path) -> None:
@@ -183,7 +181,7 @@ def test_a_forward_that_depends_on_its_surroundings_is_undetermined(tmp_path: Pa
     assert {check.outcome for check in modules} == {"undetermined"}
     assert judged.verdict == "undetermined"
     assert any("no module's backward could be checked" in reason for reason in judged.reasons)
-    assert any("depends on something" in problem for problem in judged.coverage.problems)
+    assert any("depends on something" in note for note in judged.coverage.notes)
 
 
 def test_a_module_that_raises_when_run_again_does_not_harm_training(tmp_path: Path) -> None:

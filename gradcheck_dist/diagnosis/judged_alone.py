@@ -1,4 +1,7 @@
-"""What is kept of a judged step, so that a long run's verdicts fit into memory and travel between processes."""
+"""One step judged, and what is kept of it: a long run's verdicts fit into memory and travel between processes.
+
+Whatever is concluded from several steps sees no more than this, whether a run is judged in memory or step by step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MAX_CONTRIBUTIONS = 512
 """Of more than this, a step that has been judged keeps only the sums."""
 
 
-def judge_part(part: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
+def judge_alone(part: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
     """Judge one step and keep what a report needs of it: no samples, no replays."""
     return slim(judge_step(part, step, objective, objective_from))
 
