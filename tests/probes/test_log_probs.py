@@ -51,6 +51,18 @@ def test_other_gathers_are_no_losses(tmp_path: Path) -> None:
     assert found.num_tokens is None
 
 
+@pytest.mark.parametrize("by_output", [False, True])
+def test_a_token_that_an_adaptive_softmax_picks_twice_counts_once(tmp_path: Path, by_output: bool) -> None:
+    adaptive = nn.AdaptiveLogSoftmaxWithLoss(5, 12, [4, 8], div_value=1.0)
+
+    def loss(logits: Tensor, _: Tensor) -> Tensor:
+        found = adaptive(logits, torch.tensor([0, 5, 9, 11, 3, 7]))
+        return -found.output.sum() / 8 if by_output else found.loss
+
+    (found,) = gradients(tmp_path, loss)
+    assert (found.num_tokens, found.weight) == (6, pytest.approx(1 / 8 if by_output else 1 / 6))
+
+
 def test_a_log_softmax_is_known_through_views_and_not_through_arithmetic() -> None:
     log_probs = torch.randn(4, 5, requires_grad=True).log_softmax(-1)
     assert is_log_softmax(log_probs.view(2, 2, 5)[:, :1])

@@ -2,16 +2,20 @@
 
 The gradient that arrives at a picked log-probability is minus the weight of that token's loss. Labels that are masked
 away later get a zero gradient, so the valid tokens are counted in backward.
+
+nn.AdaptiveLogSoftmaxWithLoss (torch/nn/modules/adaptive.py) picks twice for a token of a rare class: its cluster, and
+the class within. What counts is the sum, one for each token.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradcheck_dist.events import Loss, LossGradient
@@ -34,18 +38,46 @@ LINEAR = (
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
+    clusters = Clusters()
     for owner in (torch, Tensor):
-        patches.replace(owner, "gather", lambda original: _watch_gather(recorder, original))
+        patches.replace(owner, "gather", lambda original: _watch_gather(recorder, clusters, original))
+    patches.replace(
+        nn.AdaptiveLogSoftmaxWithLoss, "forward", lambda original: _watch_clusters(recorder, clusters, original)
+    )
 
 
-def _watch_gather(recorder: Recorder, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@dataclass
+class Clusters:
+    """Whether log-probabilities are picked inside of an adaptive softmax, which adds them up."""
+
+    inside: bool = False
+
+
+def _watch_clusters(recorder: Recorder, clusters: Clusters, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, input_: Tensor, target_: Tensor) -> Any:
+        if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended or target_.dim() != 1:
+            return original(self, input_, target_)
+        clusters.inside = True
+        try:
+            result = original(self, input_, target_)
+        finally:
+            clusters.inside = False
+        if result.output.requires_grad:
+            evaluated(recorder, result.output, target_, "adaptive log_softmax")
+        return result
+
+    return forward
+
+
+def _watch_gather(recorder: Recorder, clusters: Clusters, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def gather(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if has_torch_function((input,)):  # of which a class or mode may know torch's function by its identity
             picked = handle_torch_function(original, (input,), input, *args, **kwargs)
         else:
             picked = original(input, *args, **kwargs)
-        if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended:
+        if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended or clusters.inside:
             return picked
         if picked.requires_grad:
             gathered(recorder, input, picked, kwargs.get("index", args[1] if len(args) > 1 else None))
