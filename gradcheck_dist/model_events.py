@@ -55,7 +55,8 @@ class ReducedGradient(Event, kw_only=True):
     `num_rows_used` of what is reduced are rows of these with one at least. `whole` is the
     gradient that arrived at the sum of several losses which the root is a multiple of. `hooks_factor` is what hooks of
     the program's, the first put at `hooks_site`, multiplied the gradients of activations behind the loss by, where all
-    gradients of the pass go through these; all weights here are told with it.
+    gradients of the pass go through these; all weights here are told with it. `divided_by` are the whole numbers from 2
+    on that are read among those that divide, or of which one over it multiplies (the 1/2 before a squared error).
     """
 
     mean_weight: float | None = None
@@ -73,6 +74,7 @@ class ReducedGradient(Event, kw_only=True):
     whole: float | None = None
     hooks_factor: float | None = None
     hooks_site: Site | None = None
+    divided_by: list[int] | None = None
 
 
 class LossGradient(ReducedGradient, tag="loss_gradient"):

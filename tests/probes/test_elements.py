@@ -188,7 +188,10 @@ def test_ranks_that_hold_shards_of_one_model_have_one_batch(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("divided_by", "verdict", "codes"),
-    [("average", "clean", []), ("all", "findings", ["GS101"]), ("rank", "undetermined", [])],
+    [
+        *(("average", "clean", []), ("all", "findings", ["GS101"]), ("rank", "undetermined", [])),
+        ("halved", "undetermined", []),  # half a squared error: on two ranks it weighs as if divided by "all"
+    ],
 )
 def test_what_sums_are_divided_by_on_two_ranks(tmp_path: Path, divided_by: str, verdict: str, codes: list[str]) -> None:
     warm_up()

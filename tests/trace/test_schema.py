@@ -8,7 +8,8 @@ from gradcheck_dist import events
 
 REDUCED = (
     "seq t_ns step site mean_weight num_factors reduced_by compares num_reduced num_rows reduced_weight num_elements "
-    "element_min element_max element_share num_rows_used whole hooks_factor hooks_site"
+    "element_min element_max element_share num_rows_used whole hooks_factor hooks_site "
+    "divided_by"
 )
 FROZEN = {
     "loss": (

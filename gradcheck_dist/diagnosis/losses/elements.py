@@ -101,15 +101,15 @@ def _as_recorded(held: Held) -> bool:
 def _divides_by_all(one: Counted) -> bool:
     """Whether the program divides by what all ranks' and passes' losses go over: each is a sum that one number
     multiplies, or goes over another number of elements. No coefficient makes these weights; a number of passes or ranks
-    may be one."""
+    may be one, and a fraction that stands there (1/2 before a squared error) may look like one over that number."""
     num = sum(one.tokens.values())
     gradients = [c.gradient for c in one.contributions.by_key.values() if c.gradient is not None]
     alone = all(gradient.reduced_by in ("sum", None) and gradient.num_factors == 1 for gradient in gradients)
     alone |= len(set(one.tokens.values())) > 1
+    degrees = degrees_of(one.contributions)
+    alone &= num not in degrees and not any(degrees & set(gradient.divided_by or ()) for gradient in gradients)
     weights = [(c.weight or 0.0) * num for c in one.contributions.by_key.values()]
-    return (
-        alone and num not in degrees_of(one.contributions) and all(abs(weight - 1) <= SAME / num for weight in weights)
-    )
+    return alone and all(abs(weight - 1) <= SAME / num for weight in weights)
 
 
 def _counted(contributions: Contributions, words: str) -> Counted | None:

@@ -21,6 +21,7 @@ from gradcheck_dist.probes.losses.reductions import (
     WITH_REDUCTION,
     Edge,
     Reduced,
+    divided_by,
     element_weights,
     leads_to,
     num_factors,
@@ -68,7 +69,9 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
     if any(found.node._sequence_nr() < passes.closed_at for found in reduced):
         return
     for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
-        term = ReducedTerm(op_of(body), num_factors([*above, *factors]) + found.numbers)
+        numbers = [*above, *factors]
+        divisors = divided_by([*numbers, *found.numbers])
+        term = ReducedTerm(op_of(body), num_factors(numbers) + len(found.numbers), divisors)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
         if elements:

@@ -38,6 +38,8 @@ _LEAVES_OUT = (*_PICKS, "MaskedFill", "Where")
 _SUMS = ("SumBackward", "NansumBackward")
 _GOES_THROUGH = ("Sum", "Mean", "Nansum", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS)
 SAME = 1e-3
+HALVES = 1.5
+"""What is divided by a whole number above 1 is divided by more than this."""
 
 Edge = tuple[Any, int]
 """A node of the graph and which of its outputs."""
@@ -47,7 +49,7 @@ Edge = tuple[Any, int]
 class Reduced:
     """`node` reduces `num` elements to one. `body` is the node behind what multiplies elements apart, None where `node`
     is torch's own loss; `share` is what of the reduction's gradient arrives at each of its elements, on average, by
-    partial means and picks alone, and so many `numbers` multiply all elements beneath it. `is_weighted`: a tensor
+    partial means and picks alone, and the `numbers` (nodes) multiply all elements beneath it. `is_weighted`: a tensor
     without a gradient multiplies them apart (`weights`: such of as many elements); `adds_up`: there are means or sums
     beneath."""
 
@@ -57,7 +59,7 @@ class Reduced:
     num_rows: int
     body: Any = None
     share: float = 1.0
-    numbers: int = 0
+    numbers: list[Any] = field(default_factory=list)
     of_torch: bool = False
     is_weighted: bool = False
     adds_up: bool = False
@@ -135,6 +137,13 @@ def num_factors(factors: list[Any]) -> int:
     return sum(number != 1 for number in numbers) or len(factors)
 
 
+def divided_by(factors: list[Any]) -> list[int]:
+    """Whole numbers from 2 on that nodes divide by, or multiply by one over, as far as they are read."""
+    found = numbers_at(factors)
+    numbers = [*(one for one in found.divisors if one), *(1 / one for one in found.multipliers if one)]
+    return sorted({round(one) for one in numbers if one > HALVES and abs(one - round(one)) <= SAME * SAME * one})
+
+
 def leads_to(edge: Edge, nodes: Container[Any]) -> Any:
     """The first of some nodes behind an edge, where one path alone goes on from it; None where there is none."""
     for _ in range(MAX_FACTORS):
@@ -186,7 +195,8 @@ def _descend(found: Reduced, edge: Edge) -> bool:
             return edge[1] == 0
         if name in FACTORS:
             other = _other(node)
-            found.numbers += name != "NegBackward" and (other is None or other.numel() == 1)
+            if name != "NegBackward" and (other is None or other.numel() == 1):
+                found.numbers.append(node)
             if other is not None and other.numel() > 1:
                 found.is_weighted = True
                 found.weights += [other] if prod(shape) == found.num else []

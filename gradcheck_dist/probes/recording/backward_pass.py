@@ -37,6 +37,7 @@ class ReducedTerm:
 
     op: str
     num_factors: int
+    divided_by: list[int] = field(default_factory=list)
     arrived: Tensor | None = None
     mean_weight: Tensor | None = None
     elements: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +58,11 @@ class ReducedTerm:
     def told(self) -> dict[str, Any]:
         """The fields of a ReducedGradient."""
         mean_weight = None if self.mean_weight is None else number(self.mean_weight)
-        return {"mean_weight": mean_weight, "num_factors": self.num_factors, **self.elements}
+        return {
+            "mean_weight": mean_weight,
+            "num_factors": self.num_factors,
+            "divided_by": self.divided_by or None,
+        } | self.elements
 
 
 @dataclass
