@@ -35,7 +35,7 @@ from gradcheck_dist.diagnosis.weights.alike import without_repeats
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.diagnosis.weights.context import step_context
 from gradcheck_dist.diagnosis.weights.measured import measure
-from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, told_apart
+from gradcheck_dist.ledger.apart import apart, own_coordinates, own_models, share_updates, told_apart
 from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
@@ -166,6 +166,7 @@ def weigh(
     ]
     verdict.units = unit_of(verdict.held)
     verdict.apart = sets_apart(verdict.held)
+    verdict.shares_updates = share_updates(verdict.data)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
     return Weighed(measured, means, on_the_way)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
-from gradcheck_dist.ledger.apart import averaged, share_updates
+from gradcheck_dist.ledger.apart import averaged
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -86,7 +86,7 @@ def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
     DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average. Where ranks
     divide the updates among them (ZeRO), what makes parameters alike again is the one rank's that stepped them."""
     found = averaged(run) if any(verdict.alone is not None for verdict in verdicts) else None
-    if found is None or any(share_updates(verdict.data) for verdict in verdicts):
+    if found is None or any(verdict.shares_updates for verdict in verdicts):
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
     chosen[0].reasons.append(

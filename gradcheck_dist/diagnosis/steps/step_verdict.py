@@ -102,7 +102,8 @@ class StepVerdict:
     `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
-    parameters got unequal gradients on different ranks. `unread`: what waits for an optimizer that steps later.
+    parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
+    `unread`: what waits for an optimizer that steps later.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
 
@@ -135,6 +136,7 @@ class StepVerdict:
     own_terms: Terms | None = None
     kept_apart: KeptApart | None = None
     apart: bool = False
+    shares_updates: bool = False
     summed: bool = False
     unread: Unread = field(default_factory=Unread)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
