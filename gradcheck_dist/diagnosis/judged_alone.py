@@ -1,6 +1,6 @@
 """One step judged, and what is kept of it: a long run's verdicts fit into memory and travel between processes.
 
-Whatever is concluded from several steps sees no more than this, whether a run is judged in memory or step by step.
+What is concluded from several steps rests on no more than this, whether a run is judged in memory or step by step.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def train_sequences(divided_by: str, run_dir: str, of_data: bool = False) -> Non
     num = torch.tensor(float(sum(map(len, batches))))
     if divided_by != "rank":
         dist.all_reduce(num)
-    if divided_by in ("average", "halved"):
+    if divided_by == "average":
         num /= world
     with attach(run_dir):
         for tokens in batches:

@@ -27,7 +27,7 @@ from torch.utils.hooks import BackwardHook, unserializable_hook
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.activations import exchange_events
 from gradcheck_dist.probes.activations.exchange_calls import Calls
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, take
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, one_to_one, take
 from gradcheck_dist.probes.activations.ways import (
     FEW,
     OF_MODULE,
@@ -141,31 +141,30 @@ def _is_the_programs(hook: Callable[..., Any]) -> bool:
 
 
 @guarded("activation_hooks")
-def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], made: Any, calls: Calls) -> None:
+def applied(recorder: Recorder, cls: type[Function], args: tuple[Any, ...], results: Any, calls: Calls) -> None:
     """A function of the program's was applied: note whether it gave what it was given. Runs behind every function: kept
     short."""
     hooks: Hooks | None = recorder.activation_hooks
-    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    if hooks is None or calls or len(given) != 1 or given[0].is_leaf or cls.__module__.startswith("torch."):
+    if hooks is None or calls or calls.sent or cls.__module__.startswith("torch."):
         return
-    (tensor,) = given
-    if not isinstance(made, Tensor) or made.grad_fn is None or not (is_plain(tensor) and is_plain(made)):
+    pair = one_to_one(args, results)
+    if pair is None or pair[0].is_leaf or pair[1].grad_fn is None or pair[0].dtype != pair[1].dtype:
         return
-    if made.shape == tensor.shape and made.dtype == tensor.dtype:
-        same: bool | Tensor = made.data_ptr() == tensor.data_ptr()
-        if not same:
-            same = (some_of(made, FEW) == some_of(tensor, FEW)).all()
-            same = bool(same) if made.is_cpu else same
-        if same is not False:
-            hooks.of_nodes = True
-            mark_hands_on(made, same)
+    given, made = pair
+    same: bool | Tensor = made.data_ptr() == given.data_ptr()
+    if not same:
+        same = (some_of(made, FEW) == some_of(given, FEW)).all()
+        same = bool(same) if made.is_cpu else same
+    if same is not False:
+        hooks.of_nodes = True
+        mark_hands_on(made, same)
 
 
 @guarded("activation_hooks")
 def look(recorder: Recorder, current: BackwardPass, roots: Sequence[Root]) -> None:
-    ways = ways_behind(roots) if recorder.recording else None
-    current.hooks = PassHooks(ways) if ways is not None and ways.stops else None
-    for edge in ways.edges if current.hooks is not None and ways is not None else ():
+    ways = ways_behind(roots if recorder.recording else ())
+    current.hooks = PassHooks(ways) if ways.stops else None
+    for edge in ways.edges:
         node, output = edge
         if node.name() == OF_MODULE:
             watch_node(recorder, current, edge, output, None, True)
@@ -243,8 +242,9 @@ def ran(recorder: Recorder, own: OwnHook, before: Before, grad: Tensor, result: 
     """A hook gave `result`, None where it gave what it got, into which it may have written."""
     given = grad if result is None else result
     changed = given is not grad or grad._version != before.version
-    if before.beside is not None and changed and is_plain(given) and given.shape == grad.shape:
-        told, values = own.branch  # type: ignore[misc]
+    alike = changed and is_plain(given) and given.shape == grad.shape
+    if alike and before.beside is not None and own.branch is not None:
+        told, values = own.branch
         gave = take([given], [WHOLE])[0]
         exchange_events.tell(recorder, told, values, values, before.beside, gave, lost=False)
     if before.on_all_ways is not None and recorder.current is not None and recorder.current.hooks is not None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.stats.sampling import sample_positions
 
 NUM_VALUES = 32
@@ -69,6 +71,14 @@ def goes_on(given: Sequence[tuple[int, Tensor]], made: Sequence[Tensor]) -> tupl
     """The one of several inputs, with its place, that has the shape of the only output: others (a bias) join it."""
     alike = [(place, one) for place, one in given if len(made) == 1 and one.shape == made[0].shape]
     return alike[0] if len(given) > 1 and len(alike) == 1 and not alike[0][1].is_leaf else None
+
+
+def one_to_one(args: Sequence[Any], results: Any) -> tuple[Tensor, Tensor] | None:
+    """A function's only differentiable input, and its output, where that has the same shape."""
+    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape:
+        return None
+    return (given[0], results) if is_plain(given[0]) and is_plain(results) else None
 
 
 def is_swap_by_gather(calls: Sequence[str], given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:

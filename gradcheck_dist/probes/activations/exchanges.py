@@ -53,6 +53,7 @@ from gradcheck_dist.probes.activations.exchange_layout import (
     goes_on,
     is_swap_by_gather,
     num_of_each,
+    one_to_one,
     take,
     unread,
 )
@@ -371,7 +372,5 @@ def _by_torch(cls: type) -> Callable[[Exchanges, tuple[Any, ...], Any], list[Arr
 
 def _hands_on(args: tuple[Any, ...], results: Any) -> bool:
     """Whether a function gives its only differentiable input on as it is."""
-    given = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    if len(given) != 1 or not isinstance(results, Tensor) or results.shape != given[0].shape or not is_plain(results):
-        return False
-    return is_plain(given[0]) and results.data_ptr() == given[0].data_ptr()
+    pair = one_to_one(args, results)
+    return pair is not None and pair[0].data_ptr() == pair[1].data_ptr()

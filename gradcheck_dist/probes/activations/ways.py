@@ -28,6 +28,7 @@ MAX_LEVELS = 4
 MAX_ELEMENTS = 1 << 16
 """Of a larger gradient, elements at equal distances are compared."""
 FEW = 64
+"""Elements that tell whether a function hands on what it is given."""
 MAX_COUNT = 4096
 """Numbers up to this, and one over them, are what a gradient that was rounded is taken to be multiplied by."""
 FITS = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -184,6 +185,7 @@ class Ways(NamedTuple):
 def ways_behind(roots: Sequence[Root]) -> Ways:
     """The stops of a graph. Those behind more edges, or more stops, than are followed are left out."""
     origins = [[(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]]
+    places: dict[Edge | None, int | None] = {None: None}
     edges: list[Edge] = []
     stops: list[Stop] = []
     begin: frozenset[int | None] = frozenset()
@@ -192,10 +194,13 @@ def ways_behind(roots: Sequence[Root]) -> Ways:
         reached = _next_stops(origins)
         if level == 0 and None in reached[0]:
             break
-        new = list(dict.fromkeys(edge for found in reached for edge in found if edge is not None and edge not in edges))
+        new = list(
+            dict.fromkeys(edge for found in reached for edge in found if edge is not None and edge not in places)
+        )
         is_beside |= any(None in found for found in reached)
+        places |= {edge: place for place, edge in enumerate(new, len(edges))}
         edges += new
-        behind = [frozenset(None if edge is None else edges.index(edge) for edge in found) for found in reached]
+        behind = [frozenset(places[edge] for edge in found) for found in reached]
         if level == 0:
             (begin,) = behind
         else:

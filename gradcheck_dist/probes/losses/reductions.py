@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -38,8 +38,7 @@ _LEAVES_OUT = (*_PICKS, "MaskedFill", "Where")
 _SUMS = ("SumBackward", "NansumBackward")
 _GOES_THROUGH = ("Sum", "Mean", "Nansum", *PASS_THROUGH, *_LEAVES_OUT, *_IN_PARTS)
 SAME = 1e-3
-HALVES = 1.5
-"""What is divided by a whole number above 1 is divided by more than this."""
+ROUNDED = 1e-6
 
 Edge = tuple[Any, int]
 """A node of the graph and which of its outputs."""
@@ -141,7 +140,8 @@ def divided_by(factors: list[Any]) -> list[int]:
     """Whole numbers from 2 on that nodes divide by, or multiply by one over, as far as they are read."""
     found = numbers_at(factors)
     numbers = [*(one for one in found.divisors if one), *(1 / one for one in found.multipliers if one)]
-    return sorted({round(one) for one in numbers if one > HALVES and abs(one - round(one)) <= SAME * SAME * one})
+    whole = {round(one) for one in numbers if isfinite(one) and abs(one - round(one)) <= ROUNDED * abs(one)}
+    return sorted(one for one in whole if one > 1)
 
 
 def leads_to(edge: Edge, nodes: Container[Any]) -> Any:

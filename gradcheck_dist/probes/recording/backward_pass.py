@@ -31,9 +31,10 @@ class TokenWeights(NamedTuple):
 
 @dataclass
 class ReducedTerm:
-    """One mean or sum over elements, times `num_factors` numbers. `arrived` is its gradient, `mean_weight` the same
-    where it is a mean that compares with targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`:
-    what multiplies each element beside a weight of its own, `num_kept` how many masks keep."""
+    """One mean or sum over elements, times `num_factors` numbers, of which some are read to divide by whole ones.
+    `arrived` is its gradient, `mean_weight` the same where it is a mean that compares with targets, `elements` what it
+    goes over: fields of a ReducedGradient. `beneath`: what multiplies each element beside a weight of its own,
+    `num_kept` how many masks keep."""
 
     op: str
     num_factors: int
@@ -58,11 +59,8 @@ class ReducedTerm:
     def told(self) -> dict[str, Any]:
         """The fields of a ReducedGradient."""
         mean_weight = None if self.mean_weight is None else number(self.mean_weight)
-        return {
-            "mean_weight": mean_weight,
-            "num_factors": self.num_factors,
-            "divided_by": self.divided_by or None,
-        } | self.elements
+        numbers = {"num_factors": self.num_factors, "divided_by": self.divided_by or None}
+        return {"mean_weight": mean_weight, **numbers, **self.elements}
 
 
 @dataclass
