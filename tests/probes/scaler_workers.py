@@ -94,3 +94,37 @@ def _train(variant: str, run_dir: Path | None) -> float:
             optimizer.step()
             optimizer.zero_grad()
     return sum(param.double().sum().item() for param in model.parameters())
+
+
+class Summed(torch.autograd.Function):
+    """Hands its input on, and sums the gradient over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        summed = grad.contiguous().clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+def train_summed(folder: str) -> list[tuple[float, float]]:
+    dist.init_process_group("gloo")
+    return [(_train_summed(None), _train_summed(Path(folder) / "summed"))]
+
+
+def _train_summed(run_dir: Path | None) -> float:
+    from gradcheck_dist.probes import attach
+
+    with attach(run_dir) if run_dir is not None else contextlib.nullcontext():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for tokens, labels in torch.randint(VOCABULARY, (STEPS, 2, 2, LENGTH)).unbind(0):
+            logits = Summed.apply(model(tokens))  # type: ignore[no-untyped-call]
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sum(param.double().sum().item() for param in model.parameters())

@@ -202,6 +202,18 @@ def test_the_derivative_of_a_function_is_the_models_own(tmp_path: Path) -> None:
     assert judged(tmp_path / "run").verdict == "clean"
 
 
+def test_a_branch_behind_what_all_ways_go_through_changes_nothing(tmp_path: Path) -> None:
+    def both(logits: Tensor) -> Tensor:
+        branch = logits * 0.5
+        branch.register_hook(lambda grad: -0.1 * grad)
+        return of_logits(logits + branch)
+
+    record(trains(both, times=K), tmp_path / "run")
+    assert judged(tmp_path / "run").verdict == "clean"
+    (factor,) = {event.hooks_factor for event in events_of(tmp_path / "run", LossGradient)}
+    assert factor == pytest.approx(1 / K)
+
+
 def test_what_is_no_number_changes_no_weight(tmp_path: Path) -> None:
     def clamped(logits: Tensor) -> Tensor:
         logits.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
@@ -273,6 +285,12 @@ def test_what_the_model_divides_experts_by_may_make_up_for_ranks(
     report = mixtures[variant]
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any(says in reason and "by 0.5" in reason.replace("x 0.5", "by 0.5") for reason in report.reasons)
+
+
+def test_a_sum_in_backward_is_no_number_of_the_losss(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ranks of one batch hold the same gradient, which a sum over them doubles: its line is told, not the loss's."""
+    report = judged_beside(tmp_path_factory, "scaler_workers:train_summed", ["summed"])["summed"]
+    assert [finding.code for finding in report.findings] == ["GS802"]
 
 
 def test_experts_that_nothing_divides_are_found(mixtures: dict[str, Report]) -> None:
