@@ -249,7 +249,7 @@ def _stages_of_params(data: StepData, passes: Mapping[Node, Backward], found: _P
     """By rank and parameter the stage whose passes alone gave it gradients."""
     stages: dict[tuple[int, int], set[int]] = defaultdict(set)
     for node, event in passes.items():
-        for param in data.params_of(node[0], event.params) if event.params is not None else ():
+        for param in data.params_of(node[0], event.params):
             stages[node[0], param].add(found.num_stages - 1 - found.depth[node])
     return {at: of.pop() for at, of in stages.items() if len(of) == 1}
 

@@ -127,8 +127,8 @@ class StepData:
         statuses = (event for of_rank in self.events.values() for event in of_rank if isinstance(event, ProbeStatus))
         return [event.reason for event in statuses if event.probe == probe and not event.active]
 
-    def params_of(self, rank: int, param_set: int) -> tuple[int, ...]:
-        return self.param_sets[rank].get(param_set, ())
+    def params_of(self, rank: int, param_set: int | None) -> tuple[int, ...]:
+        return self.param_sets[rank].get(param_set, ()) if param_set is not None else ()
 
 
 def steps_of(run: Run) -> list[int]:

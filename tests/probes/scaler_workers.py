@@ -112,10 +112,11 @@ class Summed(torch.autograd.Function):
 
 def train_summed(folder: str) -> list[tuple[float, float]]:
     dist.init_process_group("gloo")
-    return [(_train_summed(None), _train_summed(Path(folder) / "summed"))]
+    halved = _train_summed(Path(folder) / "halved", of_both=True)
+    return [(_train_summed(None), _train_summed(Path(folder) / "summed")), (_train_summed(None, of_both=True), halved)]
 
 
-def _train_summed(run_dir: Path | None) -> float:
+def _train_summed(run_dir: Path | None, *, of_both: bool = False) -> float:
     from gradcheck_dist.probes import attach
 
     with attach(run_dir) if run_dir is not None else contextlib.nullcontext():
@@ -124,7 +125,8 @@ def _train_summed(run_dir: Path | None) -> float:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for tokens, labels in torch.randint(VOCABULARY, (STEPS, 2, 2, LENGTH)).unbind(0):
             logits = Summed.apply(model(tokens))  # type: ignore[no-untyped-call]
-            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            (loss / 2 if of_both else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
     return sum(param.double().sum().item() for param in model.parameters())

@@ -288,9 +288,12 @@ def test_what_the_model_divides_experts_by_may_make_up_for_ranks(
 
 
 def test_a_sum_in_backward_is_no_number_of_the_losss(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ranks of one batch hold the same gradient, which a sum over them doubles: its line is told, not the loss's."""
-    report = judged_beside(tmp_path_factory, "scaler_workers:train_summed", ["summed"])["summed"]
-    assert [finding.code for finding in report.findings] == ["GS802"]
+    """Ranks of one batch hold the same gradient, which a sum over them doubles: its line is told, not the loss's, and
+    nothing where the loss is half of it."""
+    reports = judged_beside(tmp_path_factory, "scaler_workers:train_summed", ["summed", "halved"])
+    assert [finding.code for finding in reports["summed"].findings] == ["GS802"]
+    assert (reports["halved"].verdict, reports["halved"].findings) == ("undetermined", [])
+    assert "x 2, which makes up for it" in reports["halved"].reasons[0]
 
 
 def test_experts_that_nothing_divides_are_found(mixtures: dict[str, Report]) -> None:

@@ -9,7 +9,6 @@ from itertools import combinations
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audits.verified import alike_and_apart
 from gradcheck_dist.diagnosis.audits.whole_shares import (
     UNDOES,
     alone_before_one_loss,
@@ -34,7 +33,7 @@ from gradcheck_dist.ledger.exchanges import (
     Passed,
     passed,
 )
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track
+from gradcheck_dist.ledger.tracks import StepData, Track
 
 VERIFY = "`gradcheck run --verify` compares"
 BY_VERIFY = f"{VERIFY} with central differences whether the gradient is right"
@@ -211,14 +210,16 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
     """Why a factor may be right: the sum of whole gradients on the way to these parameters multiplies by as much.
 
     One loss that all ranks compute, divided by their number, under an all-reduce that sums in backward too: in front of
-    that a weight at the loss is not what arrives. There lie shards, and copies whose gradients are summands. Or one
-    loss that all compute on what they gathered, times their number: each rank's gradient is its own share alone.
+    that a weight at the loss is not what arrives. There lie shards, copies whose gradients are summands, or whatever
+    the input was computed from of a function that sums what arrives whole on each of its ranks. Or one loss that all
+    compute on what they gathered, times their number: each rank's gradient is its own share alone.
     """
     if case.pattern.kind != "uniform" or case.terms:
         return None
     near = max(UNDOES, case.pattern.tolerance)
     of_leaves: dict[int, tuple[Faulty, set[int]]] = {}
-    for one in passed(data.events):
+    exchanges = list(passed(data.events))
+    for one in exchanges:
         share = share_of_whole(data, case.context.contributions, one)
         if share is not None:
             undoes = abs(share * case.pattern.factor - 1) <= near and abs(share - 1) > near
@@ -229,16 +230,32 @@ def makes_up_for(case: Case, data: StepData) -> str | None:
             continue  # what a loss weighs has what lies behind it
         if one.first.of_leaf:
             (rank,) = one.ranks
-            ids = data.params_of(rank, one.first.params) if one.first.params is not None else ()
+            ids = data.params_of(rank, one.first.params)
             of_leaves.setdefault(rank, (Faulty(one, shared=True), set()))[1].update(ids)
-        elif all(are_parts(data.tracks[held.param], one.ranks) for held in case.held):
+            continue
+        parts = all(are_parts(data.tracks[held.param], one.ranks) for held in case.held)
+        if parts or (one.whole and _all_in_front(case, data, one, exchanges)):
             fault = Faulty(one, shared=True)
             return (
-                f"what arrives at shards, or as summands, is x {case.pattern.factor:.6g} as it enters at the loss, and "
-                f"gradients come back through {fault.name} ({fault.where}) x {one.factor:.6g}, which makes up for it "
-                f"in front of that: {BY_VERIFY}"
+                f"what arrives at {'shards, or as summands,' if parts else 'these parameters'} is x "
+                f"{case.pattern.factor:.6g} as it enters at the loss, and gradients come back through {fault.name} "
+                f"({fault.where}) x {one.factor:.6g}, which makes up for it in front of that: {BY_VERIFY}"
             )
     return _made_up_at_use(case, data, of_leaves)
+
+
+def _all_in_front(case: Case, data: StepData, one: Passed, exchanges: list[Passed]) -> bool:
+    """Whether what an exchange is given was computed from all parameters of a case, on each of its ranks."""
+    in_front = [other for other in exchanges if _place(other)[:2] == _place(one)[:2] and _place(other) <= _place(one)]
+    used: dict[int, set[int]] = defaultdict(set)
+    for other in in_front:
+        for rank, event in other.events.items():
+            used[rank].update(data.params_of(rank, event.params))
+    return all(
+        rank in one.events and track.param.id in used[rank]
+        for held in case.held
+        for rank, track in data.tracks[held.param].items()
+    )
 
 
 def _made_up_at_use(case: Case, data: StepData, of_leaves: Mapping[int, tuple[Faulty, set[int]]]) -> str | None:
@@ -267,65 +284,6 @@ def _unlike(mine: np.ndarray, theirs: np.ndarray) -> bool:
     both = np.isfinite(mine) & np.isfinite(theirs)
     size = max(float(np.linalg.norm(mine[both])), float(np.linalg.norm(theirs[both])))
     return float(np.linalg.norm(mine[both] - theirs[both])) >= APART * size
-
-
-@dataclass(frozen=True)
-class EqualSummands:
-    """Parameters that each rank adds to its summand of `sum` alike, so that their gradient is the sum of equal parts,
-    and that nothing adds up."""
-
-    sum: Passed
-    params: frozenset[ParamKey]
-
-
-def equal_summands(data: StepData) -> list[EqualSummands]:
-    """Copies of a parameter behind which ranks sum what they made of it: a bias that each tensor-parallel rank adds
-    before the all-reduce. Where the ranks' gradients of it differ, the weights tell."""
-    named: dict[tuple[int, str], list[tuple[ParamKey, Track]]] = defaultdict(list)
-    for key, of_key in data.tracks.items():
-        for rank, track in of_key.items():
-            # Biases that began as zeros have names of their own where their module's weights are shards.
-            named[rank, key[1].split(" ")[0]].append((key, track))
-    found: dict[object, tuple[Passed, set[ParamKey]]] = {}
-    exchanges = list(passed(data.events))
-    for one in exchanges:
-        if one.forward not in (SUM, SCATTER):
-            continue
-        names = [_names(data, named, rank, event.params) for rank, event in one.events.items()]
-        # What backward sums over the ranks on another way is alike on all of them, and whole.
-        summed = [other for other in exchanges if other.forward == COPY and other.ranks == one.ranks]
-        elsewhere = {name for other in summed for rank, event in other.events.items()
-                     for name in _names(data, named, rank, event.params)}  # fmt: skip
-        site = one.first.site
-        for name in set.intersection(*names) - elsewhere:
-            tracks = {rank: track for rank in one.ranks for _, track in named[rank, name]}
-            if _are_copies(data, tracks, one.ranks):
-                keys = {key for rank in one.ranks for key, _ in named[rank, name]}
-                found.setdefault((site.file, site.line) if site else None, (one, set()))[1].update(keys)
-    return [EqualSummands(one, frozenset(params)) for one, params in found.values()]
-
-
-def _names(
-    data: StepData, named: Mapping[tuple[int, str], list[tuple[ParamKey, Track]]], rank: int, params: int | None
-) -> set[str]:
-    """The names of a set of parameters on a rank, as far as they are one parameter's alone."""
-    ids = set(data.params_of(rank, params)) if params is not None else set()
-    return {
-        name
-        for (holder, name), tracks in named.items()
-        if holder == rank and len(tracks) == 1 and tracks[0][1].param.id in ids
-    }
-
-
-def _are_copies(data: StepData, tracks: Mapping[int, Track], ranks: tuple[int, ...]) -> bool:
-    """Whether ranks hold copies of a parameter, in front of the step and behind it, with one gradient."""
-    if not alike_and_apart(data, tracks, ranks):
-        return False
-    left = [tracks[rank].left for rank in ranks]
-    gradients = [leaf.data for _, leaf in tracks[ranks[0]].leaves.values()]
-    return any(np.nan_to_num(one).any() for one in gradients) and all(
-        one is not None and left[0] is not None and np.allclose(one, left[0], rtol=1e-5, atol=0) for one in left
-    )
 
 
 def _has_terms(data: StepData, one: Passed) -> bool:

@@ -120,7 +120,7 @@ def _differs_so(
     for held, ratio in ratios:
         track = data.tracks[held.param].get(held.rank)
         mine = [one for one in of_rank.get(held.rank, ())
-                if track is not None and track.param.id in data.params_of(held.rank, one.params or 0)]  # fmt: skip
+                if track is not None and track.param.id in data.params_of(held.rank, one.params)]  # fmt: skip
         if any(not one.factor for one in mine):
             return False
         shared.append(ratio / prod(one.factor or 1.0 for one in mine))
@@ -156,7 +156,7 @@ def beside_computed(data: StepData, culprit: Culprit, held: Sequence[Held]) -> f
     params = params_on(data, held, rank)
     lines: dict[tuple[str, int], dict[int, float]] = {}
     for event in _writes(data, culprit, rank):
-        mine = params & set(data.params_of(rank, event.params or 0)) if event.params is not None else set()
+        mine = params & set(data.params_of(rank, event.params)) if event.params is not None else set()
         line = line_of(event)
         if mine and (line is None or not event.factor):
             return 1.0
@@ -247,7 +247,7 @@ def line_between(
         if isinstance(event, GradWrite) and event.site is not None and begin < event.seq < end
         if event.op != WRITTEN or event.factor is not None
     ]
-    owners = {one.seq: set(data.params_of(rank, one.params or 0)) for one in between if one.params is not None}
+    owners = {one.seq: set(data.params_of(rank, one.params)) for one in between if one.params is not None}
     writes = [one for one in between if params & owners.get(one.seq, set()) and one.op != WRITTEN]
     values = (off,) if culprit.kind == "loss" else (off, culprit.factor)  # it may be the loss that is wrong
     for value in values:

@@ -177,7 +177,7 @@ def reached_by(data: StepData, contributions: Contributions) -> dict[Contributio
         rank = contribution.loss_rank
         for event in data.events.get(rank, ()) if rank is not None else ():
             if isinstance(event, Backward) and (event.accumulation_step, event.microbatch) == key[1:]:
-                reached = data.params_of(rank or 0, event.params) if event.params is not None else ()
+                reached = data.params_of(rank or 0, event.params)
                 found[key] = frozenset(names[rank or 0, param] for param in reached if (rank or 0, param) in names)
     return found
 

@@ -252,7 +252,7 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
     ranks = tuple(sorted({rank for held in missing for rank in held.ranks}))
     passes = [event for event in facts.data.events[rank] if isinstance(event, Backward)]
     mine = {facts.data.tracks[key][rank].param.id for key in params if rank in facts.data.tracks[key]}
-    last = [event for event in passes if mine.intersection(facts.data.params_of(rank, event.params or 0))]
+    last = [event for event in passes if mine.intersection(facts.data.params_of(rank, event.params))]
     yield Remark(
         answer=Answer(
             explanation=f"Other ranks' contributions never reach the gradients of {plural(len(params), 'parameter')}, "

@@ -137,6 +137,6 @@ def _unscaled_later(facts: StepFacts, call: ClipCall) -> float | None:
         scale = scale_of(event)
         if scale is None or event.seq < call.event.seq:
             continue
-        if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params or 0)):
+        if isinstance(event, GradWrite) and clipped & set(facts.data.params_of(call.rank, event.params)):
             return scale
     return None

@@ -56,7 +56,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     found: dict[ParamKey, list[int]] = {}
     events: list[tuple[int, OptimizerStep]] = []
     for rank, step in _steps(facts):
-        cut = [keys.get((rank, param)) for param in facts.data.params_of(rank, step.unreached or 0)]
+        cut = [keys.get((rank, param)) for param in facts.data.params_of(rank, step.unreached)]
         cut = [key for key in cut if key is not None and key not in reached] if step.unreached is not None else []
         for key in cut:
             if key is not None:

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gradcheck_dist.diagnosis.answer import Answer
-from gradcheck_dist.diagnosis.audits.exchanges import equal_summands
+from gradcheck_dist.diagnosis.audits.equal_summands import equal_summands
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.finding import Factor

@@ -48,7 +48,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     for found in by_line.values():
         params: set[ParamKey] = set()
         for rank, event in found:
-            ids = facts.data.params_of(rank, event.params) if event.params is not None else ()
+            ids = facts.data.params_of(rank, event.params)
             params |= {keys[rank, param] for param in ids if (rank, param) in keys}
         rank, first = found[0]
         regions = plural(len(found), "checkpointed region")

@@ -47,7 +47,7 @@ from collections.abc import Iterable, Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.backward_words import RECEIVED, explain, fix, is_group_size, pattern
-from gradcheck_dist.diagnosis.audits.exchanges import equal_summands
+from gradcheck_dist.diagnosis.audits.equal_summands import equal_summands
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.audits.verified import (
     ALL_PARAMETERS,
