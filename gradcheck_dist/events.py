@@ -24,6 +24,7 @@ from gradcheck_dist.model_events import Backward as Backward
 from gradcheck_dist.model_events import Event as Event
 from gradcheck_dist.model_events import Exchange as Exchange
 from gradcheck_dist.model_events import HandedOn as HandedOn
+from gradcheck_dist.model_events import HeadBackward as HeadBackward
 from gradcheck_dist.model_events import Loss as Loss
 from gradcheck_dist.model_events import LossBackward as LossBackward
 from gradcheck_dist.model_events import LossGradient as LossGradient
@@ -360,6 +361,7 @@ AnyEvent = (
     | RootValue
     | AttentionBackward
     | LossBackward
+    | HeadBackward
     | HandedOn
     | AddedByFunction
     | Tokens

@@ -276,6 +276,25 @@ class LossBackward(Event, tag="loss_backward"):
     group: tuple[Rank, ...] = ()
 
 
+class HeadBackward(Event, tag="head_backward"):
+    """Backward ran through a function of somebody's own that computes cross-entropies from hidden states and the output
+    layer's weight (probes/losses/head_backward.py).
+
+    `function` is the torch.autograd.Function, `defined_at` its backward, `params` the weight, `dtype` what rounds most.
+    `values` are 5 float32 as bytes: what arrived at its result (the mean, of several labels), the inner product of the
+    hidden states with their gradient and the norm of the elements' products, and both of the weight. NaN where
+    something was written over, or other results had gradients too.
+    """
+
+    function: str
+    accumulation_step: Index
+    microbatch: Index
+    values: bytes
+    dtype: str = "float32"
+    defined_at: Site | None = None
+    params: int | None = None
+
+
 class Tokens(Event, tag="tokens"):
     """Runs of neighbouring tokens that an embedding looked up in one backward pass's forward, or that are the labels of
     a loss (`loss_id`; its LossGradient tells the pass).

@@ -32,7 +32,8 @@ class Case:
     ("nothing", "labels", "number"); "": it gives one number a label. `times`: what its backward multiplies by; None: it
     passes by what arrives. `one`: backward takes one label's gradient for all. `shifted`: by how much its gradient
     takes other labels. `loop`: what the loop multiplies the loss by beside 1 / tokens of the step; `masked`: it leaves
-    out every third label by a weight.
+    out every third label by a weight. `for_weight`: what the weight's gradient is multiplied by beside that; None: it
+    passes by what arrives. `spoils`: backward uses the memory of the hidden states for something else.
     """
 
     fused: bool = False
@@ -46,6 +47,8 @@ class Case:
     bias: bool = False
     masked: bool = False
     one: bool = False
+    for_weight: float | None = 1.0
+    spoils: bool = False
 
 
 class Losses(Function):
@@ -84,9 +87,14 @@ class Losses(Function):
         grad = grad[-1].expand(len(grad)) if ctx.case.one else grad
         gradient = (gradient * grad.reshape(-1, 1)).to(rows.dtype)
         of_bias = gradient.sum(0) if ctx.has_bias else None
+        by = ctx.case.for_weight
+        by_itself = gradient * by if by is not None else ctx.saved_tensors[2].to(rows.dtype)
         if weight is None:
             return gradient, None, of_bias, None, None, None, None
-        return gradient @ weight, gradient.T @ rows, of_bias, None, None, None, None
+        given = gradient @ weight, by_itself.T @ rows
+        if ctx.case.spoils:
+            rows.numpy()[:] *= 2
+        return *given, of_bias, None, None, None, None
 
 
 def loss_of(case: Case, hidden: Tensor, head: nn.Linear, labels: Tensor, num_tokens: int) -> Tensor:
@@ -215,6 +223,31 @@ def test_a_backward_that_passes_by_what_arrives_is_found(tmp_path: Path, fused: 
 def test_a_backward_that_loses_what_arrives_for_single_labels_is_found(tmp_path: Path, times: float | None) -> None:
     finding = only(judged(tmp_path, Case(masked=True, one=True, times=times)))
     assert "masks" in finding.explanation
+
+
+@pytest.mark.parametrize("over", ["", "nothing", "labels"])
+@pytest.mark.parametrize("for_weight", [None, 0.5, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_gets_less_than_the_hidden_states_is_found(
+    tmp_path: Path, for_weight: float | None, over: str, dtype: torch.dtype
+) -> None:
+    (finding,) = judged(tmp_path, Case(fused=True, over=over, for_weight=for_weight, dtype=dtype)).findings
+    assert finding.code == "GS803"
+    assert finding.num_parameters == 1 and "gives unnamed." in finding.pattern
+    assert "for the hidden states" in finding.explanation
+    assert ("passes by" in finding.explanation) == (for_weight is None)
+    if for_weight is not None:
+        assert finding.factor.observed == pytest.approx(for_weight, rel=0.02)
+
+
+@pytest.mark.parametrize("for_weight", [1.0, None])
+def test_a_weight_that_is_masked_as_well_is_clean(tmp_path: Path, for_weight: float | None) -> None:
+    report = judged(tmp_path, Case(fused=True, masked=True, for_weight=for_weight))
+    assert [finding.code for finding in report.findings] == ([] if for_weight else ["GS803"])
+
+
+def test_hidden_states_that_were_written_over_tell_nothing_of_the_weight(tmp_path: Path) -> None:
+    assert judged(tmp_path, Case(fused=True, spoils=True)).verdict == "clean"
 
 
 def test_a_mask_behind_a_right_backward_is_clean(tmp_path: Path) -> None:

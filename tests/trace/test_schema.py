@@ -37,6 +37,7 @@ FROZEN = {
     "tokens": "accumulation_step microbatch values loss_id seq t_ns step site",
     "handed_on": "accumulation_step microbatch multiple passes seq t_ns step site",
     "loss_backward": "function accumulation_step microbatch values dtype defined_at group seq t_ns step site",
+    "head_backward": "function accumulation_step microbatch values dtype defined_at params seq t_ns step site",
     "loss_term": f"accumulation_step microbatch ordinal op weight stage attached {REDUCED}",
     "reduce": (
         "impl op group params wrapper accumulation_step microbatch pre_divide post_divide premul hook "

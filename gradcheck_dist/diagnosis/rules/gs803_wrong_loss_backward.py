@@ -8,6 +8,9 @@ times the gradient that arrived. Where the loss fits and backward gives a multip
 arrives, all tokens of that loss weigh something else than the loss says. A backward that gives all labels of a call one
 weight, whatever arrives for each, is found too; a gradient that is no multiple at all is a warning.
 
+Where such a function is given the output layer's weight, the gradient of that is looked at, too: of logits x W^T,
+<dx, x> equals <dW, W>, whatever is computed from them. A weight whose gradient has another size is found.
+
 A multiple is found only where it makes weights wrong. A backward that divides by the number of tokens under a loss that
 is summed makes them right, and is told as a remark. A loss that is no plain cross-entropy (smoothed labels, a z-loss, a
 focal factor) is not judged.
@@ -51,8 +54,10 @@ from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.factors import exact_fraction, name_number
+from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import GradientCheck
 from gradcheck_dist.ledger.loss_backwards import FLAT, OTHER, SCALED, UNIFORM, OwnBackward, could_judge
+from gradcheck_dist.ledger.own_heads import OwnHead, own_heads
 
 CODE = "GS803"
 NAME = "wrong-loss-backward"
@@ -63,6 +68,15 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
+    told: set[str] = set()
+    for remark in _of_losses(facts):
+        if remark.event is not None:
+            told.add(getattr(remark.event, "function", ""))
+        yield remark
+    yield from _of_weights(facts, told)
+
+
+def _of_losses(facts: StepFacts) -> Iterator[Remark]:
     verified = {
         event.function
         for events in facts.data.events.values()
@@ -94,6 +108,46 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
             event=msgspec.structs.replace(event, site=event.defined_at or event.site),
             factor=factor,
             effect=facts.effect_of_backwards if first.is_multiple else None,
+        )
+
+
+def _of_weights(facts: StepFacts, told: set[str]) -> Iterator[Remark]:
+    """Of functions whose hidden states get what they are owed, and whose weight does not."""
+    alike: dict[tuple[str, str], list[OwnHead]] = defaultdict(list)
+    for one in own_heads(facts.data.events):
+        if one.first.function not in told:
+            alike[one.first.function, str(one.first.defined_at)].append(one)
+    keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
+    for found in alike.values():
+        first, event = found[0], found[0].first
+        params = {
+            keys[one.rank, param]
+            for one in found
+            for param in facts.data.params_of(one.rank, one.first.params)
+            if (one.rank, param) in keys
+        }
+        low, high = min(one.factors[0] for one in found), max(one.factors[1] for one in found)
+        alone = first.factor is not None and all(one.factor is not None for one in found)
+        number = first.factor if alone and high - low <= first.tolerance * max(abs(low), abs(high)) else None
+        off = f"x {number:.6g}" if number is not None else f"x {low:.6g} to {high:.6g}"
+        names = in_short(sorted({key[1] for key in params})) or "the weight"
+        yield Remark(
+            answer=Answer(
+                explanation=f"{event.function} computes its losses from hidden states x and the weight W ({names}) "
+                "by x W^T alone, so that the sums of dx * x and of dW * W are equal. What its backward gives for the "
+                f"weight is {off} of what it gives for the hidden states"
+                + (": for the weight it passes by the gradient that arrives." if first.passed_by else "."),
+                fix=f"Multiply what the backward of {event.function} returns for the weight by the gradient that "
+                "arrives, each label's row by its own before rows are summed, as for the hidden states. "
+                "`torch.autograd.gradcheck`, with a loss that is divided by some number, holds it.",
+                severity="error",
+            ),
+            pattern=f"the gradient that {event.function} gives {names} is {off} of the hidden states'",
+            params=frozenset(params) or frozenset(held.param for held in facts.held),
+            ranks=tuple(sorted({one.rank for one in found})),
+            rank=first.rank,
+            event=msgspec.structs.replace(event, site=event.defined_at or event.site),
+            factor=Factor(observed=number, tolerance=first.tolerance if number is not None else None),
         )
 
 

@@ -36,13 +36,15 @@ ROUNDED = 4e-3
 @dataclass(frozen=True)
 class Given:
     """What a function computes losses from: `rows` (..., features) at `place` among its tensors, as autograd numbers
-    them, one row a label; `weight` (classes, features) and `bias` (classes,) where it computes the logits itself."""
+    them, one row a label; `weight` (classes, features), at `weight_place`, and `bias` (classes,) where it computes the
+    logits itself."""
 
     place: int
     rows: Tensor
     labels: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
+    weight_place: int = -1
 
     @property
     def num_classes(self) -> int:
@@ -96,7 +98,8 @@ def given_to(args: Sequence[Any], whole: Sequence[Tensor]) -> Given | None:
             if weight is None:
                 return Given(place, rows, labels)
             bias = next((one for one in others if one.dim() == 1 and len(one) == len(weight)), None)
-            return Given(place, rows, labels, weight, bias)
+            weight_place = next(at for at, one in enumerate(tensors) if one is weight)
+            return Given(place, rows, labels, weight, bias, weight_place)
     return None
 
 

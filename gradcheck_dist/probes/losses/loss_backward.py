@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import LossBackward
+from gradcheck_dist.probes.losses import head_backward
 from gradcheck_dist.probes.losses.closed_form import Looked, Sum, row
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
@@ -92,6 +93,7 @@ def watch(
     node: Any = output.grad_fn
     dtype = output.dtype
     number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
+    of_head = head_backward.held(recorder, cls, looked) if not group else None
 
     reached: list[tuple[Tensor, Tensor]] = []
 
@@ -110,6 +112,8 @@ def watch(
         if given is not None and reached and given.shape == shape and is_plain(given):
             weights, alone = reached[0]
             came(recorder, event, dtype, weights, row(given, index), derivative, [alone, *told[1:]])
+            if of_head is not None:
+                of_head(grads, torch.where(alone.isinf().any(), torch.nan, weights.sum() / weights.count_nonzero()))
 
     arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "loss_backward", arrives)))
     leaving = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))
