@@ -225,9 +225,11 @@ def test_a_backward_that_loses_what_arrives_for_single_labels_is_found(tmp_path:
     assert "masks" in finding.explanation
 
 
-@pytest.mark.parametrize("over", ["", "nothing", "labels"])
-@pytest.mark.parametrize("for_weight", [None, 0.5, -1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("for_weight", [None, 0.5])
+@pytest.mark.parametrize(
+    ("over", "dtype"),
+    [("", torch.float32), ("nothing", torch.float32), ("labels", torch.float32), ("nothing", torch.bfloat16)],
+)
 def test_a_weight_that_gets_less_than_the_hidden_states_is_found(
     tmp_path: Path, for_weight: float | None, over: str, dtype: torch.dtype
 ) -> None:
