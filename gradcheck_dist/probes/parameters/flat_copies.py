@@ -41,6 +41,8 @@ MOST_RESULTS = 8
 """Results of reductions that are remembered, of one size."""
 MAX_PADDING = 4096
 """Zeros behind the last gradient, or an eighth of all gradients: ranks are given parts of one size."""
+MAX_PARTS = 64
+"""Ranks, fewer than which are the zeros behind the last one of some gradients alone."""
 
 
 class FlatCopies:
@@ -204,6 +206,10 @@ def _candidates(held: list[ParamInfo], flat: Tensor) -> list[Run]:
     padding = flat.numel() - sum(sizes)
     if held and not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
         runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
+    if held and not runs and flat.numel() and not flat[-1]:
+        tail = flat[-MAX_PARTS:]
+        zeros = len(tail) - _filled(tail) if tail.any() else len(tail) - 1
+        runs = [run for few in range(1, zeros + 1) for run in _runs(sizes, flat.numel() - few)][:MAX_TRIED]
     return runs
 
 
