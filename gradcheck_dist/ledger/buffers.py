@@ -43,7 +43,8 @@ class Entry:
     `own` is the part of `stderr` that this measurement added to what it inherited from earlier ones.
     `clip` is the product of the recorded clip coefficients so far, `leftover` tells whether the buffer holds gradients
     of earlier steps. `made_of` are the measured summands that the records put together here, where too few elements of
-    the sample lie on this rank to see them.
+    the sample lie on this rank to see them. `given` is what each reduction so far gave by the records, where these tell
+    nothing of the sample.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Entry:
     sampled: bool = False
     leftover: bool = False
     made_of: tuple[Column, ...] = ()
+    given: tuple[Column, ...] = ()
 
     @cached_property
     def largest(self) -> float:
@@ -92,6 +94,14 @@ class Buffer:
         self.nominal = self.nominal + added
         self.leftover |= other.leftover
         self.columns += [column.times(factor) for column in other.columns]
+
+    def as_one(self) -> Column:
+        """All of it as one summand, by the records."""
+        data = sum((column.nominal * column.data for column in self.columns), np.zeros(()))
+        known = all(column.weights is not None for column in self.columns)
+        weights = sum((column.nominal * column.weights for column in self.columns if column.weights is not None), 0.0)
+        stderr = np.sqrt(sum(((column.nominal * column.stderr) ** 2 for column in self.columns), np.zeros(())))
+        return Column(data, np.asarray(weights) if known and self.columns else None, stderr, 1.0)
 
     def find_leftover(self, solution: Solution) -> None:
         """See whether what was there before the step's first contribution is part of what a sample shows; where an

@@ -19,6 +19,7 @@ from gradcheck_dist.events import (
     Clip,
     Event,
     GradWrite,
+    OptimizerStep,
     Reduce,
     ScaleGrads,
     ZeroGrad,
@@ -35,6 +36,8 @@ HEALTHY = 0.75
 """Residual in units of epsilon up to which nothing but rounding speaks (measured: 0.25 at most on healthy runs)."""
 SELDOM = 1e-6
 """A run tries as many gradients as there are parameters, ranks, samples and steps; chance must hit none of them."""
+AS_SAID = 1e-3
+"""Difference up to which measured weights are those of a reading of the records."""
 LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
 
 
@@ -189,6 +192,10 @@ class _Machine:
         self.summands_on = frozenset(rank for values in leaves for rank in values.over)
         self.entries = self.result.entries.setdefault(track.rank, [])
         self.left: Column | None = None  # what an earlier step left
+        self.given: list[Buffer] = []  # what each reduction gave, by the records
+        self.kept: list[
+            np.ndarray
+        ] = []  # what .grad holds if the last one's result was put elsewhere, as nominal weights
         self.position = 0
 
     def _operations(self, data: StepData) -> list[Op]:
@@ -225,6 +232,7 @@ class _Machine:
         unit = np.zeros(len(self.basis))
         unit[column] = 1.0
         buffer.nominal = buffer.nominal + unit
+        self.kept = [each + unit for each in self.kept]
         buffer.columns.append(Column(self.basis.values[column], unit, np.zeros(len(self.basis)), 1.0))
         buffer.clip = 1.0  # a clip of what was not complete is a scaling like any other
         self._note(seq, LEAF_ORDER, None, self.leaf_buffer)
@@ -247,6 +255,7 @@ class _Machine:
         name = "unsharded" if event.impl in SHARDING else "grad"
         buffer = self.buffers[name]
         taken = Buffer(buffer.nominal, list(buffer.columns), buffer.clip, buffer.leftover)
+        self.kept = [taken.nominal, np.zeros(len(self.basis))] if event.impl == "reduce_scatter" else []
         if name == "unsharded":
             buffer.clear()
         return taken
@@ -268,6 +277,7 @@ class _Machine:
         replicas kept of earlier ones."""
         sharded, partial = event.impl in SHARDING, is_partial(event)
         target = self.buffers["partial" if partial else "grad"]
+        self.given.append(result)
         if not sharded:
             target.clear()
         target.add(result, 1.0)
@@ -303,9 +313,12 @@ class _Machine:
             self.left = left if buffer.leftover else None
             entry.observed, entry.stderr, entry.leftover = zeros, zeros, buffer.leftover
             return
-        weights, stderr, entry.own, solution = self._measure(point, buffer)
+        weights, stderr, entry.own, solution = self._measure(point, buffer, entry)
         entry.leftover = buffer.leftover
         entry.observed, entry.stderr, entry.solution = weights, stderr, solution
+        in_backward = event is None and order == AFTER_ORDER
+        if weights is not None and self.kept and (in_backward or isinstance(event, OptimizerStep)):
+            self._correct(entry, buffer, weights, in_backward)
         errors = stderr if stderr is not None else np.zeros(len(self.basis))
         foreign = 0.0 if weights is not None else buffer.foreign if solution is None else solution.sigma
         if isinstance(event, Reduce) and event.root not in (None, self.track.rank):
@@ -317,9 +330,23 @@ class _Machine:
             return  # nothing was measured here: by the records it still is what it was made of
         buffer.columns = [self.copies.column(Column(point.values.data, weights, errors, 1.0, foreign))]
 
-    def _measure(self, point: Point, buffer: Buffer) -> Measured | tuple[None, None, None, Solution | None]:
+    def _correct(self, entry: Entry, buffer: Buffer, weights: np.ndarray, in_backward: bool) -> None:
+        """Let the records say what a measurement shows of a reduction by hand into a tensor of the program's: whether
+        .grad is what it was or was emptied, and whether an optimizer reads what all of them gave."""
+        if in_backward:
+            said = [each for each in self.kept if np.allclose(weights, each, rtol=0, atol=AS_SAID)]
+        else:
+            total = sum((one.nominal for one in self.given), np.zeros(len(self.basis)))
+            share = float(weights @ total) / float(total @ total) if total.any() else 0.0
+            said = [total] if share and np.allclose(weights, share * total, rtol=0, atol=AS_SAID * abs(share)) else []
+        if said and not np.allclose(weights, buffer.nominal, rtol=0, atol=AS_SAID):
+            buffer.nominal = entry.nominal = said[0]
+
+    def _measure(
+        self, point: Point, buffer: Buffer, entry: Entry
+    ) -> Measured | tuple[None, None, None, Solution | None]:
         chain = self._solve(point, buffer.columns)
-        rest = where_not_known(buffer.columns, point.values.data) if chain is not None else None
+        rest = where_not_known(buffer.columns, point.values.data) if chain is not None and chain[3].fits else None
         if chain is not None and rest is not None:
             everything, told = self._everything(point, buffer)
             other = made_up_of(everything, rest, self.result.epsilon, len(self.basis), told)
@@ -355,6 +382,13 @@ class _Machine:
             if added is not None and added[3].fits and added[3].checked and added[3].shows(0):
                 buffer.leftover = True
                 return added
+        if direct is None and len(self.given) > 1:
+            # Added up elsewhere (a shard beside .grad): reductions gave fewer sums than there are contributions.
+            given = [one.as_one() for one in self.given]
+            added = self._solve(point, given, np.ones(len(given)))
+            if added is not None and added[3].fits and added[3].checked:
+                return added
+            entry.given = tuple(given)
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
 

@@ -30,6 +30,9 @@ SAME = 1e-3
 """Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
 
 
+NOTHING = 1e-9
+"""Share of a gradient's largest weight that no measurement of float32 tells from none."""
+
 Hand = tuple[object, ...]
 SCALING = (Reduce, ScaleGrads, AmpUnscale, ZeroGrad)
 
@@ -236,7 +239,7 @@ def _walk(
         seen = _together(entry.observed, columns) / entry.clip
         if np.isnan(seen):
             continue
-        least = 6 * _length(entry.stderr, columns) / entry.clip
+        least = max(6 * _length(entry.stderr, columns), NOTHING * entry.largest) / entry.clip
         fallen = abs(measured * since - seen * arrived) > least * abs(arrived)
         if abs(seen) <= least and (fallen or measured * since == 0):
             seen = 0.0  # what is left of it is rounding, which the next measurement is no multiple of

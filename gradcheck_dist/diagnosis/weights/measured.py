@@ -8,7 +8,7 @@ import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import EQUAL, MATERIAL, TOO_FEW, TOO_SMALL, Held
 from gradcheck_dist.events import OptimizerStep, Reduce
-from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.buffers import Column, Entry, Replay
 from gradcheck_dist.ledger.composed import made_up_of
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.inside_steps import reduced_to_others
@@ -125,7 +125,7 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
         if held.reason == TOO_FEW or held.observed is not None:
             groups.setdefault(_joined(held), []).append(held)
     for sources, members in groups.items():
-        small = [held for held in members if held.reason == TOO_FEW or _is_as_documented(held)]
+        small = [held for held in members if held.reason == TOO_FEW or _is_as_documented(held) or _given(held)]
         if not small or not sources:
             continue
         whole = np.full(played.basis.values.shape[1], np.nan)
@@ -135,10 +135,15 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
         if not small:
             continue
         told = _of_leaves(whole, small[0], played) or _of_summands(whole, small[0], played)
+        told = told or _of_given(whole, small[0], played)
         if told is None:
             continue
         for held in small:
             held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
+            if (final := played.final(held.rank)) is not None and final.sampled:
+                final.observed, final.stderr, final.own = (
+                    final.clip * each for each in (held.observed, held.stderr, held.stderr)
+                )
 
 
 def _read(held: Held, tracks: dict[int, Track], played: Replay) -> np.ndarray:
@@ -181,6 +186,20 @@ def _of_summands(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndar
     if found is None or not (found[3].fits and found[3].checked):
         return None
     return found[0], found[1]
+
+
+def _given(held: Held) -> tuple[Column, ...]:
+    """What reductions gave, where what was read is made of something else than the records say."""
+    final = held.replay.final(held.rank)
+    return final.given if final is not None and held.observed is None else ()
+
+
+def _of_given(whole: np.ndarray, held: Held, played: Replay) -> tuple[np.ndarray, np.ndarray] | None:
+    """The same from what reductions gave, added up by the program."""
+    given = _given(held)
+    documented = np.ones(len(given))
+    found = made_up_of(given, whole, played.epsilon, len(played.basis), documented) if given else None
+    return (found[0], found[1]) if found is not None and found[3].fits and found[3].checked else None
 
 
 def _joined(held: Held) -> tuple[int, ...]:

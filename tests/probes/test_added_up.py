@@ -1,0 +1,34 @@
+"""Shards by hand: what passes reduce is added up beside `.grad`, in parts too small to be solved alone."""
+
+from __future__ import annotations
+
+import pytest
+from added_up_workers import VARIANTS
+from beside import judged_beside
+
+from gradcheck_dist.diagnosis.finding import Report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return judged_beside(tmp_path_factory, "added_up_workers:train_all", VARIANTS, num_ranks=4)
+
+
+@pytest.mark.parametrize("variant", ["flat", "each"])
+def test_small_parts_are_known_by_what_reductions_gave(reports: dict[str, Report], variant: str) -> None:
+    report = reports[variant]
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+    assert report.coverage.parameters_observed == report.coverage.parameters_total
+
+
+@pytest.mark.parametrize("variant", ["flat, divided", "each, divided"])
+def test_a_division_behind_the_reductions_is_found_once(reports: dict[str, Report], variant: str) -> None:
+    (finding,) = reports[variant].findings
+    assert (finding.code, finding.num_parameters) == ("GS101", 9)
+    assert finding.factor.observed == pytest.approx(1 / 4)
+    assert finding.first_event is not None and finding.first_event.kind == "grad_write"
+
+
+def test_gradients_that_are_reduced_again_with_every_pass_are_one_finding(reports: dict[str, Report]) -> None:
+    (finding,) = reports["each, kept"].findings
+    assert finding.factor.expression == "(K-k)^1"
