@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from added_up_workers import VARIANTS
+from added_up_workers import HOOKED, VARIANTS
 from beside import judged_beside
 
 from gradcheck_dist.diagnosis.finding import Report
@@ -32,3 +32,18 @@ def test_a_division_behind_the_reductions_is_found_once(reports: dict[str, Repor
 def test_gradients_that_are_reduced_again_with_every_pass_are_one_finding(reports: dict[str, Report]) -> None:
     (finding,) = reports["each, kept"].findings
     assert finding.factor.expression == "(K-k)^1"
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    return judged_beside(tmp_path_factory, "added_up_workers:train_hooked", HOOKED)
+
+
+def test_what_hooks_flatten_and_reduce_is_seen_in_front_of_a_clip_by_hand(hooked: dict[str, Report]) -> None:
+    report = hooked["clipped"]
+    assert (report.verdict, report.findings) == ("clean", []), report.reasons
+
+
+def test_shards_that_each_pass_writes_anew_are_one_finding(hooked: dict[str, Report]) -> None:
+    (finding,) = hooked["overwritten"].findings
+    assert (finding.code, finding.steps) == ("GS401", [0, 1])

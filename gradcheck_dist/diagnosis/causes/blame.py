@@ -37,6 +37,9 @@ from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.ledger.tracks import StepData
 
+WENT = 0.1
+"""A weight that is gone went where so much of it is left, at most: a division on the way may leave a half of it."""
+
 
 @dataclass
 class Blame:
@@ -174,7 +177,7 @@ def _documented_alike(one: Judged, other: Judged) -> bool:
 def _loud_gaps(one: Judged) -> list[Gap]:
     """The gaps in which a change was measured beyond doubt."""
     if one.gone:
-        return [gap for gap in one.account.gaps if abs(gap.factor) < 0.5][:1]  # what is gone cannot go again
+        return [gap for gap in one.account.gaps if abs(gap.factor) < WENT][:1]  # what is gone cannot go again
     limit = max(SAME, 2 * (one.cell.tolerance - SIGMAS * one.cell.stderr))
     return [gap for gap in one.account.gaps if abs(gap.factor - 1) > max(limit, SIGMAS * gap.noise)]
 

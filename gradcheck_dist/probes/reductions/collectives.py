@@ -73,7 +73,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def reduce_scatter(
             output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
         ) -> Any:
-            if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
+            if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(output, input, op=op, group=group, async_op=async_op)
             opened = before_manual(recorder, pending, input, "reduce_scatter", op, group)
             result = original(output, input, op=op, group=group, async_op=async_op)
@@ -92,7 +92,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
 
         @functools.wraps(original)
         def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.recording or recorder.suspended or recorder.current is not None:
+            if is_compiling() or not recorder.recording or recorder.suspended:
                 return original(*args, **kwargs)
             call = bound(recorder, signature, args, kwargs)
             opened = before_list(recorder, pending, call) if call is not None else None
@@ -284,12 +284,17 @@ def before_manual(
             opened.append(region)
             if current is not None:
                 current.by_hand.add(info.id)
-    if not opened and current is None and local.dim():
-        in_a_step = bool(recorder.read.in_step(recorder.step))
-        for region in recorder.places.by_value.regions(local, stacked=in_a_step):
+    if not opened and (local.dim() if current is None else local.dim() == 1):  # of more dimensions are activations
+        in_a_step = current is None and bool(recorder.read.in_step(recorder.step))
+        found = recorder.places.by_value.regions(local, stacked=in_a_step)
+        if current is not None and any(region.info.managed_by is not None for region in found):
+            return None
+        for region in found:
             pending[region.info.id] = begun = _Pending(recorder.step, recorder.next_seq(), how, local.numel())
             recorder.sample_parts(begun.seq, BEFORE, region.info, [region], local)
             opened.append(region)
+            if current is not None:
+                current.by_hand.add(region.info.id)
     return opened or None
 
 
