@@ -86,3 +86,31 @@ def train_post_local(run_dir: str) -> None:
             optimizer.zero_grad()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def train_copies(averaged: str, run_dir: str | None) -> int:
+    """A model in bfloat16 whose optimizer steps float32 copies, and no gradient is reduced. `averaged`: every second
+    step its "parameters" are averaged, or the "copies", or nothing is."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
+        model = Net().bfloat16()
+        copies = [torch.nn.Parameter(param.detach().float()) for param in model.parameters()]
+        optimizer = torch.optim.SGD(copies, lr=0.05)
+        for step in range(STEPS):
+            (token_sum(model, batch(rank, 0)) / int((batch(rank, 0)[1] >= 0).sum())).backward()
+            for param, copy in zip(model.parameters(), copies, strict=True):
+                copy.grad, param.grad = None if param.grad is None else param.grad.float(), None
+            optimizer.step()
+            if averaged == "copies" and step % 2:
+                average("parameters", copies, copies, rank, world)
+            for param, copy in zip(model.parameters(), copies, strict=True):
+                param.data.copy_(copy.data)
+            if averaged == "parameters" and step % 2:
+                params = list(model.parameters())
+                average("parameters", params, params, rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().float().numpy().tobytes() for param in model.parameters()))

@@ -83,3 +83,14 @@ def test_a_hook_that_reduces_over_some_ranks_by_its_documentation_lacks_no_reduc
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("post_localSGD_hook" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("averaged", ["", "parameters", "copies"])
+def test_an_optimizer_that_hands_on_what_it_left_in_copies_averages_nothing(tmp_path: Path, averaged: str) -> None:
+    """Mixed precision by hand changes parameters by no optimizer, and was taken for local SGD."""
+    run = tmp_path / "run"
+    recorded = launch("apart_workers:train_copies", (averaged, str(run)), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train_copies", (averaged, None), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert [finding.code for finding in report.findings][:1] == ([] if averaged else ["GS103"])
+    assert any("on its own tokens" in reason for reason in report.reasons) == bool(averaged)

@@ -4,6 +4,9 @@ Ranks that reduce no gradient and are alike again after they were not have avera
 post-local SGD. By which collective, and what of (the parameters, copies, the way they went), is theirs. It may come
 long after the recorded steps: where several ranks have reduced nothing by then, this probe alone stays and looks on,
 a few small copies an optimizer step, until it has seen parameters change that no optimizer changed.
+
+An optimizer that steps copies of its own (float32 beside bfloat16) changes no parameter itself. Where parameters are
+found to hold what it left in its copies, it is the optimizer that changed them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcheck_dist.events import Replica
 from gradcheck_dist.probes.backward import autograd
+from gradcheck_dist.probes.parameters.plans import ParamInfo
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -37,10 +41,11 @@ class Replicas:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self._chosen: list[tuple[Tensor, Tensor]] = []
+        self._chosen: list[tuple[ParamInfo, Tensor]] = []
         self._begun = -1
         self._later = 0
         self._left: int | None = None
+        self._in_copies: int | None = None  # the same checksum of what an optimizer left in its own copies
         self.num_changes = 0
 
     def begins(self) -> None:
@@ -74,53 +79,70 @@ class Replicas:
         patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
 
     def look(self, after: bool) -> None:
-        values = self._values()
+        values = self._values(copies=after)
         if values is not None:
             self._later += after
             self.recorder.copies.bring(values, functools.partial(self._compare, after, self._later))
             self.recorder.copies.poll()
 
     def _note(self, *, after: bool) -> None:
-        values = self._values()
+        values = self._values(copies=after)
         if values is not None:
             recorder = self.recorder
-            event = functools.partial(
-                Replica, seq=recorder.next_seq(), t_ns=time.time_ns(), step=recorder.step, after=after
-            )
-            recorder.copies.bring(values, functools.partial(self._write, event))
+            event = functools.partial(Replica, t_ns=time.time_ns(), step=recorder.step, after=after)
+            # One number is left free for what an optimizer left in its copies.
+            noted = functools.partial(self._write, event, recorder.next_seq(), recorder.next_seq())
+            recorder.copies.bring(values, noted)
 
-    def _write(self, event: Callable[..., Replica], host: Tensor) -> None:
-        noted = event(fingerprint=_checksum(host))
+    def _write(self, event: Callable[..., Replica], free: int, seq: int, host: Tensor) -> None:
+        own, copied = _checksums(host)
+        noted = event(seq=seq, fingerprint=own)
         if noted.after:
-            self._left = noted.fingerprint  # with which the first look behind the recorded steps is compared
+            self._left, self._in_copies = own, copied  # with these the first look behind the recorded steps compares
+        elif own == self._in_copies != self._left:
+            left = Replica(seq=free, t_ns=noted.t_ns, step=noted.step - 1, fingerprint=own, after=True)
+            self.recorder.writer.append(left)
         self.recorder.writer.append(noted)
 
     def _compare(self, after: bool, later: int, host: Tensor) -> None:
-        found = _checksum(host)
+        found, copied = _checksums(host)
         if after:
-            self._left = found
-        elif self._left is not None and found != self._left:
+            self._left, self._in_copies = found, copied
+        elif self._left is not None and found not in (self._left, self._in_copies):
             self.num_changes += 1
             recorder = self.recorder
             event = functools.partial(Replica, t_ns=time.time_ns(), step=self._begun, num_steps_later=later)
             recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=self._left, after=True))
             recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=found, after=False))
 
-    def _values(self) -> Tensor | None:
-        """Some values of some parameters, the same ones on ranks that hold the same parameters, as bytes. They are
-        chosen once: what other parameters have says nothing of a change."""
+    def _values(self, *, copies: bool) -> Tensor | None:
+        """Some values of some parameters, the same ones on ranks that hold the same parameters, in one row. They are
+        chosen once: what other parameters have says nothing of a change. `copies`: what optimizers' copies hold of
+        them follows in a second row, where there are any."""
         infos = self.recorder.registry.infos()
         if not self._chosen:
             plain = [info for info in infos if info.param.requires_grad and _is_whole(info.param)]
             plain.sort(key=lambda info: info.name)
             chosen = plain[:: max(1, len(plain) // MAX_PARAMS)][:MAX_PARAMS]
             self._chosen = [
-                (info.param, torch.as_tensor(info.positions[:MAX_VALUES]).to(info.param.device)) for info in chosen
+                (info, torch.as_tensor(info.positions[:MAX_VALUES]).to(info.param.device)) for info in chosen
             ]
-        parts = [param.detach().take(which) for param, which in self._chosen if _is_whole(param)]
-        if not parts or len({part.device for part in parts}) > 1:
+        held = [(info, which) for info, which in self._chosen if _is_whole(info.param)]
+        rows = [[info.param.detach().take(which) for info, which in held]]
+        if copies and self.recorder.registry.copies():
+            rows.append([self._copied(info, which) for info, which in held])
+        if not held or len({part.device for row in rows for part in row}) > 1:
             return None
-        return torch.cat([part.double() for part in parts]).view(torch.uint8)
+        return torch.stack([torch.cat([part.double() for part in row]) for row in rows])
+
+    def _copied(self, info: ParamInfo, which: Tensor) -> Tensor:
+        """What an optimizer's copy holds of these values, in the parameter's type; without a copy, its own."""
+        first, last = min(info.positions[:MAX_VALUES]), max(info.positions[:MAX_VALUES])
+        for copy in self.recorder.registry.copies():
+            for region in copy.regions if _is_whole(copy.param) else ():
+                if region.info is info and region.start <= first and last < region.start + region.length:
+                    return copy.param.detach().take(which + (region.offset - region.start)).to(info.param.dtype)
+        return info.param.detach().take(which)
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -159,5 +181,7 @@ def _is_whole(param: Tensor) -> bool:
     return param.untyped_storage().size() > 0
 
 
-def _checksum(host: Tensor) -> int:
-    return zlib.crc32(host.contiguous().numpy().tobytes())
+def _checksums(host: Tensor) -> tuple[int, int | None]:
+    """Of the parameters' values, and of those in copies."""
+    found = [zlib.crc32(row.contiguous().numpy().tobytes()) for row in host]
+    return found[0], found[1] if len(found) > 1 else None
