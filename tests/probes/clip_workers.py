@@ -57,6 +57,35 @@ def reduced_by_hand(run_dir: str, clip: str) -> None:
     dist.destroy_process_group()
 
 
+def most_by_hand(run_dir: str, how: str) -> None:
+    """Two ranks whose DDP reduces one parameter alone. The others are "averaged", "summed" or "left" as they are, and
+    all gradients are clipped by hand."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir, objective="global-token-mean"):
+        model = Net()
+        others = [name for name, _ in model.named_parameters()][1:]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens, labels = batch(dist.get_rank(), 0)
+        total = (labels >= 0).sum().float()
+        dist.all_reduce(total)
+        (token_sum(wrapped, (tokens, labels)) * dist.get_world_size() / total).backward()
+        for name, param in model.named_parameters():
+            if name in others and how != "left":
+                dist.all_reduce(param.grad)
+                param.grad.div_(dist.get_world_size() if how == "averaged" else 1)  # type: ignore[union-attr]
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        norm = sum((grad * grad).sum() for grad in grads) ** 0.5
+        for grad in grads:
+            grad.mul_(0.01 / norm)
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def average_in_a_buffer_and_clip(model: nn.Module, only_summed: bool, lie: bool) -> None:
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])

@@ -53,6 +53,20 @@ def test_a_tied_matrix_that_is_not_summed_is_told_beside_a_clip_by_hand_that_cou
     assert (report.verdict == "clean") == summed
 
 
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [("averaged", []), ("summed", [("GS104", 2.0, 4)]), ("left", [("GS103", 2.0, 4)])],
+)
+def test_what_is_wrong_with_most_parameters_is_no_part_of_a_clip_by_hand(
+    how: str, found: list[tuple[str, float, int]], tmp_path: Path
+) -> None:
+    """The one that is right tells what the clip multiplies by; it was accused instead, or besides."""
+    report = judged(tmp_path / "run", "most_by_hand", str(tmp_path / "run"), how)
+    told = [(one.code, one.factor.observed, one.num_parameters) for one in report.findings]
+    assert told == [(code, pytest.approx(factor, rel=1e-4), num) for code, factor, num in found]
+    assert (report.verdict == "clean") == (how == "averaged")
+
+
 @pytest.mark.parametrize("clip", ["by squares", "by squares, only summed", "by squares, they lie there"])
 def test_a_division_in_a_buffer_is_seen_before_a_clip_that_acts(clip: str, tmp_path: Path) -> None:
     report = judged(tmp_path / "run", "reduced_by_hand", str(tmp_path / "run"), clip)

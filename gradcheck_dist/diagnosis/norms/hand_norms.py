@@ -72,9 +72,13 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
         return None
     parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in ranks}
     whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)
+    # Where something else is wrong with most parameters, the others tell what the clip multiplied by.
+    elsewhere = {(held.rank, held.param) for case in cases if case not in unseen for held in case.held}
+    scaled = [held for held in judged if (held.rank, held.param) not in elsewhere] or judged
     for copies in (True, False) if not whole else (True,):
         if copies or len(unseen) == len(cases):
-            found = _taken(unseen, parts, _coefficients(judged, most=copies), data, norms, copies=copies)
+            coefficients = _coefficients(scaled if copies else judged, most=copies)
+            found = _taken(unseen, parts, coefficients, data, norms, copies=copies)
             if found is not None:
                 return found
     return None

@@ -261,6 +261,8 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
                 norm, factor, own = norm / last, factor / last, own / last
             elif is_of_degrees(last, case.context.contributions):  # else it is the norm of the clip
                 reason = _unit_or_clip(norm, last)
+        if abs(factor / own - 1) > SAME and _right_before(case, cases, factor / own, data):
+            factor = own
         unit = abs(norm - 1) <= tolerance
         if not is_round(norm, tolerance) or (own > 1 and not unit):
             continue  # only to unit length gradients are made longer on purpose
@@ -285,6 +287,15 @@ def clip_by_hand(cases: Sequence[Case], data: StepData, norms: StepNorms) -> Han
             factor, norm, text, case.culprit.hidden, reason, measured, assumed, place_of(case.culprit), line
         )
     return None
+
+
+def _right_before(case: Case, cases: Sequence[Case], divisor: float, data: StepData) -> bool:
+    """Whether the weights of some parameters were right before a clip, if its lines divide by nothing besides: they are
+    off if these lines make up for what most were off by, which nobody saw them do."""
+    if is_divided(data, case.culprit, case.held, divisor):
+        return False
+    others = (other.pattern for other in cases if other is not case)
+    return any(other.kind == "uniform" and abs(other.factor * divisor - 1) <= SAME for other in others)
 
 
 def clip_of_most(cases: Sequence[Case], judged: Sequence[Held], data: StepData, norms: StepNorms) -> HandClip | None:
