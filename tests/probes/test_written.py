@@ -102,6 +102,28 @@ OPEN: dict[str, Loss] = {
 }
 
 
+BESIDE: dict[str, Loss] = {
+    "by passes": lambda x, z, y: F.cross_entropy(z, y) / STEPS,
+    "by passes, with a coefficient": lambda x, z, y: 0.3 * (F.cross_entropy(z, y) / STEPS),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_another_loss_that_is_divided_by_passes_once_more_is_left_open(tmp_path: Path, name: str) -> None:
+    """All that counts is right by the loss that nothing divides, and this one was taken as written."""
+    report = trained(tmp_path, lambda x, z, y: (F.cross_entropy(x, y) + BESIDE[name](x, z, y)) / STEPS)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("divided there by 4" in reason for reason in report.reasons)
+
+
+def test_a_mean_of_as_many_losses_as_ranks_or_passes_beside_another_is_right(tmp_path: Path) -> None:
+    def loss(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+        return (F.cross_entropy(x, y) + (F.cross_entropy(z, y) + F.cross_entropy(z.flip(0), y)) / 2) / 2
+
+    report = trained(tmp_path, loss, EQUAL[:2])
+    assert (report.verdict, report.findings) == ("clean", [])
+
+
 @pytest.mark.parametrize("name", OPEN)
 def test_what_may_be_a_normaliser_is_left_open(tmp_path: Path, name: str) -> None:
     report = trained(tmp_path, OPEN[name])

@@ -43,6 +43,7 @@ class Written:
     of_sum: bool
     counted: float | None = None
     uncounted: float | None = None
+    divided: float | None = None
 
     @property
     def remark(self) -> str:
@@ -64,6 +65,13 @@ class Written:
                 f"a loss in a sum of several is divided by the tokens of its own pass, unequal numbers, and multiplied "
                 f"by {self.uncounted:.4g}, as many as ranks or passes: right where that is its coefficient, and wrong "
                 "where tokens were to be summed over these first. "
+                "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
+            )
+        if self.divided is not None:
+            return (
+                f"a loss in a sum of several is divided there by {self.divided:g}, as many as ranks or passes: right "
+                "where that is its coefficient, and one division too many where a mean over these was meant, of which "
+                "an average follows. "
                 "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each loss tells"
             )
         return (
@@ -109,8 +117,10 @@ def _without(contributions: Contributions, losses: Sequence[LossOfPasses], *, of
     with_numbers = [] if of_sum else list(zip(losses, numbers, strict=True))
     counted = next((one for loss, one in with_numbers if _is_of_tokens(loss, one, contributions)), None)
     uncounted = next((one for loss, one in with_numbers if _divides_apart(loss, one, contributions)), None)
-    certain = (means[index] != of_sum or unequal) and own and counted is uncounted is None
-    return Written(replace(contributions, by_key=by_key), number, certain, may_divide, of_sum, counted, uncounted)
+    divided = _divided_alone(losses, index, contributions)
+    certain = (means[index] != of_sum or unequal) and own and counted is uncounted is divided is None
+    aimed_at = replace(contributions, by_key=by_key)
+    return Written(aimed_at, number, certain, may_divide, of_sum, counted, uncounted, divided)
 
 
 def _is_of_tokens(loss: LossOfPasses, number: float, contributions: Contributions) -> bool:
@@ -128,6 +138,20 @@ def _divides_apart(loss: LossOfPasses, number: float, contributions: Contributio
     unequal = len({one.num_tokens for one in told}) > 1
     divided = all(any(by is not None and same(by, one.num_tokens or 0) for by in one.divisors or ()) for one in told)
     return unequal and divided and number > 1 and is_of_degrees(number, contributions)
+
+
+def _divided_alone(losses: Sequence[LossOfPasses], index: int, contributions: Contributions) -> float | None:
+    """The number of ranks or passes that one of the other losses is divided by in each pass, by itself: as many losses
+    as it says are averaged by it."""
+    for degree in sorted(degrees_of(contributions) - {1}):
+        by_it = [
+            number
+            for number, loss in enumerate(losses)
+            if all(any(by is not None and same(by, degree) for by in one.divisors or ()) for one, _ in loss.values())
+        ]
+        if by_it and by_it != [index] and len(by_it) != degree:
+            return float(degree)
+    return None
 
 
 def _is_product(one: LossGradient, number: float, contributions: Contributions) -> bool:
