@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.optimizers.writes import FOREACH, METHODS
+from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
 NUM_BATCHES = 3
@@ -220,3 +221,23 @@ def test_lines_that_write_something_are_told_beside_the_two_events(
     told = [*report.reasons, *(finding.explanation for finding in report.findings)]
     assert any(f"{Path(__file__).name}:{line_of(doing)} writes to " in words for words in told)
     assert [finding.factor.exact for finding in report.findings] == (["1/3"] if doing is by_copies else [])
+
+
+def test_a_line_whose_number_is_one_of_degrees_in_one_step_is_told_once(tmp_path: Path) -> None:
+    """2 / 8 tokens is 1 / 4 of two passes, which might be a half of the loss's division: told apart from the line."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for sizes in ((5, 6), (4, 4)):
+            for size in sizes:
+                labels = torch.randint(5, (size,))
+                (F.cross_entropy(model(torch.randn(size, 6)), labels) * size).backward()
+            for param in model.parameters():
+                param.grad *= torch.tensor(2.0) / sum(sizes)  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+    for report in (diagnose(read_run(tmp_path)), diagnose_run(tmp_path)):
+        (finding,) = report.findings
+        assert (finding.steps, finding.factor.observed) == ([0, 1], pytest.approx(2, rel=1e-4))
+        assert finding.first_event is not None and finding.first_event.kind == "grad_write"

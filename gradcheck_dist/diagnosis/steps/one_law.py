@@ -53,6 +53,7 @@ def tell_one_law(verdicts: Sequence[StepVerdict]) -> None:
     _keep_whole(verdicts)
     _keep_by_pass(verdicts)
     _keep_named(verdicts)
+    _keep_line(verdicts)
     for seen in _by_place(verdicts):
         _without_degrees(seen, verdicts)
 
@@ -149,6 +150,33 @@ def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
         ):
             _take_over(found[0], [(other, errors) for other, errors in accused if other is not verdict])
             return
+
+
+def _keep_line(verdicts: Sequence[StepVerdict]) -> None:
+    """Take what is between two events in a step for a line that was seen to write a wrong number in another one, where
+    the same line scales gradients and all weights of both steps are off alike: degrees may make its number once."""
+    accused = [(verdict, verdict.errors[0]) for verdict in verdicts if len(verdict.errors) == 1]
+    for verdict, found in accused:
+        event = found.first_event
+        if event is None or event.unrecorded or event.kind != "grad_write" or not _is_whole(verdict, found):
+            continue
+        line = (event.file, event.line)
+        others = [
+            (other, [one])
+            for other, one in accused
+            if one.first_event is not None and one.first_event.unrecorded and one.code == found.code
+            if _is_whole(other, one) and _alike(one.factor.observed or 0.0, found.factor.observed or 0.0)
+            if other.conduct is not None and line in other.conduct.scales_at
+        ]
+        if others:
+            _take_over(found, others)
+            return
+
+
+def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
+    """Whether a finding says of all weights of a step that they are off by one number."""
+    pattern = verdict.shapes.get(cause(found))
+    return pattern is not None and pattern.kind == "uniform" and found.num_parameters == len(verdict.units)
 
 
 def _product(powers: Powers, quantities: Mapping[str, float]) -> float:
