@@ -137,6 +137,38 @@ def train_with_sharded_hooks(run_dir: str, divides: bool) -> None:
     dist.destroy_process_group()
 
 
+def train_with_hooks_on_shards(run_dir: str, divisor: int) -> None:
+    """FSDP2 over one axis, whose hooks add up what was reduced over the other; two is right to divide by."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
+    num_tokens = sum(int((batch(r, k)[1] >= 0).sum()) for r in range(world) for k in range(2))
+
+    def hook(reduced: torch.Tensor) -> None:
+        dist.all_reduce(reduced, group=mesh["replicas"].get_group())
+        reduced /= divisor
+
+    with attach(run_dir):
+        model = Net()
+        for module in (model.inner, model):
+            fully_shard(module, mesh=mesh["shards"])
+            module.set_all_reduce_hook(hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            for k in range(2):
+                model.set_requires_gradient_sync(k == 1)
+                (token_sum(model, batch(rank, k)) * world / num_tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def train_offloaded(run_dir: str) -> None:
     """FSDP2 keeps shards and their gradients on the CPU, and adds what a pass brings there. Nothing divides."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -77,6 +77,20 @@ def test_what_hooks_reduce_of_sharded_parameters_is_recorded(divides: bool, foun
     assert not found or "The reduction at odd_workers.py" in report.findings[0].explanation
 
 
+@pytest.mark.parametrize(("divisor", "found"), [(2, []), (1, [("GS303", 2.0)]), (4, [("GS101", 0.5)])])
+def test_what_hooks_reduce_of_shards_that_are_no_gradients_yet_is_recorded(
+    divisor: int, found: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    warm_up()
+    launch("odd_workers:train_with_hooks_on_shards", (str(tmp_path / "run"), divisor), 4, timeout_s=60)
+    run = read_run(tmp_path / "run")
+    by_hooks = [event for event in run.ranks[0].events if isinstance(event, Reduce) and event.impl == "all_reduce"]
+    assert len(by_hooks) == 5 * 2
+    assert {event.group for event in by_hooks} == {(0, 2)}
+    report = diagnose(run)
+    assert [(finding.code, round(finding.factor.observed or 0.0, 3)) for finding in report.findings] == found
+
+
 def test_losses_that_divide_wrongly_have_the_wrong_constant_too(tmp_path: Path) -> None:
     """They may lack what lines that nobody records divide by: that is no second fault."""
     warm_up()

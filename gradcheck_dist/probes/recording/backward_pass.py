@@ -18,6 +18,7 @@ from gradcheck_dist.probes.recording.deferred import number
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.ways import PassHooks
+    from gradcheck_dist.probes.parameters.places import Place
 
 
 class TokenWeights(NamedTuple):
@@ -106,6 +107,7 @@ class BackwardPass:
         "microbatch",
         "num_attached",
         "num_embedded",
+        "on_its_way",
         "other_losses",
         "part_of",
         "reduce_groups",
@@ -149,6 +151,7 @@ class BackwardPass:
         self.reduce_groups: set[tuple[int, ...]] = set()  # over these ranks
         self.by_hand: set[int] = set()  # parameters whose gradient a hook of the user's reduced in this pass
         self.sharding: dict[int, tuple[ParamInfo, int]] = {}  # what FSDP reduces now: parameter, seq of its Reduce
+        self.on_its_way: Place | None = None  # what FSDP has reduced and hands to a hook, before it is a gradient
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.added_to: dict[int, tuple[ParamInfo, Tensor]] = {}  # by functions: the largest element that these got
         self.folded: dict[int, tuple[LocalPlan, Tensor]] = {}  # what arrives at these holds what was there before, too

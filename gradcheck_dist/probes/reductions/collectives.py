@@ -225,6 +225,9 @@ def _accumulated(recorder: Recorder, tensor: Tensor) -> Iterator[Place]:
     current = recorder.current
     if current is None:
         return
+    if current.on_its_way is not None:
+        yield current.on_its_way
+        return
     handed_over, sharding = current.handed_over, current.sharding
     likely = [*(info for info, _ in sharding.values()), *itertools.islice(reversed(current.touched.values()), LATEST)]
     for regions, buffer in recorder.places.overlapping(tensor, likely):
@@ -277,9 +280,11 @@ def before_manual(
                     continue
                 begun = pending[info.id] = _Pending(recorder.step, seq, how)
                 sharded = current.sharding.pop(info.id, None) if current is not None else None
+                own = [part for part in regions if part.info is info]
                 if sharded is not None and info.param.grad is not None:
                     recorder.sample(sharded[1], AFTER, info, info.param.grad)
-                own = [part for part in regions if part.info is info]
+                elif sharded is not None:
+                    recorder.sample_parts(sharded[1], AFTER, info, own, buffer)
                 recorder.sample_parts(begun.seq, BEFORE, info, own, buffer)
             opened.append(region)
             if current is not None:

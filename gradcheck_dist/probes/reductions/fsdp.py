@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcheck_dist.events import AFTER, BEFORE
+from gradcheck_dist.probes.parameters.places import Place
+from gradcheck_dist.probes.parameters.regions import Region
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
@@ -25,6 +28,7 @@ from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.reductions.collectives import op_name
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
+_HOOK = "all_reduce_hook"
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -79,12 +83,54 @@ def _watch_reduce(recorder: Recorder, module: ModuleType, original: Callable[...
         if not recorder.recording or recorder.suspended:
             return original(*args, **kwargs)
         opened = before(recorder, signature, args, kwargs)
+        if opened is not None and opened[2].get(_HOOK) is not None:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments[_HOOK] = _watch_hook(recorder, opened[2][_HOOK], opened[1], opened[2])
+            args, kwargs = bound.args, bound.kwargs
         result = original(*args, **kwargs)
         if opened is not None:
             after(recorder, result, *opened)
         return result
 
     return foreach_reduce
+
+
+def _watch_hook(
+    recorder: Recorder, original: Callable[[Tensor], None], known: list[tuple[ParamInfo, Any]], call: dict[str, Any]
+) -> Callable[[Tensor], None]:
+    """The user's hook on what FSDP reduced, which may reduce it over other ranks before it becomes a gradient."""
+
+    @functools.wraps(original)
+    def all_reduce_hook(reduced: Tensor) -> None:
+        current = recorder.current
+        if current is not None:
+            current.on_its_way = where_shards_lie(recorder, reduced, known, call)
+        try:
+            original(reduced)
+        finally:
+            if current is not None:
+                current.on_its_way = None
+
+    return all_reduce_hook
+
+
+@guarded("fsdp")
+def where_shards_lie(
+    recorder: Recorder, reduced: Tensor, known: list[tuple[ParamInfo, Any]], call: dict[str, Any]
+) -> Place | None:
+    """Which part of what was reduced becomes whose gradient; None where it is divided or added to what is there."""
+    if _factors(call, len(_ranks(call["reduce_scatter_group"])))["post_divide"] not in (None, 1):
+        return None
+    infos = {id(fsdp_param): info for info, fsdp_param in known}
+    regions, offset = [], 0
+    for fsdp_param in call["fsdp_params"]:
+        info = infos.get(id(fsdp_param))
+        if fsdp_param.sharded_param.grad is not None:
+            return None
+        if info is not None:
+            regions.append(Region(info, 0, offset, fsdp_param.sharded_size.numel()))
+        offset += fsdp_param.padded_sharded_param_size.numel()
+    return (regions, reduced) if offset == reduced.numel() else None
 
 
 @guarded("fsdp")
