@@ -61,6 +61,27 @@ def two_means(lines: tuple[int, int]) -> Report:
     return diagnose(run)
 
 
+def two_sums(divisor: float) -> Report:
+    """Two losses of one weight, of which the second goes over half the tokens, and a line that divides both by those of
+    the first times a number."""
+    total = sum(World(TRAINER, 5).num_tokens.values())
+    hand = Hand("before_step", 1 / (divisor * total))
+    run = recorded(replace(TRAINER, root=lambda *_: 1.0, auxiliary=lambda *_: 1.0, hands=(hand,)))
+    for trace in run.ranks.values():
+        losses = [event.loss_id for event in trace.events if isinstance(event, Loss)]
+        for index, event in enumerate(trace.events):
+            if isinstance(event, Loss | LossGradient) and event.loss_id in losses[1::2]:
+                trace.events[index] = msgspec.structs.replace(event, num_tokens=((event.num_tokens or 0) + 1) // 2)
+    return diagnose(run)
+
+
+def test_heads_whose_sums_are_divided_by_the_tokens_of_the_first_may_be_meant_so() -> None:
+    report = two_sums(1)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "as many tokens as the largest of them, by whose tokens all are divided" in report.reasons[0]
+    assert two_sums(3).verdict == "findings"
+
+
 def test_losses_of_other_lines_that_weigh_alike_are_means_of_their_own() -> None:
     report = two_means((20, 21))
     assert (report.verdict, report.findings) == ("clean", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 from gradcheck_dist.diagnosis.causes.case import Case
@@ -9,7 +10,7 @@ from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees, same
 from gradcheck_dist.diagnosis.weights.loops import one_loop
 from gradcheck_dist.events import AmpUnscale
-from gradcheck_dist.ledger.contributions import Contribution, Contributions
+from gradcheck_dist.ledger.contributions import Contribution, Contributions, losses_of_rank
 from gradcheck_dist.ledger.tracks import StepData
 
 SOFT_TARGETS = "log_softmax"
@@ -29,6 +30,13 @@ def coefficient(case: Case, data: StepData) -> str | None:
             "tokens: right where these are tasks of their own, too much where they are parts of one batch. "
             "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each task tells"
         )
+    if times := _counted_as_one(case, data):
+        return (
+            f"each backward pass adds up several losses, of {times:.6g} times as many tokens as the largest of them, "
+            "by whose tokens all are divided: right where these are heads or tasks of their own, too much where they "
+            "are parts of one batch. gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) on each "
+            "tells"
+        )
     wrong = "a wrong normaliser" if case.culprit.kind == "loss" else "the average over ranks is one division too many"
     return (
         f"the loss enters backward with x {case.pattern.factor:.6g}: whether this is a coefficient that is meant "
@@ -43,7 +51,8 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     if case.pattern.kind != "uniform":
         return False
     if culprit.unrecorded:  # lines that divide behind the loss may have the wrong number as well
-        return culprit.kind == "loss" and bool(_added(case))
+        behind = culprit.kind == "loss" and bool(_added(case))
+        return behind or bool(_counted_as_one(case, data))
     if culprit.kind != "loss":
         # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
         average = case.reduce is not None and case.recorded and case.everywhere
@@ -133,3 +142,20 @@ def _added(case: Case) -> float:
     calls = [one.num_losses for one in case.context.contributions.by_key.values()]
     num = sum(calls) / max(len(calls), 1)
     return num if num > 1 and abs(case.pattern.factor / num - 1) <= max(SAME, case.pattern.tolerance) else 0.0
+
+
+def _counted_as_one(case: Case, data: StepData) -> float:
+    """How many times as many tokens as the largest loss all have that each pass adds up, where lines behind them divide
+    by that one's: heads that predict further tokens each lack some. 0 where that is not what the factor says."""
+    if not (case.culprit.unrecorded and case.everywhere and case.pattern.factor > 1):
+        return 0.0
+    tokens = Counter[int]()
+    place = case.context.contributions.coordinate
+    for rank in {coordinate: rank for rank, coordinate in place.items()}.values():
+        for pairs in losses_of_rank(data.events.get(rank, [])).values():
+            counts = [gradient.num_tokens or 0 for gradient, loss in pairs if loss is not None]
+            tokens.update(dict(enumerate(sorted(counts, reverse=True))))
+    if len(tokens) < 2 or not tokens[0]:
+        return 0.0
+    times = tokens.total() / tokens[0]
+    return times if abs(case.pattern.factor / times - 1) <= max(SAME, case.pattern.tolerance) else 0.0
