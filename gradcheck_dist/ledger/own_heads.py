@@ -62,8 +62,9 @@ def _judge(rank: int, events: list[HeadBackward]) -> OwnHead | None:
     for event in events:
         arrived, of_rows, rows_norm, of_weight, weight_norm = np.frombuffer(event.values, np.float32).astype(np.float64)
         tolerance = OFF.get(event.dtype, ROUNDED)
-        of_one = TELLS * EPSILON[event.dtype] * rows_norm
-        rounding = of_one + TELLS * EPSILON[event.dtype] * weight_norm
+        epsilon = EPSILON.get(event.dtype, EPSILON["bfloat16"])
+        of_one = TELLS * epsilon * rows_norm
+        rounding = of_one + TELLS * epsilon * weight_norm
         # Without any gradient of the weight it may be frozen, or be added elsewhere.
         if not np.isfinite([arrived, of_rows, of_weight, rounding]).all() or not weight_norm or not arrived:
             continue

@@ -193,9 +193,8 @@ class _Machine:
         self.entries = self.result.entries.setdefault(track.rank, [])
         self.left: Column | None = None  # what an earlier step left
         self.given: list[Buffer] = []  # what each reduction gave, by the records
-        self.kept: list[
-            np.ndarray
-        ] = []  # what .grad holds if the last one's result was put elsewhere, as nominal weights
+        # What .grad holds if the last one's result was put elsewhere, as nominal weights.
+        self.kept: list[np.ndarray] = []
         self.position = 0
 
     def _operations(self, data: StepData) -> list[Op]:

@@ -122,7 +122,7 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
     of weights for all of them, which the residual confirms or refutes."""
     groups: dict[tuple[int, ...], list[Held]] = {}
     for held in of_param:
-        if held.reason == TOO_FEW or held.observed is not None:
+        if held.reason == TOO_FEW or held.observed is not None or _given(held):
             groups.setdefault(_joined(held), []).append(held)
     for sources, members in groups.items():
         small = [held for held in members if held.reason == TOO_FEW or _is_as_documented(held) or _given(held)]

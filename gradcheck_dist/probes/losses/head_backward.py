@@ -26,6 +26,8 @@ from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 
 MAX_BYTES = 1 << 26
 """Of hidden states, which stay alive until the backward pass."""
+PART = 1 << 20
+"""Elements that are multiplied at a time."""
 
 
 def held(
@@ -74,13 +76,10 @@ def _product(grad: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
     """The inner product of a gradient with its tensor, and the norm of the elements' products, of which rounding
     changes each by itself."""
     total = squares = torch.zeros((), dtype=torch.float64, device=grad.device)
-    for mine, theirs in zip(grad.reshape(-1).split(_PART), of.reshape(-1).split(_PART), strict=True):
+    for mine, theirs in zip(grad.reshape(-1).split(PART), of.reshape(-1).split(PART), strict=True):
         products = mine.double() * theirs.double()
         total, squares = total + products.sum(), squares + products.square().sum()
     return total, squares.sqrt()
-
-
-_PART = 1 << 20
 
 
 def _parameter(weight: Tensor) -> Parameter | None:

@@ -152,7 +152,8 @@ def applied(
         )
         groups = {call.ranks for call in calls}
         if looked is not None and looked.given.labels is labels and len(groups) <= 1 and functions.admit(cls):
-            watch_backward(recorder, cls, looked, output, share=share, group=groups.pop() if groups else ())
+            of_ranks, head = groups.pop() if groups else (), functions.asks_for_weight(cls)
+            watch_backward(recorder, cls, looked, output, share=share, group=of_ranks, head=head)
         return
 
 

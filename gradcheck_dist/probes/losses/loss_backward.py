@@ -28,6 +28,8 @@ from gradcheck_dist.probes.recording.sites import caller_site, defined_at
 
 MAX_ALIKE = 64
 """Applications of one function that are looked at in a step."""
+MAX_HEADS = 8
+"""Of these, how many are asked what they give for a weight: all elements of it."""
 
 
 class Functions:
@@ -47,6 +49,10 @@ class Functions:
         self._seen[cls] += 1
         return self._recorder.sampling and self._recorder.impulses is None and self._seen[cls] <= MAX_ALIKE
 
+    def asks_for_weight(self, cls: type) -> bool:
+        """Whether this application, which was admitted, is asked for its weight's gradient, too."""
+        return self._seen[cls] <= MAX_HEADS
+
 
 @guarded("loss_backward")
 def watch(
@@ -57,10 +63,11 @@ def watch(
     *,
     share: float | None = None,
     group: Sequence[int] = (),
+    head: bool = True,
 ) -> None:
     """A function gave `output`, one number for each label, or their sum times `share`: hold its backward against the
     derivative when it comes. `group`: the ranks that hold the vocabulary in shards, in their order, none where this
-    rank has all of it."""
+    rank has all of it. `head`: and what it gives for the output layer's weight, if it is given that."""
     classes = looked.logits.shape[1]
     shard = group.index(dist.get_rank()) if group else None
     with torch.no_grad():
@@ -93,7 +100,7 @@ def watch(
     node: Any = output.grad_fn
     dtype = output.dtype
     number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
-    of_head = head_backward.held(recorder, cls, looked) if not group else None
+    of_head = head_backward.held(recorder, cls, looked) if head and not group else None
 
     reached: list[tuple[Tensor, Tensor]] = []
 
