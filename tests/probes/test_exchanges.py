@@ -19,6 +19,8 @@ from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.activations.exchange_layout import boxes, num_of_each, take
 from gradcheck_dist.trace.run import read_run
 
+pytestmark = pytest.mark.timeout(300)  # the first test has all variants trained and judged, a minute of work
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
