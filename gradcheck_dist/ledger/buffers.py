@@ -96,12 +96,12 @@ class Buffer:
         self.columns += [column.times(factor) for column in other.columns]
 
     def as_one(self) -> Column:
-        """All of it as one summand, by the records."""
+        """All of it, which is something, as one summand by the records."""
         data = sum((column.nominal * column.data for column in self.columns), np.zeros(()))
-        known = all(column.weights is not None for column in self.columns)
-        weights = sum((column.nominal * column.weights for column in self.columns if column.weights is not None), 0.0)
         stderr = np.sqrt(sum(((column.nominal * column.stderr) ** 2 for column in self.columns), np.zeros(())))
-        return Column(data, np.asarray(weights) if known and self.columns else None, stderr, 1.0)
+        known = [column.nominal * column.weights for column in self.columns if column.weights is not None]
+        weights = np.sum(known, axis=0) if len(known) == len(self.columns) else None
+        return Column(data, weights, stderr, 1.0)
 
     def find_leftover(self, solution: Solution) -> None:
         """See whether what was there before the step's first contribution is part of what a sample shows; where an

@@ -383,7 +383,7 @@ class _Machine:
                 return added
         if direct is None and len(self.given) > 1:
             # Added up elsewhere (a shard beside .grad): reductions gave fewer sums than there are contributions.
-            given = [one.as_one() for one in self.given]
+            given = [one.as_one() for one in self.given if one.columns]
             added = self._solve(point, given, np.ones(len(given)))
             if added is not None and added[3].fits and added[3].checked:
                 return added

@@ -28,8 +28,6 @@ from gradcheck_dist.ledger.transit import gain
 
 SAME = 1e-3
 """Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
-
-
 NOTHING = 1e-9
 """Share of a gradient's largest weight that no measurement of float32 tells from none."""
 
@@ -134,7 +132,7 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
     _ask_for_average(result)
     last = replay.final(holder)
     if last is not None and last.sampled and last.observed is None and reached and any(one is last for one in entries):
-        # Its last state is known from what other shards of the same gradient hold (cells.py), and from nothing before.
+        # Its last state is known from another rank that holds the same, and from nothing before.
         start, end = result.gaps[-1].end if result.gaps else leaf, event_at(data, holder, last.seq)
         noise = cell.stderr * max(abs(cell.ratio), 1.0) / max(abs(cell.ratio), 1e-30)
         result.gaps.append(Gap(start, end, holder, cell.ratio / reached, noise, False))

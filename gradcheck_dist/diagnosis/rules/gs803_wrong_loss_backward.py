@@ -68,24 +68,20 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    told: set[str] = set()
-    for remark in _of_losses(facts):
-        if remark.event is not None:
-            told.add(getattr(remark.event, "function", ""))
-        yield remark
-    yield from _of_weights(facts, told)
-
-
-def _of_losses(facts: StepFacts) -> Iterator[Remark]:
     verified = {
         event.function
         for events in facts.data.events.values()
         for event in events
         if isinstance(event, GradientCheck) and event.outcome == "wrong"
-    }
+    }  # told by GS801, along a whole direction
+    yield from _of_losses(facts, verified)
+    yield from _of_weights(facts, verified | {one.first.function for one in facts.own_backwards})
+
+
+def _of_losses(facts: StepFacts, told: set[str]) -> Iterator[Remark]:
     alike: dict[tuple[object, ...], list[OwnBackward]] = defaultdict(list)
     for one in facts.own_backwards:
-        if one.first.function not in verified:  # told by GS801, along a whole direction
+        if one.first.function not in told:
             alike[one.first.function, str(one.first.defined_at), one.kind].append(one)
     for found in alike.values():
         first = found[0]

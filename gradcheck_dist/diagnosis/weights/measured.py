@@ -134,16 +134,15 @@ def _pool_shards(of_param: list[Held], tracks: dict[int, Track], played: Replay)
         small = [held for held in small if _is_part(_read(held, tracks, played), whole, played.epsilon)]
         if not small:
             continue
-        told = _of_leaves(whole, small[0], played) or _of_summands(whole, small[0], played)
-        told = told or _of_given(whole, small[0], played)
+        ways = (_of_leaves, _of_summands, _of_given)
+        told = next((found for way in ways if (found := way(whole, small[0], played)) is not None), None)
         if told is None:
             continue
+        weights, stderr = told[0], np.nan_to_num(told[1])
         for held in small:
-            held.observed, held.stderr, held.reason = told[0], np.nan_to_num(told[1]), ""
-            if (final := played.final(held.rank)) is not None and final.sampled:
-                final.observed, final.stderr, final.own = (
-                    final.clip * each for each in (held.observed, held.stderr, held.stderr)
-                )
+            held.observed, held.stderr, held.reason = weights, stderr, ""
+            if (final := played.final(held.rank)) is not None and final.sampled:  # a measurement like any other
+                final.observed, final.stderr, final.own = final.clip * weights, final.clip * stderr, final.clip * stderr
 
 
 def _read(held: Held, tracks: dict[int, Track], played: Replay) -> np.ndarray:
