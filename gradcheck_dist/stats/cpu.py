@@ -35,8 +35,8 @@ class CpuStats:
 
     def __init__(self) -> None:
         self._is_zero = np.empty(BLOCK, dtype=np.bool_)
-        self._converted = torch.empty(BLOCK, dtype=torch.float32)
-        self._reference = torch.empty(BLOCK, dtype=torch.float32)
+        self._converted = torch.empty(BLOCK, dtype=torch.float32, device="cpu")
+        self._reference = torch.empty(BLOCK, dtype=torch.float32, device="cpu")
 
     def __call__(
         self,

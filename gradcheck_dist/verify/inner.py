@@ -95,8 +95,10 @@ def inner(one: Tensor, other: Tensor) -> float:
 
 def random_direction(like: Tensor, seed: str) -> Tensor:
     """Standard normal numbers in the shape, dtype and layout of a tensor, the same wherever the seed is the same."""
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32).to(local(like).device, like.dtype)
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(seed.encode()))
+    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+        local(like).device, like.dtype
+    )
     if not is_distributed(like):
         return numbers
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

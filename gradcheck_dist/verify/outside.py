@@ -136,7 +136,7 @@ def check_outside(tape: Tape, calls: list[RootCall], world: Exchange, emit: Any,
             "dtype": str(function.dtype),
             "epsilon": base.epsilon,
             "variables": {key: fingerprint(value) for key, value in function.variables.items()},
-            "outputs": [[fingerprint(base.outputs[0]), fingerprint(torch.ones(1))]],
+            "outputs": [[fingerprint(base.outputs[0]), fingerprint(torch.ones(1, device="cpu"))]],
         }
     shared = group.gather("facts", facts)
     problems = [fact["problem"] for fact in shared if fact["problem"]]

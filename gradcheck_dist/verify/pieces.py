@@ -80,7 +80,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def fingerprint(tensor: Tensor) -> list[float]:
     """Numbers that differ where two tensors differ, comparable between ranks within rounding."""
     values = sample(tensor).cpu()
-    mixed = torch.cos(torch.arange(values.numel(), dtype=torch.float64) * 1.7)
+    mixed = torch.cos(torch.arange(values.numel(), dtype=torch.float64, device="cpu") * 1.7)
     return [float(local(tensor).numel()), float(values.norm()), float((values * mixed).sum())]
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import Loss, Site
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
-from gradcheck_dist.probes.losses.closed_form import Given, row
+from gradcheck_dist.probes.losses.closed_form import Given, evenly, row
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
 from gradcheck_dist.probes.losses.tokens import labels_seen
@@ -72,7 +72,7 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
     num_rows = min(NUM_ROWS, max(MIN_HELD, MAX_KEPT // given.num_classes))
     flat = given.labels.detach().reshape(-1)
     valid = (flat >= 0).nonzero().squeeze(1)
-    index = valid[torch.linspace(0, len(valid) - 1, min(num_rows, len(valid))).long()] if len(valid) else valid
+    index = evenly(valid, num_rows)
     logits, labels, site = row(given.rows, index).double(), given.labels, caller_site()
     node: Any = output.grad_fn
     state = node.metadata[SUMMED] = State()

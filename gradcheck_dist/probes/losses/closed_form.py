@@ -177,10 +177,17 @@ def divisors(args: Sequence[Any], valid: Tensor) -> Iterator[tuple[str, float]]:
 def _losses(given: Given, labels: Tensor) -> Iterator[Tensor]:
     """The cross-entropy of every label, in pieces, as float64."""
     dtype = torch.float64 if given.rows.dtype == torch.float64 else torch.float32
-    index = torch.arange(labels.numel())
+    index = torch.arange(labels.numel(), device=labels.device)
     for part in index.split(max(1, CHUNK // given.num_classes)):
         logits = given.logits(part, dtype)
         yield (logits.logsumexp(1) - logits.gather(1, labels[part, None]).squeeze(1)).double()
+
+
+def evenly(found: Tensor, most: int) -> Tensor:
+    """At most so many elements of a row of numbers, evenly spread, the first and the last one among them."""
+    if len(found) <= most:
+        return found
+    return found[torch.arange(most, device=found.device) * (len(found) - 1) // (most - 1)]
 
 
 def _have_rows(rows: Tensor, labels: Tensor) -> bool:

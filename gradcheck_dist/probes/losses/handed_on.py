@@ -20,6 +20,7 @@ from gradcheck_dist.events import HandedOn
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.backward.roots import Root
+from gradcheck_dist.probes.losses.closed_form import evenly
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, name_of, operands_of
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
@@ -111,7 +112,7 @@ def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
         new = (has_one & ~before if known and before is not None else has_one).nonzero().squeeze(1)
         cuts.seen[place] = has_one
         if len(new):
-            some = new[torch.linspace(0, len(new) - 1, min(NUM_ROWS, len(new))).long()]
+            some = evenly(new, NUM_ROWS)
             cuts.arrived.append(Arrived(recorder.accumulation_step, current.microbatch, rows[some].double()))
 
 
@@ -192,7 +193,7 @@ def multiple_of(arrived: Sequence[Arrived], gradient: Tensor) -> float | None:
     products = wanted @ rows.T
     sizes, norms = wanted.square().sum(1).sqrt(), rows.square().sum(1).sqrt()
     found = (products.abs() / norms).argmax(1)
-    multiples = products[torch.arange(len(wanted)), found] / sizes.square()
+    multiples = products.gather(1, found[:, None]).squeeze(1) / sizes.square()
     apart = (rows[found] - multiples[:, None] * wanted).square().sum(1).sqrt()
     if (apart > fits * norms[found]).any() or (multiples - multiples[0]).abs().max() > fits * multiples[0].abs():
         return None

@@ -228,7 +228,7 @@ def gradient_arrived(
         samples = sequences(recorder, weights) or {}
     if loss_id in current.smoothed:
         asked = (weight, weight if low is None else low, weight if high is None else high, num_tokens)
-        current.smoothed[loss_id] = TokenWeights(*(torch.as_tensor(value) for value in asked))
+        current.smoothed[loss_id] = TokenWeights(*(_wide(value, local.device) for value in asked))
         return
     recorder.emit(
         LossGradient,
@@ -247,3 +247,9 @@ def gradient_arrived(
         **(samples | current.told_of_elements()),
         **current.told_of_sum(loss_id),
     )
+
+
+def _wide(value: float | Tensor, device: torch.device) -> Tensor:
+    """A number as a tensor that loses none of its digits, whatever torch's default type is."""
+    dtype = torch.float64 if isinstance(value, float) else None
+    return torch.as_tensor(value, dtype=dtype, device=device)

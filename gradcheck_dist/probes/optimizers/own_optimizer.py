@@ -245,7 +245,7 @@ def _values(params: list[Tensor]) -> list[Noted]:
     for param in params:
         local = _local(param)
         if local is not None:
-            which = torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES)).to(local.device)
+            which = torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES), device=local.device)
             noted.append((param, which, _state(param, which)))
     return noted
 
@@ -271,7 +271,7 @@ def _state(param: Tensor, which: Tensor) -> Tensor | tuple[int, int]:
     local = getattr(param, "_local_tensor", param)
     if local.device.type != "cpu":
         return (local._version, local.data_ptr())
-    return local.detach().take(which) if int(which.max()) < local.numel() else torch.empty(0)
+    return local.detach().take(which) if int(which.max()) < local.numel() else local.new_empty(0)
 
 
 def _same(one: Tensor | tuple[int, int], other: Tensor | tuple[int, int]) -> bool:

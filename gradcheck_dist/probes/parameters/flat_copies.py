@@ -243,7 +243,8 @@ def _runs(sizes: tuple[int, ...], num_elements: int) -> list[Run]:
 
 def _compared(info: ParamInfo, grad: Tensor) -> Tensor:
     """Which elements of a gradient are compared. Most rows of an embedding's are zero: those that are not tell."""
-    chosen = torch.as_tensor(info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED])
+    positions = info.positions[:: max(1, len(info.positions) // NUM_COMPARED)][:NUM_COMPARED]
+    chosen = torch.as_tensor(positions, device=grad.device)
     if int((grad.take(chosen) != 0).sum()) >= min(LEAST, len(chosen)):
         return chosen
     told = grad.reshape(-1).nonzero().reshape(-1)

@@ -24,11 +24,11 @@ class LocalPlan:
     def __init__(self, id: int, param_id: int, indices: Any, device: torch.device) -> None:
         self.id = id
         self.param_id = param_id
-        self.indices = torch.as_tensor(indices, dtype=torch.int64).to(device)
+        self.indices = torch.as_tensor(indices, dtype=torch.int64, device=device)
         self.slot: Any = None
 
     def new_slot(self, dtype: torch.dtype) -> Tensor:
-        self.slot = slot = torch.empty(len(self.indices), dtype=dtype)
+        self.slot = slot = torch.empty(len(self.indices), dtype=dtype, device="cpu")
         return slot
 
 

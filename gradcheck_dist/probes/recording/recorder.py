@@ -35,7 +35,7 @@ from gradcheck_dist.probes.recording.captured import Captures
 from gradcheck_dist.probes.recording.deferred import Deferred, is_host, numbers_of, read
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
-from gradcheck_dist.probes.recording.samples import HostCopies, Sampler
+from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
 from gradcheck_dist.probes.recording.unsampled import UnsampledSteps
 from gradcheck_dist.steps import end_of
@@ -45,7 +45,6 @@ MAX_ERRORS_PER_PROBE = 20
 ROW_BYTES = 16
 FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
-NOTHING = torch.empty(0)
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
 

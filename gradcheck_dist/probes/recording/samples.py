@@ -20,6 +20,10 @@ MAX_REMEMBERED = 64
 """Sets of parameters that were sampled together (a mixture of experts reaches others each time)."""
 
 
+NOTHING = torch.empty(0, device="cpu")
+"""Goes the way of copies where only the order counts."""
+
+
 class HostCopies:
     """Copies of device tensors on their way to the host.
 
@@ -43,13 +47,13 @@ class HostCopies:
         if pending.query() and not self._waiting:
             arrived()
         else:
-            self._waiting.append((pending, torch.empty(0), lambda _: arrived()))
+            self._waiting.append((pending, NOTHING, lambda _: arrived()))
 
     def start(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Begin a copy: (event or None when it is there already, host tensor)."""
         if tensor.device.type == "cpu":
             return None, tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
         host.copy_(tensor, non_blocking=True)
         event = torch.get_device_module(tensor.device).Event()
         event.record()
@@ -82,7 +86,7 @@ class Bundle:
     def __init__(self, infos: list[ParamInfo], dtype: torch.dtype) -> None:
         plans = [info.plain for info in infos if info.plain is not None]
         counts = [len(plan.indices) for plan in plans]
-        gathered = torch.empty(sum(counts), dtype=dtype)
+        gathered = torch.empty(sum(counts), dtype=dtype, device="cpu")
         params = [info.param for info in infos]
         self.dtype = dtype
         self.parts = list(zip(params, [plan.indices for plan in plans], gathered.split(counts), strict=True))
@@ -106,7 +110,7 @@ class Arrivals:
 
     def __init__(self, plans: list[LocalPlan], dtype: torch.dtype) -> None:
         counts = [len(plan.indices) for plan in plans]
-        slots = torch.empty(sum(counts), dtype=dtype)
+        slots = torch.empty(sum(counts), dtype=dtype, device="cpu")
         self.rows = row_table(plans)
         self.slots = slots.split(counts)
         self.values: memoryview = slots.view(torch.uint8).numpy().data

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import AnyEvent, AnyRecord, Event
 from gradcheck_dist.probes.recording.deferred import Deferred, numbers_of, read
-from gradcheck_dist.probes.recording.samples import HostCopies
+from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies
 from gradcheck_dist.trace.columns import ColumnWriter
 
 FLUSH_INTERVAL_NS = 1_000_000_000
@@ -37,7 +37,7 @@ class UnsampledSteps:
             return
         events, self._events = self._events, []
         numbers = numbers_of(deferred)
-        on_the_way = torch.stack(numbers) if numbers else torch.empty(0)
+        on_the_way = torch.stack(numbers) if numbers else NOTHING
         self._copies.bring(on_the_way, functools.partial(self._write, step, events, deferred))
         self._copies.poll()
 

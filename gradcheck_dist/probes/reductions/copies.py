@@ -191,4 +191,4 @@ def ranks_of(group: Any) -> list[int]:
 
 
 def _positions(local: Tensor) -> Tensor:
-    return torch.as_tensor(sample_positions("local", local.numel(), NUM_VALUES)).to(local.device)
+    return torch.as_tensor(sample_positions("local", local.numel(), NUM_VALUES), device=local.device)

@@ -125,7 +125,7 @@ class Replicas:
             plain.sort(key=lambda info: info.name)
             chosen = plain[:: max(1, len(plain) // MAX_PARAMS)][:MAX_PARAMS]
             self._chosen = [
-                (info, torch.as_tensor(info.positions[:MAX_VALUES]).to(info.param.device)) for info in chosen
+                (info, torch.as_tensor(info.positions[:MAX_VALUES], device=info.param.device)) for info in chosen
             ]
         held = [(info, which) for info, which in self._chosen if _is_whole(info.param)]
         rows = [[info.param.detach().take(which) for info, which in held]]
