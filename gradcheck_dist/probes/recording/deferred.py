@@ -24,9 +24,14 @@ def number(value: Tensor) -> float | Tensor:
     return float(value.item()) if type(value) is Tensor and is_host(value) else value.detach().double()
 
 
+def missing(deferred: Deferred) -> list[Tensor]:
+    """All missing numbers, in order."""
+    return [value for _, tensors in deferred for value in tensors.values()]
+
+
 def numbers_of(deferred: Deferred) -> list[Tensor]:
     """All missing numbers as 64 bits, in order, to be brought to the host together."""
-    return [_as_int64(value) for _, tensors in deferred for value in tensors.values()]
+    return [_as_int64(value) for value in missing(deferred)]
 
 
 def read(deferred: Deferred, host: Tensor) -> Iterator[Event]:

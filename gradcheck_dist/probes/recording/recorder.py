@@ -32,7 +32,7 @@ from gradcheck_dist.probes.parameters.places import Places
 from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.recording.captured import Captures
-from gradcheck_dist.probes.recording.deferred import Deferred, is_host, numbers_of, read
+from gradcheck_dist.probes.recording.deferred import Deferred, is_host, missing, numbers_of, read
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
@@ -231,6 +231,7 @@ class Recorder(Sampler):
                     fields[name] = value.item()
                 else:
                     on_device[name] = value.detach()
+                    self.streams.note(value)
         if on_device:
             rest = {name: value for name, value in fields.items() if name not in on_device}
             self._deferred.append((functools.partial(kind, step=self.step, **rest), on_device))
@@ -277,8 +278,10 @@ class Recorder(Sampler):
             self.copies.bring(values, functools.partial(self._write_samples, self.step, dtype, rows, None))
         if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []
+            self.streams.join(missing(deferred))
             numbers = numbers_of(deferred)
             self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
+        self.streams.clear()
         self.copies.poll()
 
     def finish(self) -> None:
@@ -303,6 +306,8 @@ class Recorder(Sampler):
     def _end_unsampled(self) -> None:
         if self.unsampled is not None and not self.sampling:
             deferred, self._deferred = self._deferred, []
+            self.streams.join(missing(deferred))
+            self.streams.clear()
             self.unsampled.end_step(self.step, deferred)
 
     def _write_samples(self, step: int, dtype: str, rows: bytes, kept: bytes | None, host: Tensor) -> None:

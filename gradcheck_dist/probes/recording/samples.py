@@ -72,6 +72,32 @@ class HostCopies:
             arrived(host)
 
 
+class SideStreams:
+    """CUDA streams on which values were computed that another stream will read: FSDP2 reduces on one of its own, and
+    the event that training waits for lies in front of what a probe computes there afterwards."""
+
+    def __init__(self) -> None:
+        self._noted: set[torch.cuda.Stream] = set()
+
+    def note(self, value: Tensor) -> None:
+        """A value was computed on the stream that is current."""
+        if value.is_cuda:
+            self._noted.add(torch.cuda.current_stream(value.device))
+
+    def join(self, values: Iterable[Tensor]) -> None:
+        """Let the current stream wait for the noted ones, and nobody use the values' memory before it has read them."""
+        for stream in self._noted:
+            reading = torch.cuda.current_stream(stream.device)
+            if reading != stream:
+                reading.wait_stream(stream)
+                for value in values:
+                    if value.device == stream.device:
+                        value.record_stream(reading)
+
+    def clear(self) -> None:
+        self._noted.clear()
+
+
 class Bundle:
     """Parameters whose gradients are sampled together, each a whole tensor of one type on the CPU.
 
@@ -132,6 +158,7 @@ class Sampler:
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
+        self.streams = SideStreams()
         self.sampling = True  # False: events are recorded and no samples are taken
         self._rows: dict[torch.dtype, array[int]] = {}
         self._values: dict[torch.dtype, list[Tensor]] = {}
@@ -266,6 +293,7 @@ class Sampler:
             self._values[dtype] = []
         rows.extend((seq, role, plan.param_id, plan.id))
         self._values[dtype].append(values)
+        self.streams.note(values)
 
     def drain_host(self) -> list[tuple[str, bytes, bytes]]:
         """(type, rows, values end to end) of all that was gathered on the host."""
@@ -276,6 +304,7 @@ class Sampler:
         """(type, rows, values end to end as bytes on their device) of all else that waits."""
         rows, values = self._rows, self._values
         self._rows, self._values = {}, {}
+        self.streams.join([value for of_type in values.values() for value in of_type])
         return [(_name(dtype), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8)) for dtype in rows]
 
 
