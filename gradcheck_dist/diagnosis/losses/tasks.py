@@ -49,10 +49,11 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
     result = OwnMeans(replace(target, expected=own), forwards=forwards)
     lines = " and ".join(dict.fromkeys(line_of(counted[keys[0]].gradient) for keys in tasks))
     told = f"{len(tasks)} losses of one forward pass are differentiated one by one ({lines})"
-    if _apart(data, target.contributions, measured, forwards):
+    numbers = _combined_by(data, target, own, measured, forwards)
+    if numbers is not None:
         result.combined = (
             f"{told}, and what runs between there and the optimizer{_read_at(data)} combines their gradients by "
-            "numbers that are not the same for each: a projection, or weights computed from gradients. What each task "
+            f"numbers {numbers}: a projection, or weights computed from gradients. What each task "
             "should weigh is not known, nor whether all together are off by a factor. Compare a step in which the "
             "lines between change nothing, or add the losses up for some steps to have the rest judged"
         )
@@ -82,8 +83,8 @@ def task_by_task(target: Aim, objective: str, data: StepData, measured: list[Hel
                 f"{len(tasks)} times too much where they are parts of one batch. {DECLARE}"
             )
         return result
-    numbers = {key: Fraction(share) for keys, share in zip(tasks, shares, strict=True) for key in keys}
-    result.aim.expected = {key: weight * numbers[key] for key, weight in own.items()}
+    found = {key: Fraction(share) for keys, share in zip(tasks, shares, strict=True) for key in keys}
+    result.aim.expected = {key: weight * found[key] for key, weight in own.items()}
     result.reasons.append(
         f"{told}, and weigh {' and '.join(f'x {share:.4g}' for share in shares)} of a mean over their own tokens: "
         f"whether these are coefficients that are meant or wrong normalisers is not known. {DECLARE}"
@@ -106,6 +107,26 @@ def _of_whole_forwards(case: Case, forwards: Forwards) -> bool:
         if not cell.right and abs(cell.ratio) <= max(GONE, cell.tolerance):
             gone[id(held)].add(cell.key)
     return any(of_param.issuperset(keys) for of_param in gone.values() for keys in forwards)
+
+
+def _combined_by(
+    data: StepData,
+    target: Aim,
+    own: Mapping[ContributionKey, Fraction],
+    measured: list[Held],
+    forwards: Forwards,
+) -> str | None:
+    """What is told of the numbers by which a program combines tasks; None where it may add them up.
+
+    Of nearly orthogonal gradients a projection leaves almost all: then every weight is off by less than two
+    coefficients are told apart by, which no coefficient or count is, and by more than was measured.
+    """
+    if _apart(data, target.contributions, measured, forwards):
+        return "that are not the same for each"
+    cells = [cell for held in judge(measured, target.contributions, dict(own)) for cell in held.cells]
+    if not cells or any(cell.right or not same(cell.ratio, 1) for cell in cells):
+        return None
+    return f"that no coefficient or count makes (x {cells[0].ratio:.5g})"
 
 
 def _apart(data: StepData, contributions: Contributions, measured: Sequence[Held], forwards: Forwards) -> bool:
