@@ -71,6 +71,12 @@ def statistics_cpu(results: dict[str, Any]) -> Iterator[str]:
 def kernels_gpu(results: dict[str, Any]) -> Iterator[str]:
     """The kernel beside torch's own ways."""
     yield f"\n## Statistics of gradients on {results['name']}\n"
+    goals = results["goals"]
+    yield "Times by events of the device, from the call on: what the host takes before the launch counts. Goals:"
+    yield (
+        f"{goals['copy_bandwidth']:.0%} of the copy bandwidth, {goals['foreach']:g} times torch._foreach, "
+        f"{goals['compile']:g} times torch.compile.\n"
+    )
     rows = []
     for dtype in ("float32", "bfloat16"):
         found = results[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,14 @@ settings.load_profile("busy machine")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+ON_DEVICE: Any = contextlib.nullcontext
+if os.environ.get("GRADCHECK_TEST_DEVICE"):
+    import on_cuda
+
+    from gradcheck_dist.trainer import launch
+
+    launch.launch = on_cuda.through(launch.launch)
+    ON_DEVICE = on_cuda.OnDevice
 
 ONE_BY_ONE = (
     "tests/boot/test_mishaps.py",
@@ -41,6 +51,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if file in ONE_BY_ONE else file
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    with ON_DEVICE():
+        yield
 
 
 @pytest.fixture(autouse=True)
