@@ -136,8 +136,17 @@ def _divides_apart(loss: LossOfPasses, number: float, contributions: Contributio
     by ranks or passes."""
     told = [gradient for gradient, _ in loss.values()]
     unequal = len({one.num_tokens for one in told}) > 1
-    divided = all(any(by is not None and same(by, one.num_tokens or 0) for by in one.divisors or ()) for one in told)
+    divided = all(_is_divided_by_its_tokens(gradient, event) for gradient, event in loss.values())
     return unequal and divided and number > 1 and is_of_degrees(number, contributions)
+
+
+def _is_divided_by_its_tokens(one: LossGradient, event: Loss | None) -> bool:
+    """Of a loss that weighs as a mean: whether its own tokens stand among what it is divided by, or a number that
+    nobody has read (it lies on a device) must be they, since the loss itself takes no mean."""
+    divisors = one.divisors or ()
+    if None in divisors and event is not None and event.reduction != "mean":
+        return True
+    return any(by is not None and same(by, one.num_tokens or 0) for by in divisors)
 
 
 def _divided_alone(losses: Sequence[LossOfPasses], index: int, contributions: Contributions) -> float | None:
