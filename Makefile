@@ -122,8 +122,7 @@ bench-gpu: install
 	$(BIN)/python benchmarks/bench_gpu.py
 	$(BIN)/python benchmarks/page.py
 
-# The probes' tests with their tensors on a GPU, whose ranks share it over nccl: tests/support/on_cuda.py says which fail
-# by themselves.
+# The probes' tests with their tensors on a GPU, which ranks share over nccl: tests/support/on_cuda.py says why some fail.
 test-gpu: $(VENV)/.installed-dev
 	GRADCHECK_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 --dist loadfile tests/probes tests/verify $(PYTEST_ARGS)
 

@@ -90,7 +90,8 @@ def kernels_gpu(results: dict[str, Any]) -> Iterator[str]:
             ]
         )
     yield from table(["gradients", "kernel ms", "of copy bandwidth", "torch._foreach", "torch.compile"], rows)
-    yield f"\nA recorded step takes {ratio(results['recording']['recorded'])} times a plain one there."
+    recorded = ratio(results["recording"]["recorded"])
+    yield f"\nA recorded step of the tiny trainer (d=64) takes {recorded} times a plain one there."
 
 
 def scale(results: dict[str, Any]) -> Iterator[str]:

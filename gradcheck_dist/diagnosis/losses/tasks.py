@@ -118,15 +118,15 @@ def _combined_by(
 ) -> str | None:
     """What is told of the numbers by which a program combines tasks; None where it may add them up.
 
-    Of nearly orthogonal gradients a projection leaves almost all: then every weight is off by less than two
-    coefficients are told apart by, which no coefficient or count is, and by more than was measured.
+    Of nearly orthogonal gradients a projection leaves almost all: then every weight is off by less than two numbers
+    that somebody wrote are told apart by, and by more than its measurement is uncertain.
     """
     if _apart(data, target.contributions, measured, forwards):
         return "that are not the same for each"
     cells = [cell for held in judge(measured, target.contributions, dict(own)) for cell in held.cells]
     if not cells or any(cell.right or not same(cell.ratio, 1) for cell in cells):
         return None
-    return f"that no coefficient or count makes (x {cells[0].ratio:.5g})"
+    return f"next to 1 (x {cells[0].ratio:.5g})"
 
 
 def _apart(data: StepData, contributions: Contributions, measured: Sequence[Held], forwards: Forwards) -> bool:

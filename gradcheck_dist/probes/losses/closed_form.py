@@ -184,7 +184,7 @@ def _losses(given: Given, labels: Tensor) -> Iterator[Tensor]:
 
 
 def evenly(found: Tensor, most: int) -> Tensor:
-    """At most so many elements of a row of numbers, evenly spread, the first and the last one among them."""
+    """At most so many (2 or more) elements of a row of numbers, evenly spread, the first and the last among them."""
     if len(found) <= most:
         return found
     return found[torch.arange(most, device=found.device) * (len(found) - 1) // (most - 1)]

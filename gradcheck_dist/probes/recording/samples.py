@@ -84,7 +84,7 @@ class SideStreams:
         if value.is_cuda:
             self._noted.add(torch.cuda.current_stream(value.device))
 
-    def join(self, values: Iterable[Tensor]) -> None:
+    def join(self, values: Sequence[Tensor]) -> None:
         """Let the current stream wait for the noted ones, and nobody use the values' memory before it has read them."""
         for stream in self._noted:
             reading = torch.cuda.current_stream(stream.device)
