@@ -8,7 +8,7 @@ from math import hypot, isfinite
 
 import numpy as np
 
-from gradcheck_dist.events import Event, OptimizerStep
+from gradcheck_dist.events import Event, OptimizerStep, Reduce
 from gradcheck_dist.ledger.leaves import Basis
 from gradcheck_dist.ledger.solve import Solution
 
@@ -133,6 +133,8 @@ class Replay:
     unwritten: dict[int, Event] = field(default_factory=dict)
     inside: dict[int, frozenset[int]] = field(default_factory=dict)
     _histories: dict[int, list[Entry]] = field(default_factory=dict)
+    _followed: dict[tuple[int, int], list[Entry]] = field(default_factory=dict)
+    _brought: dict[int, dict[int, list[int]]] = field(default_factory=dict)
 
     def history(self, rank: int) -> list[Entry]:
         """What happened on a rank up to and with the last optimizer step, and reductions inside of that whose results
@@ -147,6 +149,24 @@ class Replay:
             found = self._histories[rank] = entries[: max([end, *behind])]
         return found
 
+    def followed(self, rank: int, start: int) -> list[Entry]:
+        """A rank's history from an index on, out of the unsharded buffer into the sharded one where a reduction leads
+        over. Asked for each weight of each parameter, and the same for many: nobody changes the list."""
+        found = self._followed.get((rank, start))
+        if found is None:
+            found = self._followed[rank, start] = in_one_buffer(self.history(rank)[start:])
+        return found
+
+    def brought(self, rank: int) -> dict[int, list[int]]:
+        """By rank that gave to a reduction, the indices of those in this rank's history."""
+        found = self._brought.get(rank)
+        if found is None:
+            found = self._brought[rank] = {}
+            for index, entry in enumerate(self.history(rank)):
+                for sender in dict.fromkeys(entry.sources) if isinstance(entry.event, Reduce) else ():
+                    found.setdefault(sender, []).append(index)
+        return found
+
     def final(self, rank: int) -> Entry | None:
         """The state that the optimizer read; the last state when the step never got there."""
         entries = [entry for entry in self.history(rank) if entry.buffer == "grad"]
@@ -155,3 +175,16 @@ class Replay:
             if before.sampled and before.seq == entries[-1].seq:
                 return before
         return entries[-1] if entries else None
+
+
+def in_one_buffer(entries: list[Entry]) -> list[Entry]:
+    """Follow a contribution out of the unsharded buffer into the sharded one: a reduction is the only way over."""
+    if not entries:
+        return []
+    chosen, name = [], entries[0].buffer
+    for entry in entries:
+        if isinstance(entry.event, Reduce):
+            name = entry.buffer
+        if entry.buffer == name:
+            chosen.append(entry)
+    return chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -45,6 +46,14 @@ class Basis:
     def slots(self) -> list[Slot]:
         """The pass of each column, one for the same pass of all ranks."""
         return [key[1:] for key in self.keys]
+
+    @cached_property
+    def ranks_of(self) -> dict[int, list[int]]:
+        """The ranks on which each column's gradient arrived. Asked for when the basis is built."""
+        found: dict[int, list[int]] = {}
+        for (rank, *_), column in self.of.items():
+            found.setdefault(column, []).append(rank)
+        return found
 
 
 def build_basis(

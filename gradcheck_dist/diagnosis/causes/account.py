@@ -10,7 +10,6 @@ nothing happened behind the records' back. Steps name culprits by their event, g
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,15 +18,14 @@ from math import prod
 import numpy as np
 
 from gradcheck_dist.diagnosis.causes.places import caller_of
+from gradcheck_dist.diagnosis.causes.routes import SAME, contains, origin, route
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
-from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.buffers import Entry, in_one_buffer
 from gradcheck_dist.ledger.replay import LEAF_ORDER, nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.ledger.transit import gain
 
-SAME = 1e-3
-"""Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
 NOTHING = 1e-9
 """Share of a gradient's largest weight that no measurement of float32 tells from none."""
 
@@ -119,14 +117,14 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
         held = replace(held, rank=given_by)
     replay, column, holder = held.replay, cell.column, held.rank
     result = Account(cell.root_ratio)
-    result.leaf = _leaf_event(data, held, _origin(replay, column, holder), replay.basis.keys[column][1:])
+    result.leaf = _leaf_event(data, held, origin(replay, column, holder), replay.basis.keys[column][1:])
     entries, leaf, result.arrived = path(data, held, column)
     result.by_hand = bool(entries) and entries[0].rank == holder != replay.basis.origin[column]
     hops = held.hops.get(column, ())
     result.gaps += [Gap(hop.left, hop.entered, hop.rank, hop.factor, hop.noise, False, in_flight=True) for hop in hops]
     reached = _walk(data, result, entries, cell.columns, leaf, result.root * gain(hops))
     if any(step.opaque and abs(step.factor) <= SAME for step in result.steps):
-        result.arrived &= _origin(replay, column, holder) == holder  # a hook that brought nothing from other ranks
+        result.arrived &= origin(replay, column, holder) == holder  # a hook that brought nothing from other ranks
     if held.clip_by_hand != 1 and _free(result, held.clip_by_hand):
         reached /= held.clip_by_hand
     _ask_for_average(result)
@@ -184,11 +182,11 @@ def path(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | 
     """The entries of the replayed ledger that a contribution passes on its way to the optimizer's rank, in order; the
     event from which it starts; and whether it ever arrives there."""
     replay, holder = held.replay, held.rank
-    origin = _origin(replay, column, holder)
-    leaf = _leaf_event(data, held, origin, replay.basis.keys[column][1:])
-    entries, carried_over = route(replay, column, origin, holder)
+    start = origin(replay, column, holder)
+    leaf = _leaf_event(data, held, start, replay.basis.keys[column][1:])
+    entries, carried_over = route(replay, column, start, holder)
     entries = [entry for entry in entries if not _is_behind_step(data, entry)]
-    if carried_over or holder == origin:
+    if carried_over or holder == start:
         return entries, leaf, True
     if not any(isinstance(entry.event, ZeroGrad) for entry in entries):
         entries, leaf = _by_hand(data, held, column)
@@ -245,7 +243,7 @@ def _walk(
                 kept = len(result.steps), len(result.gaps), measured * since  # emptied, and nothing told of it
         ratio = seen * arrived
         end = event_at(data, entry.rank, entry.seq)
-        if kept is not None and measured * since == 0 and ratio != 0 and _contains(entry, columns[0]):
+        if kept is not None and measured * since == 0 and ratio != 0 and contains(entry, columns[0]):
             # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.
             del result.steps[kept[0] :], result.gaps[kept[1] :]
             measured, since, kept = kept[2], 1.0, None
@@ -302,17 +300,6 @@ def same_doing(start: Event | None, end: Event | None) -> bool:
     )
 
 
-def _origin(replay: Replay, column: int, holder: int) -> int:
-    """The rank on which a contribution's gradient arrived: of several with the same one (tensor parallel), the holder
-    itself, else one from which a reduction brought it to the holder."""
-    basis = replay.basis
-    ranks = [rank for (rank, *_), index in basis.of.items() if index == column]
-    if holder in ranks:
-        return holder
-    sources = {s for entry in replay.history(holder) if isinstance(entry.event, Reduce) for s in entry.sources}
-    return next((rank for rank in ranks if rank in sources), basis.origin[column])
-
-
 def _leaf_event(data: StepData, held: Held, rank: int, slot: tuple[int, int]) -> Event | None:
     track = data.tracks[held.param].get(rank)
     if track is None or slot not in track.leaves:
@@ -324,79 +311,14 @@ def event_at(data: StepData, rank: int, seq: int) -> Event | None:
     return data.event_of[rank].get(seq)
 
 
-def route(replay: Replay, column: int, origin: int, holder: int) -> tuple[list[Entry], bool]:
-    """The entries that concern a contribution: on its origin until a reduction carried it over, on as many further
-    ranks as it went through (a reduction over cp, then one over dp), then on the holder.
-
-    The second value tells whether recorded reductions carried it. Of several ways the one over the fewest ranks.
-    """
-    history = replay.history(origin)
-    start = next((i for i, entry in enumerate(history) if _contains(entry, column)), None)
-    if start is None:
-        return [], False
-    own = _one_buffer(history[start:])
-    if origin == holder:
-        return own, False
-    ways: dict[int, list[Entry]] = {origin: []}
-    since = {origin: own}
-    todo = deque([origin])
-    while todo:
-        rank = todo.popleft()
-        for index, entry in enumerate(since[rank]):
-            if not isinstance(entry.event, Reduce):
-                continue
-            # What was sent to one rank only leaves no sources behind where it came from.
-            for other in entry.sources or ((entry.event.root,) if entry.event.root is not None else ()):
-                received = None if other in ways else _received(replay, column, rank, other)
-                if received is None:
-                    continue
-                ways[other] = [*ways[rank], *since[rank][:index]]
-                since[other] = received
-                if other == holder:
-                    return [*ways[other], *received], True
-                todo.append(other)
-    return own, False
-
-
-def _received(replay: Replay, column: int, sender: int, rank: int) -> list[Entry] | None:
-    """The entries of a rank from the reduction on that brought it a contribution from another one."""
-    history = replay.history(rank)
-    for index, entry in enumerate(history):
-        if isinstance(entry.event, Reduce) and sender in entry.sources and bool(entry.nominal[column] != 0):
-            return _one_buffer(history[index:])
-    return None
-
-
 def _by_hand(data: StepData, held: Held, column: int) -> tuple[list[Entry], Event | None]:
     """A contribution of another rank that turns up without a recorded reduction: the entries from its first measured
     appearance on, and the last measured event of the holder before."""
     own, holder = held.replay.history(held.rank), held.rank
-    first = next((i for i, entry in enumerate(own) if entry.sampled and _contains(entry, column)), None)
+    first = next((i for i, entry in enumerate(own) if entry.sampled and contains(entry, column)), None)
     if first is None:
         return [], None
     leaves = [(seq, LEAF_ORDER) for seq, _ in data.tracks[held.param][holder].leaves.values()]
     before = [*leaves, *((entry.seq, entry.order) for entry in own[:first] if entry.sampled)]
     seen = max((at for at in before if at < (own[first].seq, own[first].order)), default=(-1, LEAF_ORDER))
-    return _one_buffer([entry for entry in own if (entry.seq, entry.order) > seen]), event_at(data, holder, seen[0])
-
-
-def _contains(entry: Entry, column: int) -> bool:
-    value = entry.nominal[column]
-    if not np.isnan(value) and value != 0:
-        return True
-    if not entry.sampled or entry.observed is None or entry.stderr is None:
-        return False
-    return bool(abs(entry.observed[column]) > max(SAME * entry.largest, 6 * entry.stderr[column]))
-
-
-def _one_buffer(entries: list[Entry]) -> list[Entry]:
-    """Follow a contribution out of the unsharded buffer into the sharded one: a reduction is the only way over."""
-    if not entries:
-        return []
-    chosen, name = [], entries[0].buffer
-    for entry in entries:
-        if isinstance(entry.event, Reduce):
-            name = entry.buffer
-        if entry.buffer == name:
-            chosen.append(entry)
-    return chosen
+    return in_one_buffer([entry for entry in own if (entry.seq, entry.order) > seen]), event_at(data, holder, seen[0])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log, prod
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, account
+from gradcheck_dist.diagnosis.causes.account import Account, Gap, account
 from gradcheck_dist.diagnosis.causes.brackets import merge
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, culprit_of_gap, last_backward, order
 from gradcheck_dist.diagnosis.causes.early_clips import give_early_clips
@@ -29,6 +29,7 @@ from gradcheck_dist.diagnosis.causes.one_line import join_lines
 from gradcheck_dist.diagnosis.causes.own_lines import line_between
 from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.spared import give_spared
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcheck_dist.diagnosis.causes.account import SAME
 from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.hands import Judged
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import Clip, Reduce
 from gradcheck_dist.ledger.buffers import Replay

@@ -19,8 +19,9 @@ from statistics import median
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Hand
+from gradcheck_dist.diagnosis.causes.account import Hand
 from gradcheck_dist.diagnosis.causes.rivals import Formulas
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import (
     ALIKE,
     CAUSE,

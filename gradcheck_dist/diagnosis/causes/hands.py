@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Account, Hand, Step
+from gradcheck_dist.diagnosis.causes.account import Account, Hand, Step
 from gradcheck_dist.diagnosis.causes.brackets import hidden, widen
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, kind_of
 from gradcheck_dist.diagnosis.causes.explanations import Search
 from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.vocabulary import GAP, Explanation, Rival, Row
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import Event

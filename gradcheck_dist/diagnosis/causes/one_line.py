@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Account, Gap, Step, same_doing
+from gradcheck_dist.diagnosis.causes.account import Account, Gap, Step, same_doing
 from gradcheck_dist.diagnosis.causes.hands import Judged
 from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS
 from gradcheck_dist.events import Event, Reduce
 

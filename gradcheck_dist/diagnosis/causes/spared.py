@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log, prod
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Gap
+from gradcheck_dist.diagnosis.causes.account import Gap
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
 from gradcheck_dist.diagnosis.causes.hands import NOISY, Judged, still_wrong
 from gradcheck_dist.diagnosis.causes.places import line_of
+from gradcheck_dist.diagnosis.causes.routes import SAME
 
 
 def give_spared(wrong: Sequence[Judged], every: Sequence[Judged], *, sure: bool = False) -> list[Judged]:

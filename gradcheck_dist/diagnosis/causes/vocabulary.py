@@ -9,7 +9,8 @@ from itertools import combinations
 from math import log2, prod
 from typing import NamedTuple
 
-from gradcheck_dist.diagnosis.causes.account import SAME, Account, Hand
+from gradcheck_dist.diagnosis.causes.account import Account, Hand
+from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.weights.context import EXCHANGE_GROUPS, RANKS_PER_BATCH, RANKS_PER_EXCHANGE
 from gradcheck_dist.diagnosis.weights.factors import SPAN
 

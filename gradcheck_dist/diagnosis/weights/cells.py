@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from math import isnan
+from math import fsum, isnan
 
 import numpy as np
 
@@ -278,9 +278,10 @@ def pool(judged: list[Held]) -> list[Held]:
 def average(cells: list[Cell]) -> Cell:
     """Cells of one contribution as one, by inverse variance."""
     best = min(cells, key=lambda cell: cell.stderr)
-    weights = np.array([1.0 / max(cell.stderr, 1e-12) ** 2 for cell in cells])
-    ratio = float(np.average([cell.ratio for cell in cells], weights=weights))
-    stderr = float(weights.sum() ** -0.5)
+    weights = [max(cell.stderr, 1e-12) ** -2 for cell in cells]
+    total = fsum(weights)
+    ratio = fsum(weight * cell.ratio for weight, cell in zip(weights, cells, strict=True)) / total
+    stderr = total**-0.5
     constant = best.tolerance - SIGMAS * best.stderr
     return replace(
         best, ratio=ratio, observed=ratio * float(best.expected), stderr=stderr, tolerance=constant + SIGMAS * stderr
