@@ -120,6 +120,15 @@ class Buffer:
         return hypot(*parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What happened on a rank from some entry on, in one buffer. `sent`: of each rank that a reduction in it went
+    over, the index of the first such."""
+
+    entries: list[Entry]
+    sent: dict[int, int]
+
+
 @dataclass
 class Replay:
     """The history of one parameter on all ranks that hold it. `incomplete`: ranks a reduction needed and had not.
@@ -133,7 +142,7 @@ class Replay:
     unwritten: dict[int, Event] = field(default_factory=dict)
     inside: dict[int, frozenset[int]] = field(default_factory=dict)
     _histories: dict[int, list[Entry]] = field(default_factory=dict)
-    _followed: dict[tuple[int, int], list[Entry]] = field(default_factory=dict)
+    _stretches: dict[tuple[int, int], Stretch] = field(default_factory=dict)
     _brought: dict[int, dict[int, list[int]]] = field(default_factory=dict)
 
     def history(self, rank: int) -> list[Entry]:
@@ -149,12 +158,17 @@ class Replay:
             found = self._histories[rank] = entries[: max([end, *behind])]
         return found
 
-    def followed(self, rank: int, start: int) -> list[Entry]:
+    def stretch(self, rank: int, start: int) -> Stretch:
         """A rank's history from an index on, out of the unsharded buffer into the sharded one where a reduction leads
-        over. Asked for each weight of each parameter, and the same for many: nobody changes the list."""
-        found = self._followed.get((rank, start))
+        over. Asked for each weight of each parameter, and the same for many: nobody changes it."""
+        found = self._stretches.get((rank, start))
         if found is None:
-            found = self._followed[rank, start] = in_one_buffer(self.history(rank)[start:])
+            found = self._stretches[rank, start] = Stretch(in_one_buffer(self.history(rank)[start:]), {})
+            for index, entry in enumerate(found.entries):
+                if isinstance(entry.event, Reduce):
+                    # What was sent to one rank only leaves no sources behind where it came from.
+                    for other in entry.sources or ((entry.event.root,) if entry.event.root is not None else ()):
+                        found.sent.setdefault(other, index)
         return found
 
     def brought(self, rank: int) -> dict[int, list[int]]:

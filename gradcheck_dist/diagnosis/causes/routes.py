@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 import numpy as np
 
-from gradcheck_dist.events import Reduce
-from gradcheck_dist.ledger.buffers import Entry, Replay
+from gradcheck_dist.ledger.buffers import Entry, Replay, Stretch
 
 SAME = 1e-3
 """Factors nearer to 1 than this are 1; measured ones are allowed their own noise besides."""
@@ -33,45 +31,34 @@ def route(replay: Replay, column: int, start: int, holder: int) -> tuple[list[En
     first = next((i for i, entry in enumerate(replay.history(start)) if contains(entry, column)), None)
     if first is None:
         return [], False
-    own = replay.followed(start, first)
+    own = replay.stretch(start, first)
     if start == holder:
-        return own, False
+        return own.entries, False
     ways: dict[int, list[Entry]] = {start: []}
     since = {start: own}
     todo = deque([start])
     while todo:
         rank = todo.popleft()
+        entries, sent = since[rank].entries, since[rank].sent
         # Who is sought first: the others are asked where it has to go on over them.
-        for sought in (True, False):
-            for index, other in _sent_to(since[rank]):
-                if other in ways or (other == holder) != sought:
-                    continue
-                received = _received(replay, column, rank, other)
-                if received is None:
-                    continue
-                ways[other] = [*ways[rank], *since[rank][:index]]
-                since[other] = received
-                if sought:
-                    return [*ways[other], *received], True
-                todo.append(other)
-    return own, False
+        for other in dict.fromkeys((holder, *sent)) if holder in sent else sent:
+            received = None if other in ways else _received(replay, column, rank, other)
+            if received is None:
+                continue
+            ways[other] = [*ways[rank], *entries[: sent[other]]]
+            since[other] = received
+            if other == holder:
+                return [*ways[other], *received.entries], True
+            todo.append(other)
+    return own.entries, False
 
 
-def _sent_to(entries: list[Entry]) -> Iterator[tuple[int, int]]:
-    """Each reduction's index, with each rank that took part in it."""
-    for index, entry in enumerate(entries):
-        if isinstance(entry.event, Reduce):
-            # What was sent to one rank only leaves no sources behind where it came from.
-            for other in entry.sources or ((entry.event.root,) if entry.event.root is not None else ()):
-                yield index, other
-
-
-def _received(replay: Replay, column: int, sender: int, rank: int) -> list[Entry] | None:
-    """The entries of a rank from the reduction on that brought it a contribution from another one."""
+def _received(replay: Replay, column: int, sender: int, rank: int) -> Stretch | None:
+    """What happened on a rank from the reduction on that brought it a contribution from another one."""
     history = replay.history(rank)
     for index in replay.brought(rank).get(sender, ()):
         if history[index].nominal[column] != 0:
-            return replay.followed(rank, index)
+            return replay.stretch(rank, index)
     return None
 
 

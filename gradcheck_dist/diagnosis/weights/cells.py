@@ -277,6 +277,8 @@ def pool(judged: list[Held]) -> list[Held]:
 
 def average(cells: list[Cell]) -> Cell:
     """Cells of one contribution as one, by inverse variance."""
+    if len(cells) == 1:
+        return cells[0]
     best = min(cells, key=lambda cell: cell.stderr)
     weights = [max(cell.stderr, 1e-12) ** -2 for cell in cells]
     total = fsum(weights)
