@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test test-torch test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu test-gpu bench-quick screenshots notebooks docs clean
+.PHONY: help install demo test test-long test-torch test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu test-gpu bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
 	@echo "make test     everything that must hold: lint, types, layers, tests"
+	@echo "make test-long  what takes long for what seldom breaks: restarts, notebooks, other sizes of scenarios"
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, sentence-transformers, ignite, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
@@ -69,6 +70,10 @@ WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
+# Restarts, spawned ranks, notebooks, scenarios of other sizes: .ci/run runs these behind make test.
+test-long: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m long $(WORKERS) $(PYTEST_ARGS)
+
 # The same under another torch: make test-torch TORCH=2.15.0. Five gigabytes where pip finds no build for CPU alone.
 OTHER := $(VENV)/torch-$(TORCH)
 
@@ -80,6 +85,7 @@ $(OTHER)/.installed: pyproject.toml | $(BIN)/python
 
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+	$(OTHER)/bin/python -m pytest -m long $(WORKERS) $(PYTEST_ARGS)
 
 # A cluster of worker processes: half a minute, most of it starts processes.
 test-dask: $(VENV)/.installed-dev

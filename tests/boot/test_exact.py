@@ -27,6 +27,7 @@ print("trained on")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("divisor", "ratio"), [("12", 1.0), ("1", 12.0)])
 def test_many_contributions_in_bfloat16_are_told_to_the_last_digit(run: Run, divisor: str, ratio: float) -> None:
     code = LOW_PRECISION.replace("DIVISOR", divisor)

@@ -34,7 +34,9 @@ train(divide=False, before=end)
     assert "GS303" in done.stderr
 
 
-@pytest.mark.parametrize("space", [0, 3000], ids=["no space", "space for the header"])
+@pytest.mark.parametrize(
+    "space", [0, pytest.param(3000, marks=pytest.mark.long)], ids=["no space", "space for the header"]
+)
 def test_a_full_disk_costs_the_trace_only(run: Run, space: int) -> None:
     body = f"""
 import resource
@@ -48,6 +50,7 @@ print("trained", flush=True)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_folder_that_vanished_or_refuses_costs_the_trace_only(run: Run) -> None:
     body = """
 import shutil
@@ -63,6 +66,7 @@ print("trained")
     assert done.stderr.count("gradcheck: not recording: ") == 1
 
 
+@pytest.mark.long
 def test_data_loader_workers_write_nothing(run: Run) -> None:
     body = """
 from torch.utils.data import DataLoader
@@ -100,7 +104,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_ranks_that_multiprocessing_starts_are_found_by_their_process_group(run: Run, method: str) -> None:
     done = run(SPAWNED, method, prelude="")
     assert done.traces == ["rank-00000.trace", "rank-00001.trace"]
@@ -128,7 +132,9 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False], ids=["one folder", "folders that are put together"])
+@pytest.mark.parametrize(
+    "shared", [True, pytest.param(False, marks=pytest.mark.long)], ids=["one folder", "folders that are put together"]
+)
 def test_each_machine_records_its_ranks_and_they_are_judged_together(tmp_path: Path, shared: bool) -> None:
     folders = [tmp_path / ("shared" if shared else f"machine-{rank}") for rank in range(2)]
     for folder in folders:
@@ -151,6 +157,7 @@ def test_each_machine_records_its_ranks_and_they_are_judged_together(tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_elastic_restart_writes_its_own_files_and_the_last_is_judged(run: Run) -> None:
     body = """
 def fail(step, k):
@@ -167,7 +174,7 @@ os._exit(0)
     assert "CLEAN" in done.stderr
 
 
-@pytest.mark.parametrize("count", [1, 0], ids=["counted", "not counted"])
+@pytest.mark.parametrize("count", [1, pytest.param(0, marks=pytest.mark.long)], ids=["counted", "not counted"])
 def test_a_restart_with_fewer_ranks_is_judged_without_those_that_left(run: Run, count: int) -> None:
     """Members that come or go make a restart that torchrun does not count: TORCHELASTIC_RESTART_COUNT stays."""
     body = f"""
@@ -187,6 +194,7 @@ if "RANK" not in os.environ:
     assert "CLEAN" in done.stderr
 
 
+@pytest.mark.long
 def test_a_second_training_under_one_command_is_told(run: Run) -> None:
     body = """
 import subprocess

@@ -41,6 +41,7 @@ def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, grad
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_measures(gradcheck: Gradcheck) -> None:
     found = json.loads(gradcheck("bench", "--rounds", "2", "--format", "json").out)
     assert found["plain_ms"] > 0

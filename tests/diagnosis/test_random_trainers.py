@@ -80,6 +80,7 @@ def test_many_of_every_family_are_judged_rightly(name: str) -> None:
     check(name, range(1000, 1000 + MANY), 0.97)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [AmpUnscale, Backward, Clip, Loss, LossGradient, PipelineStep, ScaleGrads, ZeroGrad])
 def test_a_right_trainer_is_not_accused_when_one_probe_is_missing(kind: type[Event]) -> None:
     for seed in range(4):
@@ -180,6 +181,7 @@ ONCE_WRONG: list[tuple[str, int, type[Event]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "seed", "kind"), ONCE_WRONG)
 def test_without_a_probe_the_bracket_holds_the_fault(name: str, seed: int, kind: type[Event]) -> None:
     assert wrong_names(name, seed, kind) == []

@@ -38,6 +38,7 @@ def _texts(notebook: Any) -> list[list[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_prints_what_stands_in_it(path: Path, tmp_path: Path) -> None:

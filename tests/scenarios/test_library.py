@@ -65,6 +65,7 @@ def test_a_scenario_is_found_exactly_as_its_file_says(name: str, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "overrides"),

@@ -83,6 +83,7 @@ def test_a_file_that_grows_by_pieces_of_frames_is_counted_once(tmp_path: Path) -
     assert file.behind == 0
 
 
+@pytest.mark.long
 def test_a_long_run_shows_its_ranks_before_it_is_read_and_in_the_end_all_its_steps_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
