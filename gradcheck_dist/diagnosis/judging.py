@@ -7,7 +7,7 @@ is left open, and the rules name the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -66,7 +66,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
-from gradcheck_dist.diagnosis.weighing import Weighed, read_step, weigh
+from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
 from gradcheck_dist.diagnosis.weights.cells import Held, judge
 from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.handed_on import changed_on_the_way, hands_on
@@ -87,74 +87,76 @@ MAKE_UP = (makes_up_for, share_is_made_up_for, part_of_one_loss, copies_are_made
 """Why what is off may be right: something that no weight shows makes up for it."""
 
 
+@dataclass(frozen=True)
+class Judge:
+    """One step, which is judged under other assumptions, too, if it is wrong: under each of them once."""
+
+    run: Run
+    step: int
+    objective: str
+    objective_from: str
+    known: dict[Assumed, StepVerdict] = field(default_factory=dict)
+    measurements: Measurements = field(default_factory=Measurements)
+
+    def assuming(self, assumed: Assumed) -> StepVerdict:
+        if assumed not in self.known:
+            question = (self.run, self.step, self.objective, self.objective_from)
+            self.known[assumed] = _judge_as(*question, assumed, self)
+        return self.known[assumed].copy()
+
+
+def judge_step(run: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
+    """Judge one optimizer step."""
+    return Judge(run, step, objective, objective_from).assuming(Assumed())
+
+
 @left_open
 @np.errstate(all="ignore")  # a damaged trace holds any number, and what comes of it is not finite or does not fit
-def judge_step(
-    run: Run,
-    step: int,
-    objective: str,
-    objective_from: str,
-    *,
-    drop_lost: bool = False,
-    alone: bool = False,
-    given: bool = False,
-) -> StepVerdict:
-    """Judge one optimizer step. `drop_lost`: passes whose gradients were thrown away are taken to be meant so. `alone`:
-    ranks that reduce no gradients between them train models of their own. `given`: weights at losses are those that
-    these losses' own backwards gave, and not those that arrived there."""
-    asked: dict[str, bool] = {"drop_lost": drop_lost, "alone": alone, "given": given}
-    verdict = _judge_step(run, step, objective, objective_from, handed=True, **asked)
+def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed: Assumed, judge: Judge) -> StepVerdict:
+    """The step by the reading of its records that explains most."""
+
+    def read(how: Reading) -> StepVerdict:
+        verdict, own = read_step(run, step, objective, objective_from, assumed, how)
+        return _judged(verdict, own, assumed, how, judge)
+
+    verdict = read(Reading())
     if hands_on(verdict.data) and not verdict.comes_out_right:
-        verdict = _judge_step(run, step, objective, objective_from, handed=False, **asked)
+        verdict = read(Reading(handed=False))
         verdict.reasons += changed_on_the_way(verdict.data)
     apart = adds_up_apart(verdict.spreads)
     terms = several_terms(verdict.data) if apart or verdict.findings else None
     if terms is not None and not verdict.context.of_samples:
-        as_terms = _judge_step(run, step, objective, objective_from, handed=True, terms=True, **asked)
+        as_terms = read(Reading(terms=True))
         right = as_terms.comes_out_right and as_terms.all_right
         if right or (terms.partly and len(as_terms.findings) < len(verdict.findings)):
             return as_terms
     if verdict.findings and summed_losses(verdict.data, perhaps=True) != summed_losses(verdict.data):
-        summed = _judge_step(run, step, objective, objective_from, handed=True, summed=True, **asked)
+        summed = read(Reading(summed=True))
         if summed.num_accused < verdict.num_accused:
             summed.summed = True
             return summed
     if verdict.findings and not verdict.context.as_written:
         # Behind a clip by hand, which is known after the weights are judged, they are right by none as measured.
         for nr, _ in enumerate(as_written(verdict.contributions, verdict.data.events)):
-            written = _judge_step(run, step, objective, objective_from, handed=True, written=nr, **asked)
+            written = read(Reading(written=nr))
             if written.comes_out_right and not written.findings:
                 return written
     return verdict
 
 
-def _judge_step(
-    run: Run,
-    step: int,
-    objective: str,
-    objective_from: str,
-    *,
-    drop_lost: bool,
-    alone: bool,
-    given: bool,
-    handed: bool,
-    terms: bool = False,
-    summed: bool = False,
-    written: int | None = None,
+def _judged(
+    verdict: StepVerdict, own: dict[int, set[int]] | None, assumed: Assumed, how: Reading, judge: Judge
 ) -> StepVerdict:
-    """The same. `handed`: passes that hand on what earlier ones left have these passes' tokens. `terms`: the losses
-    that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on the sum of their
-    losses do so. `written`: which reading of losses in a sum is taken."""
-    how = {"alone": alone, "given": given, "handed": handed, "terms": terms, "summed": summed}
-    verdict, own = read_step(run, step, objective, objective_from, **how)
+    """What was read of a step, judged."""
+    step = judge.step
     data, recorded = verdict.data, verdict.contributions
-    weighed = weigh(run, verdict, own, drop_lost=drop_lost, written=written)
+    weighed = weigh(judge.run, verdict, own, assumed, how, judge.measurements)
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
-    norms = step_norms(run, data, recorded.coordinate)
+    norms = step_norms(judge.run, data, recorded.coordinate)
     strange = not_finite(step, norms)
     if any(held.observed is not None for held in verdict.held):
         verdict.remarks += strange
@@ -183,7 +185,7 @@ def _judge_step(
     facts = replace(facts, as_measured=weighed.as_measured, by_norm=by_norm, scaled=scaled)
     backwards = list(own_backwards(data.events))
     if backwards := [*backwards, *unlike_shards(data.events, backwards)]:
-        with_them = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=alone, given=True)
+        with_them = judge.assuming(replace(assumed, given=True))
         if with_them.comes_out_right and all(one.is_multiple for one in backwards):
             with_them.remarks.append(words_of(backwards))
             return with_them
@@ -206,8 +208,8 @@ def _judge_step(
     for reasons, values in (unequal, no_distribution(data)):
         verdict.reasons, verdict.remarks = verdict.reasons + reasons, verdict.remarks + values
     verdict.audited = audited(facts)
-    if not drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
-        without = judge_step(run, step, objective, objective_from, drop_lost=True, alone=alone)
+    if not assumed.drop_lost and (LOST in found or (found and _passes_are_gone(weighed.measured, recorded))):
+        without = judge.assuming(Assumed(drop_lost=True, alone=assumed.alone))
         if lacking := {key[0] for key in recorded.by_key} - {key[0] for key in without.contributions.by_key}:
             without.conduct = None  # what is right of some ranks' losses is not of all
             without.reasons.append(only_others_gave(step, lacking))
@@ -217,7 +219,7 @@ def _judge_step(
         if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:
-        verdict.alone = judge_step(run, step, objective, objective_from, drop_lost=drop_lost, alone=True)
+        verdict.alone = judge.assuming(Assumed(drop_lost=assumed.drop_lost, alone=True))
     return verdict
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.losses import samples
@@ -55,6 +55,46 @@ from gradcheck_dist.ledger.unwritten import without_unwritten
 from gradcheck_dist.trace.run import Run
 
 
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What a step is taken for. `drop_lost`: passes whose gradients were thrown away are meant so. `alone`: ranks that
+    reduce no gradients between them train models of their own. `given`: weights at losses are those that these losses'
+    own backwards gave, and not those that arrived there."""
+
+    drop_lost: bool = False
+    alone: bool = False
+    given: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How what was recorded is read. `handed`: passes that hand on what earlier ones left have these passes' tokens.
+    `terms`: the losses that a pass adds up are terms with coefficients. `summed`: ranks of one batch that may train on
+    the sum of their losses do so. `written`: which reading of losses in a sum is taken."""
+
+    handed: bool = True
+    terms: bool = False
+    summed: bool = False
+    written: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What the gradients of a step showed, measured once for all that reads its records alike: replaying them takes
+    most of the time that a judgement takes."""
+
+    known: dict[tuple[Assumed, Reading], tuple[list[Held], Transits]] = field(default_factory=dict)
+
+    def of(self, verdict: StepVerdict, assumed: Assumed, how: Reading) -> tuple[list[Held], Transits]:
+        alike = replace(assumed, drop_lost=False), replace(how, written=None)  # what is left does without these
+        if alike not in self.known:
+            on_the_way = transits(verdict.data, verdict.contributions)
+            measured = without_repeats(measure(verdict.data, verdict.contributions, on_the_way), verdict.data)
+            self.known[alike] = measured, on_the_way
+        measured, on_the_way = self.known[alike]
+        return [replace(held) for held in measured], on_the_way
+
+
 @dataclass
 class Weighed:
     """The weights of a step as they were measured, and what they are compared with. `as_measured`: up to coefficients,
@@ -74,32 +114,23 @@ class Weighed:
 
 
 def read_step(
-    run: Run,
-    step: int,
-    objective: str,
-    objective_from: str,
-    *,
-    alone: bool,
-    given: bool,
-    handed: bool,
-    terms: bool,
-    summed: bool,
+    run: Run, step: int, objective: str, objective_from: str, assumed: Assumed, how: Reading
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
     data = without_unwritten(with_chunks(without_looks(recorded)))
-    data = with_handed_on(data) if handed else data
-    data = as_given(data) if given else data
-    own_terms = several_terms(data) if terms else None
+    data = with_handed_on(data) if how.handed else data
+    data = as_given(data) if assumed.given else data
+    own_terms = several_terms(data) if how.terms else None
     data = own_terms.data if own_terms is not None else data
-    own_losses = summed_losses(data, perhaps=summed)
+    own_losses = summed_losses(data, perhaps=how.summed)
     contributions = same_tokens(
         data, collect(data.events, run.same_data, strangers(data), own_losses, picked_apart(data))
     )
     everyone = own_coordinates(data, contributions)
     models = own_models(data, everyone)
-    own = everyone if alone or models else None
+    own = everyone if assumed.alone or models else None
     if own is not None:
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
@@ -120,7 +151,12 @@ def read_step(
 
 
 def weigh(
-    run: Run, verdict: StepVerdict, own: dict[int, set[int]] | None, *, drop_lost: bool, written: int | None = None
+    run: Run,
+    verdict: StepVerdict,
+    own: dict[int, set[int]] | None,
+    assumed: Assumed,
+    how: Reading,
+    measurements: Measurements,
 ) -> Weighed | None:
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
     data, contributions, context = verdict.data, verdict.contributions, verdict.context
@@ -129,21 +165,20 @@ def weigh(
     if strange := infinite_losses(contributions):
         verdict.reasons += strange
         return None
-    on_the_way = transits(data, contributions)
+    measured, on_the_way = measurements.of(verdict, assumed, how)
     context.num_handed_over = len(on_the_way.matched)
-    measured = without_repeats(measure(data, contributions, on_the_way), data)
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
-    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=drop_lost, written=written)
+    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=assumed.drop_lost, written=how.written)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
     of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
     verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
     context.of_weighted = aimed_at.of_weighted
     verdict.spreads = {} if understood and not context.of_weighted else spreads_of_losses(of_step)
-    assumed = context.objective_from.startswith("assumed")
-    aimed_at.decide(context.objective, declared=not assumed)
-    if aimed_at.of_samples and assumed:
+    declared = not context.objective_from.startswith("assumed")
+    aimed_at.decide(context.objective, declared=declared)
+    if aimed_at.of_samples and not declared:
         context.objective, context.objective_from = samples.OBJECTIVE, samples.INFERRED
     told = (aimed_at, context.objective, data, measured)
     means = task_by_task(*told) or loss_by_loss(*told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
 from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
@@ -162,6 +162,18 @@ class StepVerdict:
     def num_accused(self) -> int:
         """How many parameters findings concern, each of them counted."""
         return sum(finding.num_parameters for finding in self.findings)
+
+    def copy(self) -> StepVerdict:
+        """The same, of which reasons, remarks and findings can be taken away or added to."""
+        return replace(
+            self,
+            findings=[*self.findings],
+            beside_weights=[*self.beside_weights],
+            reasons=[*self.reasons],
+            remarks=[*self.remarks],
+            changes=[*self.changes],
+            effects={**self.effects},
+        )
 
     def found(self, finding: Finding, effect: Effect | None) -> None:
         """Keep a finding, with what it does to this step's gradient where that is known."""
