@@ -9,6 +9,7 @@ from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.rules import all_rules
+from gradcheck_dist.events import Event
 from gradcheck_dist.ledger.tracks import ParamKey
 
 
@@ -37,7 +38,7 @@ def audit(facts: StepFacts, units: dict[ParamKey, str]) -> list[Audited]:
                 units=sorted({units.get(param, param[1]) for param in remark.params}),
                 num_parameters=len(remark.params),
                 ranks=sorted(remark.ranks),
-                first_event=_first_event(remark),
+                first_event=first_event_at(remark.event, remark.rank) if remark.event is not None else None,
                 explanation=remark.answer.explanation,
                 fix=remark.answer.fix,
                 suggested_experiment=remark.answer.suggested_experiment,
@@ -52,13 +53,11 @@ def audited(facts: StepFacts) -> set[str]:
     return {rule.CODE for rule in all_rules() if hasattr(rule, "could_audit") and rule.could_audit(facts)}
 
 
-def _first_event(remark: Remark) -> FirstEvent | None:
-    event = remark.event
-    if event is None:
-        return None
+def first_event_at(event: Event, rank: int) -> FirstEvent:
+    """An event of a rank as the place of a finding."""
     site = event.site
     return FirstEvent(
-        rank=remark.rank,
+        rank=rank,
         seq=event.seq,
         kind=str(event.__struct_config__.tag),
         file=site.file if site else None,

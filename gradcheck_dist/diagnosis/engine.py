@@ -16,6 +16,7 @@ from gradcheck_dist.diagnosis.report.conclusion import report_of
 from gradcheck_dist.diagnosis.steps.alternatives import skipped_apart, training_apart, until_apart, without_warm_up
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
 from gradcheck_dist.diagnosis.steps.drift import leave_drift
+from gradcheck_dist.diagnosis.steps.earlier_gradients import tell_earlier_gradients
 from gradcheck_dist.diagnosis.steps.hand_clip import settle
 from gradcheck_dist.diagnosis.steps.handmade import weigh
 from gradcheck_dist.diagnosis.steps.kept_apart import leave_tasks_open
@@ -91,6 +92,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     leave_unmade_open(verdicts)
     leave_unread_open(verdicts)
     name_waiting([(one.context.step, one.unread, one.held) for one in verdicts], NO_COMBINATION)
+    tell_earlier_gradients(verdicts)
     tell_terms(verdicts)
     leave_drift(verdicts)
     weigh(verdicts)

@@ -27,6 +27,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
 )
 from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
 from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
+from gradcheck_dist.diagnosis.steps.reads import reads_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.diagnosis.steps.unfollowed import from_before, moving
 from gradcheck_dist.diagnosis.steps.units import unit_of
@@ -199,6 +200,7 @@ def weigh(
         *uncounted(verdict.held, data, target.contributions.coordinate),
         *trained_alone(data, target.contributions.coordinate),
     ]
+    verdict.reads = reads_of(data, verdict.held, target.contributions, target.expected)
     verdict.units = unit_of(verdict.held)
     verdict.apart = sets_apart(verdict.held)
     verdict.shares_updates = share_updates(verdict.data)

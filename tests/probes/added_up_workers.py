@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gradcheck_dist.probes import attach
 
 VOCABULARY, WIDTH, ACCUMULATION, STEPS = 37, 16, 3, 2
-VARIANTS = ("flat", "flat, divided", "each", "each, divided", "each, kept")
+VARIANTS = ("flat", "flat, divided", "flat, left", "flat, faded", "each", "each, divided", "each, kept")
 
 
 def train_all(folder: str) -> list[tuple[float, float]]:
@@ -38,7 +38,8 @@ def padded(tensors: list[Tensor], size: int) -> Tensor:
 
 def train(variant: str, run_dir: Path | None) -> float:
     """`flat`: all parameters are one buffer, of which each rank has a shard; else each parameter is parted. `divided`:
-    every result is divided by the ranks, which the loss does already. `kept`: `.grad` is not emptied between passes."""
+    every result is divided by the ranks, which the loss does already. `kept`: `.grad` is not emptied between passes.
+    `left`: what results are added to is not emptied between steps; `faded`: it is halved there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -49,13 +50,16 @@ def train(variant: str, run_dir: Path | None) -> float:
     groups = [params] if variant.startswith("flat") else [[param] for param in params]
     shards = [nn.Parameter(padded(list(group), size).chunk(size)[rank].clone()) for group in groups]
     optimizer = torch.optim.AdamW(shards, lr=1e-3)
+    sums = [torch.zeros_like(shard) for shard in shards]
     generator = torch.Generator().manual_seed(100 + rank)
     with attach(run_dir) if run_dir is not None else contextlib.nullcontext():
         for _ in range(STEPS):
             lengths = torch.randint(6, 14, (ACCUMULATION,), generator=generator).tolist()
             num_tokens = torch.tensor(2.0 * sum(lengths))
             dist.all_reduce(num_tokens)
-            sums = [torch.zeros_like(shard) for shard in shards]
+            if "left" not in variant:
+                for total in sums:
+                    total.mul_(0.5 if "faded" in variant else 0.0)
             for length in lengths:
                 tokens = torch.randint(VOCABULARY, (2, length + 1), generator=generator)
                 logits = model(tokens[:, :-1]).flatten(0, 1)

@@ -34,6 +34,18 @@ def test_gradients_that_are_reduced_again_with_every_pass_are_one_finding(report
     assert finding.factor.expression == "(K-k)^1"
 
 
+def test_a_buffer_that_is_not_emptied_between_steps_is_found(reports: dict[str, Report]) -> None:
+    (finding,) = reports["flat, left"].findings
+    assert (finding.code, finding.steps, finding.num_parameters) == ("GS402", [1], 9)
+    assert finding.first_event is not None and finding.first_event.kind == "optimizer_step"
+
+
+def test_a_running_mean_is_named_and_left_open(reports: dict[str, Report]) -> None:
+    report = reports["flat, faded"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("x 1 of this step's right gradient and x 0.5 of what" in reason for reason in report.reasons)
+
+
 @pytest.fixture(scope="module")
 def hooked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     return judged_beside(tmp_path_factory, "added_up_workers:train_hooked", HOOKED)

@@ -13,6 +13,7 @@ from gradcheck_dist.diagnosis.norms.consequence import consequence
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.steps.other_steps import Conduct
 from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
+from gradcheck_dist.diagnosis.steps.reads import Read
 from gradcheck_dist.diagnosis.steps.waiting import Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -103,7 +104,7 @@ class StepVerdict:
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
     parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
-    `unread`: what waits for an optimizer that steps later.
+    `unread`: what waits for an optimizer that steps later, `reads`: what optimizers read of some parameters.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
 
@@ -139,6 +140,7 @@ class StepVerdict:
     shares_updates: bool = False
     summed: bool = False
     unread: Unread = field(default_factory=Unread)
+    reads: dict[tuple[ParamKey, int], Read] = field(default_factory=dict)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
 
