@@ -32,7 +32,7 @@ from gradcheck_dist.events import (
     StepShape,
     ZeroGrad,
 )
-from gradcheck_dist.ledger.replay import is_partial, nominal_factor, replicas_factor, shards_factor
+from gradcheck_dist.ledger.reductions import is_partial, nominal_factor, replicas_factor, shards_factor
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 

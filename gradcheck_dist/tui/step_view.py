@@ -24,7 +24,7 @@ from gradcheck_dist.events import (
     ZeroGrad,
 )
 from gradcheck_dist.ledger.contributions import ContributionKey
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.ledger.tracks import ParamKey
 from gradcheck_dist.reports.timeline import duration_ns
 from gradcheck_dist.tui.grid import WeightGrid, param_grid

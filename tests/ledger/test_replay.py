@@ -15,7 +15,7 @@ from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.measured import measure
 from gradcheck_dist.events import BEFORE, LEAF, AmpUnscale, ParamSet, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.contributions import Contributions, collect
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.ledger.tracks import step_data
 
 PLAIN = Trainer(root=global_mean(), accumulation=3, sync="last", op="sum")

@@ -22,7 +22,8 @@ from gradcheck_dist.diagnosis.causes.routes import SAME, contains, origin, route
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerStep, Reduce, ScaleGrads, ZeroGrad
 from gradcheck_dist.ledger.buffers import Entry, in_one_buffer
-from gradcheck_dist.ledger.replay import LEAF_ORDER, nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
+from gradcheck_dist.ledger.replay import LEAF_ORDER
 from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.ledger.transit import gain
 

@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.factors import name_number
 from gradcheck_dist.diagnosis.weights.written import SIMPLE, is_exactly_written, is_written
 from gradcheck_dist.events import SCALED, WRITTEN, Backward, Event, GradWrite, Reduce
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6

@@ -42,7 +42,7 @@ from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.causes.vocabulary import RANKS
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Reduce
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 
 CODE = "GS101"
 NAME = "double-averaging"

@@ -45,7 +45,7 @@ from gradcheck_dist.diagnosis.finding import Factor
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.events import AFTER, BEFORE, DATA_PARALLEL, Backward, Event, OptimizerStep, Reduce
-from gradcheck_dist.ledger.replay import is_partial
+from gradcheck_dist.ledger.reductions import is_partial
 from gradcheck_dist.ledger.tracks import ParamKey, Track
 from gradcheck_dist.wording import numbered, plural
 

@@ -45,7 +45,7 @@ from gradcheck_dist.diagnosis.causes.summed_means import bare_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.words import reduction
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.wording import plural
 
 CODE = "GS104"

@@ -38,7 +38,7 @@ from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.ledger.expected import TOTALS
-from gradcheck_dist.ledger.replay import nominal_factor
+from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.wording import plural
 
 CODE = "GS303"

@@ -2,9 +2,9 @@
 
 ## What it does
 Finds gradient buffers that were not emptied between two optimizer steps: the next step's backward adds to them, and the
-optimizer applies the old gradient once more (all of them, where nothing is ever emptied). Buffers of the trainer's own (a
-main_grad, a shard to which reductions are added) are known by what the optimizer reads: this step's gradient, and what it
-read a step before. So it is with an optimizer that evaluates its closure several times a step: each evaluation is to
+optimizer applies the old gradient once more (all of them, where nothing is ever emptied). Buffers of the trainer's own
+(main_grad, a shard to which reductions are added) are known by what the optimizer reads: this step's gradient, and what
+it read a step before. So it is with an optimizer that evaluates its closure several times a step: each evaluation is to
 replace the one before.
 
 ## Why it matters
