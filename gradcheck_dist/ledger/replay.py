@@ -294,6 +294,9 @@ class _Machine:
         direct = self._solve(point, everything, told)
         if direct is None and not self._holds_all(buffer, arrived):
             return None, None, None, None  # too few elements to say that what others may have brought is not in it
+        if any(one.leftover for one in self.given) and (added := self._added_up(point)) is not None:
+            buffer.leftover = True  # what an earlier step left in .grad is a part of each
+            return added
         foreign = buffer.foreign
         if direct is not None and foreign and direct[3].chance(foreign * direct[3].num_rows ** 0.5) > SELDOM:
             # It was no combination before: that it is one again is chance sooner than that somebody took the rest away.
@@ -312,15 +315,19 @@ class _Machine:
             if added is not None and added[3].fits and added[3].checked and added[3].shows(0):
                 buffer.leftover = True
                 return added
-        if direct is None and len(self.given) > 1:
-            # Added up elsewhere (a shard beside .grad): reductions gave fewer sums than there are contributions.
-            given = [one.as_one() for one in self.given if one.columns]
-            added = self._solve(point, given, np.ones(len(given)))
-            if added is not None and added[3].fits and added[3].checked:
+        if direct is None:
+            added = self._added_up(point)
+            if added is not None:
                 return added
-            entry.given = tuple(given)
+            entry.given = tuple(one.as_one() for one in self.given if one.columns) if len(self.given) > 1 else ()
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
+
+    def _added_up(self, point: Point) -> Measured | None:
+        """What was added up elsewhere (a shard beside .grad): reductions gave fewer sums than contributions are."""
+        given = [one.as_one() for one in self.given if one.columns]
+        added = self._solve(point, given, np.ones(len(given))) if len(self.given) > 1 else None
+        return added if added is not None and added[3].fits and added[3].checked else None
 
     def _everything(self, point: Point, buffer: Buffer) -> tuple[list[Column], np.ndarray]:
         """The contributions that can be in a buffer by now, as columns, and what its records say of these."""

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from gradcheck_dist.probes import attach
 
 VOCABULARY, WIDTH, ACCUMULATION, STEPS = 37, 16, 3, 2
-VARIANTS = ("flat", "flat, divided", "flat, left", "flat, faded", "each", "each, divided", "each, kept")
+VARIANTS = (
+    "flat",
+    "flat, divided",
+    "flat, left",
+    "flat, faded",
+    "each",
+    "each, divided",
+    "each, kept",
+    "flat, kept for ever",
+)
 
 
 def train_all(folder: str) -> list[tuple[float, float]]:
@@ -38,8 +47,8 @@ def padded(tensors: list[Tensor], size: int) -> Tensor:
 
 def train(variant: str, run_dir: Path | None) -> float:
     """`flat`: all parameters are one buffer, of which each rank has a shard; else each parameter is parted. `divided`:
-    every result is divided by the ranks, which the loss does already. `kept`: `.grad` is not emptied between passes.
-    `left`: what results are added to is not emptied between steps; `faded`: it is halved there."""
+    every result is divided by the ranks, which the loss does already. `kept`: `.grad` is not emptied between passes;
+    `for ever`: nor between steps. `left`: what results are added to is not emptied between steps; `faded`: it is halved there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -77,7 +86,8 @@ def train(variant: str, run_dir: Path | None) -> float:
             for shard, total in zip(shards, sums, strict=True):
                 shard.grad = total.clone()
             optimizer.step()
-            model.zero_grad()
+            if "for ever" not in variant:
+                model.zero_grad()
             with torch.no_grad():
                 for group, shard in zip(groups, shards, strict=True):
                     whole = torch.empty(size * shard.numel())

@@ -34,6 +34,14 @@ def test_gradients_that_are_reduced_again_with_every_pass_are_one_finding(report
     assert finding.factor.expression == "(K-k)^1"
 
 
+def test_what_an_earlier_step_left_is_a_part_of_all_that_reductions_give(reports: dict[str, Report]) -> None:
+    report = reports["flat, kept for ever"]
+    stale, again = sorted(report.findings, key=lambda finding: finding.code, reverse=True)
+    assert (stale.code, stale.steps, stale.num_parameters) == ("GS402", [1], 9)
+    assert (again.factor.expression, again.steps, again.num_parameters) == ("(K-k)^1", [0, 1], 9)
+    assert not report.reasons
+
+
 def test_a_buffer_that_is_not_emptied_between_steps_is_found(reports: dict[str, Report]) -> None:
     (finding,) = reports["flat, left"].findings
     assert (finding.code, finding.steps, finding.num_parameters) == ("GS402", [1], 9)

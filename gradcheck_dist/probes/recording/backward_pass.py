@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -250,16 +250,20 @@ class ReadGradients:
         """Whether all of these were read by an optimizer, and emptied since."""
         return self._ids.issuperset(ids) and self._emptied.issuperset(ids)
 
-    def left(self, step: int) -> list[ParamInfo]:
+    def left(self, step: int, known: Callable[[], list[ParamInfo]]) -> list[ParamInfo]:
         """Those that were read until `step` and still have that gradient, in the model's order, without optimizers' own
-        copies. To be asked once a step, when the next one begins."""
+        copies; where optimizers read such (shards, float32 copies), all `known` parameters with a gradient, of which
+        they may be made. To be asked once a step, when the next one begins."""
         since, kept = self._kept
         left = dict(kept) if since == step else {}
         if self._step == step:
             left |= {info.id: info for infos in self._read for info in infos}
+        of_copies = any(key < 0 for key in left)
         left = {key: info for key, info in left.items() if key >= 0 and info.param.grad is not None}
         # On an accelerator nobody waits to see whether a gradient was filled with zeros by hand.
         self._kept = step + 1, {key: info for key, info in left.items() if _is_there(info.param.grad)}
+        if of_copies:
+            left |= {one.id: one for one in known() if one.id not in left and _is_there(one.param.grad)}
         return [left[key] for key in sorted(left)]
 
     def in_buffers(self, step: int) -> list[tuple[ParamInfo, Tensor]]:

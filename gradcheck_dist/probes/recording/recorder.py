@@ -334,7 +334,7 @@ class Recorder(Sampler):
         self.places.pass_changes()
         if self._begun != self.step:
             self._begun = self.step
-            left = self.read.left(self.step - 1) if self.sampling else []
+            left = self.read.left(self.step - 1, self.registry.infos) if self.sampling else []
             if left:
                 self.sample_grads(self.current.seq, BEFORE, left)
             for info, kept in self.read.in_buffers(self.step - 1) if self.sampling else ():
