@@ -48,7 +48,8 @@ def padded(tensors: list[Tensor], size: int) -> Tensor:
 def train(variant: str, run_dir: Path | None) -> float:
     """`flat`: all parameters are one buffer, of which each rank has a shard; else each parameter is parted. `divided`:
     every result is divided by the ranks, which the loss does already. `kept`: `.grad` is not emptied between passes;
-    `for ever`: nor between steps. `left`: what results are added to is not emptied between steps; `faded`: it is halved there."""
+    `for ever`: nor between steps. `left`: what results are added to is not emptied between steps; `faded`: it is halved
+    there."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(
