@@ -148,6 +148,11 @@ subprocess.run([sys.executable, "-m", "pip", "--version"], stdout=subprocess.DEV
     assert run(code, prelude="").traces == []
 
 
+def test_nothing_heavy_is_loaded_before_the_first_line_of_the_script(run: Run) -> None:
+    code = "import sys\nprint('early', [name for name in ('torch', 'numpy', 'msgspec') if name in sys.modules])"
+    assert run(code, prelude="").stdout == "early []\n"
+
+
 def test_a_variable_that_nobody_understands_is_told_and_harmless(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import torch; print(1)"],
