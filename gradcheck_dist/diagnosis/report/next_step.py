@@ -88,6 +88,7 @@ SAYS = {
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    "and is damaged: ": "Copy that rank's trace again from where it was recorded, or record again.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""
