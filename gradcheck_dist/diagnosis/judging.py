@@ -149,12 +149,13 @@ def _judge_step(
     verdict, own = read_step(run, step, objective, objective_from, **how)
     data, recorded = verdict.data, verdict.contributions
     weighed = weigh(run, verdict, own, drop_lost=drop_lost, written=written)
+    norms = step_norms(run, data, recorded.coordinate)
+    verdict.grad_norm = None if verdict.lost or run.missing_ranks else norms.of_model()
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
-    norms = step_norms(run, data, recorded.coordinate)
     strange = not_finite(step, norms)
     if any(held.observed is not None for held in verdict.held):
         verdict.remarks += strange
