@@ -19,6 +19,17 @@ EXAMPLES = {
 }
 """Of the commands that cannot do without an argument."""
 
+MEANT = {
+    **dict.fromkeys(("tui", "ui", "view", "show", "live", "open"), "gradcheck watch RUN"),
+    **dict.fromkeys(("check", "judge", "analyze", "analyse"), "gradcheck diagnose RUN"),
+    **dict.fromkeys(("record", "trace"), "gradcheck run -- CMD"),
+    **dict.fromkeys(("list", "scenarios", "demo"), "gradcheck scenario --list"),
+    "rules": "gradcheck explain",
+    "help": "gradcheck --help",
+    "version": "gradcheck --version",
+}
+"""What other programs call what a command here does."""
+
 _NUMBERS = {int: "integers", float: "numbers"}
 
 
@@ -31,7 +42,9 @@ def unknown_command(word: str, commands: Iterable[str]) -> GradcheckError:
             code="E721",
         )
     meant = ""
-    if Path(word).exists():
+    if word in MEANT:
+        meant = f" Did you mean `{MEANT[word]}`?"
+    elif Path(word).exists():
         meant = f" To judge a run: `gradcheck diagnose {word}`."
     elif shutil.which(word):
         meant = f" To record a program: `gradcheck run -- {word} ...`."

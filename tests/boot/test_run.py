@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gradcheck_dist.cli import child
+from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import StepEnd
 from gradcheck_dist.trace.frames import MAGIC
 from gradcheck_dist.trace.run import create_run_dir, read_run
@@ -177,6 +179,12 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 127
     assert "error E714: cannot start 'no-such-command'" in done.stderr
+
+
+def test_a_script_without_an_interpreter_gets_one_in_the_message(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(GradcheckError, match=r"It is a script: `gradcheck run -- python \S*train.py --lr \.\.\.`"):
+        child.run([str(tmp_path / "train.py"), "--lr", "1"], {})
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run: Run, tmp_path: Path) -> None:
