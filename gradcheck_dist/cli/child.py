@@ -41,6 +41,8 @@ def started(
         except OSError as error:
             code = 126 if isinstance(error, PermissionError) else 127
             hint = "Write the command as you would without `gradcheck run --`."
+            if isinstance(error, FileNotFoundError) and "/" not in command[0]:
+                hint = "The PATH holds no such program: activate the environment that has it, or give its whole path."
             if command[0].endswith(".py") and Path(command[0]).is_file():
                 hint = (
                     f"It is a script: `gradcheck run -- python {' '.join(command[:2])}{' ...' * (len(command) > 2)}`."

@@ -23,7 +23,7 @@ from gradcheck_dist.cli.output import (
     write_file,
     write_report,
 )
-from gradcheck_dist.cli.places import local
+from gradcheck_dist.cli.places import local, quoted
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -281,4 +281,4 @@ def _new(name: str, folder: Path | None) -> None:
         raise GradcheckError(f"{path} exists already and is left as it is. Choose another name.", code="E711")
     write_file(path, skeleton(name))
     typer.echo(f"wrote {path}", err=True)
-    typer.echo(f"gradcheck scenario {name} --library {folder}")
+    typer.echo(f"gradcheck scenario {name} --library {quoted(folder)}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gradcheck_dist.cli.places import quoted
 from gradcheck_dist.errors import GradcheckError, nearest, unknown_value
 
 EXAMPLES = {
@@ -45,7 +46,7 @@ def unknown_command(word: str, commands: Iterable[str]) -> GradcheckError:
     if word in MEANT:
         meant = f" Did you mean `{MEANT[word]}`?"
     elif Path(word).exists():
-        meant = f" To judge a run: `gradcheck diagnose {word}`."
+        meant = f" To judge a run: `gradcheck diagnose {quoted(word)}`."
     elif shutil.which(word):
         meant = f" To record a program: `gradcheck run -- {word} ...`."
     if meant:

@@ -324,6 +324,5 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
     if wrong_axes:
         run.problems.append(wrong_axes)
     if strange := sorted(rank for ranks in run.same_data or () for rank in ranks if rank >= run.world_size):
-        run.problems.append(
-            f"--same-data names {numbered('rank', strange)}, and the run has {run.world_size}, from 0 up"
-        )
+        there = numbered("rank", range(run.world_size))
+        run.problems.append(f"--same-data names {numbered('rank', strange)}, and the run has {there} only")

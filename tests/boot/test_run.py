@@ -179,6 +179,7 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 127
     assert "error E714: cannot start 'no-such-command'" in done.stderr
+    assert "The PATH holds no such program: activate the environment that has it" in done.stderr
 
 
 def test_a_script_without_an_interpreter_gets_one_in_the_message(tmp_path: Path) -> None:

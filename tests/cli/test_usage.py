@@ -55,6 +55,8 @@ def test_a_run_or_a_program_in_the_place_of_a_command_gets_the_command_it_needs(
     gradcheck: Gradcheck, tmp_path: Path
 ) -> None:
     assert f"To judge a run: `gradcheck diagnose {tmp_path}`." in gradcheck(tmp_path).err
+    (tmp_path / "my run").mkdir()
+    assert f"`gradcheck diagnose '{tmp_path / 'my run'}'`." in gradcheck(tmp_path / "my run").err
     assert "To record a program: `gradcheck run -- sh ...`." in gradcheck("sh", "train.sh").err
 
 
