@@ -55,12 +55,13 @@ class WatchApp(App[None]):
         Binding("d", "divergence", "Divergence"),
         Binding("left_square_bracket", "step(-1)", "Step -", show=False, key_display="["),
         Binding("right_square_bracket", "step(1)", "Step +", show=False, key_display="]"),
+        # Help and quit come first: a terminal of 80 columns has no place for all.
+        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("q", "quit", "Quit"),
         Binding("f", "follow", "Follow"),
         Binding("space", "pause", "Pause"),
         Binding("ctrl+o", "output", "Output"),
         Binding("t", "next_theme", "Theme", show=False),
-        Binding("question_mark", "help", "Help", key_display="?"),
-        Binding("q", "quit", "Quit"),
     ]
 
     snapshot: reactive[Snapshot] = reactive(Snapshot(""), init=False, always_update=True)
