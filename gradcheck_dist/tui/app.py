@@ -78,6 +78,7 @@ class WatchApp(App[None]):
         self._selected_step: int | None = None
         self._wanted_finding: int | None = None
         self._eager = False
+        self._opened_from = "overview"
         self.set_reactive(WatchApp.snapshot, self.shown)
         for theme in THEMES:
             self.register_theme(theme)
@@ -120,7 +121,7 @@ class WatchApp(App[None]):
             self.selection = self._selection_of(index)
             if self._eager and self.shown.report is not None and self.shown.report.findings:
                 self._eager = False
-                self.switch_mode("event")
+                self._open_event()
 
     def watch_selection(self) -> None:
         self.update_screen()
@@ -193,7 +194,7 @@ class WatchApp(App[None]):
             self.notify(self._why_nothing(), markup=False)
             return
         self.select_finding(index)
-        self.switch_mode("event")
+        self._open_event()
 
     def _why_nothing(self) -> str:
         report = self.shown.report
@@ -219,7 +220,16 @@ class WatchApp(App[None]):
                     chosen = replace(chosen, param=held.param, holder=rank, key=passing[0])
                     break
         self.selection = chosen
+        self._open_event()
+
+    def _open_event(self) -> None:
+        if self.current_mode != "event":
+            self._opened_from = self.current_mode
         self.switch_mode("event")
+
+    def leave_event(self) -> None:
+        """Back to the screen from which the Event was opened."""
+        self.switch_mode(self._opened_from)
 
     def _on_path(self, rank: int, seq: int) -> bool:
         step, chosen = self.shown.step, self.selection
@@ -241,7 +251,7 @@ class WatchApp(App[None]):
         places = [(stop.rank, stop.seq) for stop in stops]
         at = here if here in places else next((place for place in places if place in step.culprits), places[0])
         self.selection = replace(self.selection, param=param, holder=holder, key=chosen, rank=at[0], seq=at[1])
-        self.switch_mode("event")
+        self._open_event()
 
     def open_cell(self, row: str, holder: int, key: tuple[int, int, int], *, by_param: bool = False) -> None:
         """Go to a cell of the weights map; `row` names a unit, or a parameter."""
