@@ -224,13 +224,15 @@ def test_where_nothing_was_found_the_key_to_it_says_which_of_three_that_is(snaps
     assert snapshot.report is not None
     clean = msgspec.structs.replace(snapshot.report, verdict="clean", findings=[])
     unclear = msgspec.structs.replace(clean, verdict="undetermined", reasons=["no loss was seen"])
-    for shown, words in (
-        (replace(snapshot, report=clean, live=False), "Nothing was found: the run is clean."),
-        (replace(snapshot, report=unclear, live=False), "could not be judged"),
-        (Snapshot(path=str(tmp_path), phase="waiting"), "There is no verdict yet"),
+    for shown, words, axis in (
+        (replace(snapshot, report=clean, live=False), "Nothing was found: the run is clean.", "────=──── 1"),
+        (replace(snapshot, report=unclear, live=False), "could not be judged", "dp_replicate        2 ?"),
+        (Snapshot(path=str(tmp_path), phase="waiting"), "There is no verdict yet", ""),
     ):
 
-        async def steps(app: WatchApp, pilot: Pilot[None], words: str = words) -> None:
+        async def steps(app: WatchApp, pilot: Pilot[None], words: str = words, axis: str = axis) -> None:
+            assert axis in screen_text(app)
+            assert ("────=────" in screen_text(app)) is ("=" in axis)
             await pilot.press("d")
             await pilot.pause()
             assert words in next(note.message for note in app._notifications)
