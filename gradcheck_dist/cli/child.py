@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.errors import GradcheckError
@@ -39,9 +40,15 @@ def started(
             child = subprocess.Popen(list(command), env=dict(environment), **streams)
         except OSError as error:
             code = 126 if isinstance(error, PermissionError) else 127
+            hint = "Write the command as you would without `gradcheck run --`."
+            if isinstance(error, FileNotFoundError) and "/" not in command[0]:
+                hint = "The PATH holds no such program: activate the environment that has it, or give its whole path."
+            if command[0].endswith(".py") and Path(command[0]).is_file():
+                hint = (
+                    f"It is a script: `gradcheck run -- python {' '.join(command[:2])}{' ...' * (len(command) > 2)}`."
+                )
             raise GradcheckError(
-                f"cannot start {command[0]!r}: {error.strerror or error}. Write the command as you would without "
-                "`gradcheck run --`.",
+                f"cannot start {command[0]!r}: {error.strerror or error}. {hint}",
                 code="E714",
                 exit_code=code,
             ) from error

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gradcheck_dist.cli.places import quoted
+
 
 @contextmanager
 def telling(left: Callable[[], str]) -> Iterator[None]:
@@ -26,4 +28,4 @@ def runs_left(folder: Path | None) -> str:
     if not recorded:
         return "nothing was recorded yet."
     latest = max(recorded, key=lambda path: path.stat().st_mtime)
-    return f"what was recorded is in {folder}. For example: gradcheck diagnose {latest}"
+    return f"what was recorded is in {folder}. For example: gradcheck diagnose {quoted(latest)}"

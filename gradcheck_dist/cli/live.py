@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradcheck_dist.cli import child
+from gradcheck_dist.cli.places import quoted
 from gradcheck_dist.errors import GradcheckError
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def run_beside(command: Sequence[str], environment: Mapping[str, str], folder: P
             finally:
                 closed.set()
         if running.poll() is None:
-            _say(f"the screens are closed, the command goes on; Ctrl-C interrupts it. Again: gradcheck watch {folder}")
+            again = f"gradcheck watch {quoted(folder)}"
+            _say(f"the screens are closed, the command goes on; Ctrl-C interrupts it. Again: {again}")
         with contextlib.suppress(OSError):  # the terminal is gone, or nobody reads on
             _print_until_end(running, log)
         return child.exit_code(running.wait())

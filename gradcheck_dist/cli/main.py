@@ -132,8 +132,9 @@ def main() -> None:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         # Whoever read the results has had enough; the interpreter must not stumble over its last flush.
+        # 128 + SIGPIPE, as other programs end then: 1 would say that something was found.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        raise SystemExit(141) from None
     except PermissionError as error:
         where = f" {error.filename}" if error.filename else ""
         print(

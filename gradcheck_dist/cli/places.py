@@ -1,4 +1,4 @@
-"""Folders that have to be on this machine: what writes a run, follows it live, or reads logs."""
+"""Folders that have to be on this machine, for what writes a run or follows one; names as a shell takes them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def local(what: str) -> Callable[[str], Path]:
         return Path(text)
 
     return parse
+
+
+def quoted(place: object) -> str:
+    """As it is typed into a shell."""
+    from shlex import quote
+
+    return quote(str(place))

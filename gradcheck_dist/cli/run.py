@@ -11,7 +11,7 @@ import typer
 from gradcheck_dist.cli.diagnose import MAX_JOBS, Objective
 from gradcheck_dist.cli.interrupted import telling
 from gradcheck_dist.cli.output import Format, check_folder, check_report, show, write_report
-from gradcheck_dist.cli.places import local
+from gradcheck_dist.cli.places import local, quoted
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.steps import parse_steps
 
@@ -191,7 +191,7 @@ def _judge(folder: Path, command: list[str], code: int, first: int) -> "Report |
         )
         return None
     try:
-        again = f"the run is kept. gradcheck diagnose {folder} judges it."
+        again = f"the run is kept. gradcheck diagnose {quoted(folder)} judges it."
         with telling(lambda: again), Progress(f"judging {folder}") as progress:
             return diagnose_run(
                 folder,
@@ -202,7 +202,7 @@ def _judge(folder: Path, command: list[str], code: int, first: int) -> "Report |
         _say(f"could not judge. error {error.code}: {error}")
         return None
     except Exception as error:  # the command's result must not be lost with ours
-        _say(f"could not judge: {type(error).__name__}: {error}. `gradcheck diagnose {folder}` shows where.")
+        _say(f"could not judge: {type(error).__name__}: {error}. `gradcheck diagnose {quoted(folder)}` shows where.")
         return None
 
 
@@ -225,7 +225,7 @@ def _show(judged: "Report", form: Format, folder: Path) -> None:
         from gradcheck_dist.reports import terminal
 
         terminal.write_report(judged, sys.stderr)
-    _say(f"to see this again: gradcheck diagnose {folder}; as screens: gradcheck watch {folder}")
+    _say(f"to see this again: gradcheck diagnose {quoted(folder)}; as screens: gradcheck watch {quoted(folder)}")
 
 
 def _say(message: str) -> None:

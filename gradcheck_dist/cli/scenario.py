@@ -23,7 +23,7 @@ from gradcheck_dist.cli.output import (
     write_file,
     write_report,
 )
-from gradcheck_dist.cli.places import local
+from gradcheck_dist.cli.places import local, quoted
 from gradcheck_dist.cli.progress import Progress
 from gradcheck_dist.errors import GradcheckError
 
@@ -76,7 +76,7 @@ def scenario(
     Exit codes: 0 everything was found exactly as the scenario says, 1 not, 2 it could not run.
     """
     if list_:
-        _list(library)
+        _list(library, form)
         return
     if new is not None:
         _new(new, library)
@@ -248,15 +248,25 @@ def _names(folder: Path | None) -> list[str]:
     return library(folder)
 
 
-def _list(folder: Path | None) -> None:
+def _list(folder: Path | None, form: Format) -> None:
     from gradcheck_dist.scenarios.schema import load
 
-    names = _names(folder)
-    width = max(map(len, names), default=0)
-    for name in names:
-        found = load(name, folder)
-        typer.echo(beside(f"{name:<{width}} ", found.title))
-        typer.echo(beside(" " * (width + 1), ", ".join(variant.name for variant in found.variants)))
+    found = [load(name, folder) for name in _names(folder)]
+    variants = {one.name: [variant.name for variant in one.variants] for one in found}
+    if form == Format.json:
+        import json
+
+        rows = [{"name": one.name, "title": one.title, "variants": variants[one.name]} for one in found]
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    if form == Format.md:
+        for one in found:
+            typer.echo(f"- `{one.name}` {one.title} ({', '.join(variants[one.name])})")
+        return
+    width = max(map(len, variants), default=0)
+    for one in found:
+        typer.echo(beside(f"{one.name:<{width}} ", one.title))
+        typer.echo(beside(" " * (width + 1), ", ".join(variants[one.name])))
 
 
 def _new(name: str, folder: Path | None) -> None:
@@ -271,4 +281,4 @@ def _new(name: str, folder: Path | None) -> None:
         raise GradcheckError(f"{path} exists already and is left as it is. Choose another name.", code="E711")
     write_file(path, skeleton(name))
     typer.echo(f"wrote {path}", err=True)
-    typer.echo(f"gradcheck scenario {name} --library {folder}")
+    typer.echo(f"gradcheck scenario {name} --library {quoted(folder)}")

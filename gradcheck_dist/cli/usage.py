@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from gradcheck_dist.cli.places import quoted
 from gradcheck_dist.errors import GradcheckError, nearest, unknown_value
 
 EXAMPLES = {
@@ -18,6 +19,17 @@ EXAMPLES = {
     "compare": "gradcheck compare runs/control runs/test",
 }
 """Of the commands that cannot do without an argument."""
+
+MEANT = {
+    **dict.fromkeys(("tui", "ui", "view", "show", "live", "open"), "gradcheck watch RUN"),
+    **dict.fromkeys(("check", "judge", "analyze", "analyse"), "gradcheck diagnose RUN"),
+    **dict.fromkeys(("record", "trace"), "gradcheck run -- CMD"),
+    **dict.fromkeys(("list", "scenarios", "demo"), "gradcheck scenario --list"),
+    "rules": "gradcheck explain",
+    "help": "gradcheck --help",
+    "version": "gradcheck --version",
+}
+"""What other programs call what a command here does."""
 
 _NUMBERS = {int: "integers", float: "numbers"}
 
@@ -31,8 +43,10 @@ def unknown_command(word: str, commands: Iterable[str]) -> GradcheckError:
             code="E721",
         )
     meant = ""
-    if Path(word).exists():
-        meant = f" To judge a run: `gradcheck diagnose {word}`."
+    if word in MEANT:
+        meant = f" Did you mean `{MEANT[word]}`?"
+    elif Path(word).exists():
+        meant = f" To judge a run: `gradcheck diagnose {quoted(word)}`."
     elif shutil.which(word):
         meant = f" To record a program: `gradcheck run -- {word} ...`."
     if meant:

@@ -151,12 +151,13 @@ def _judged(
     step = judge.step
     data, recorded = verdict.data, verdict.contributions
     weighed = weigh(judge.run, verdict, own, assumed, how, judge.measurements)
+    norms = step_norms(judge.run, data, recorded.coordinate)
+    verdict.grad_norm = None if verdict.lost or judge.run.missing_ranks else norms.of_model()
     verdict.remarks += losses_beside(recorded, data.events, verdict.held)
     verdict.term_weights = list(term_weights(recorded, data.events, verdict.held))
     if weighed is None:
         verdict.reasons += [] if verdict.lost else weighed_apart(recorded)
         return verdict
-    norms = step_norms(judge.run, data, recorded.coordinate)
     strange = not_finite(step, norms)
     if any(held.observed is not None for held in verdict.held):
         verdict.remarks += strange

@@ -29,7 +29,7 @@ def lost(run: Run, data: StepData) -> dict[int, str]:
         words = [*_uncounted(trace, data.step, events), *_unnamed(trace, data.step, events)]
         if not ended[rank] and (stepped or killed or any(damage.since <= data.step for damage in trace.damage)):
             words.insert(0, "the last records")
-        words = words if events else ["all records"]
+        words = words if events else ["all its records"]
         if words:
             found[rank] = " and ".join(words)
     return found

@@ -147,13 +147,18 @@ def _why(report: Report) -> str:
     )
     largest = f"the largest relative difference is {number(worst, 2)}." if worst is not None else ""
     if report.verdict == "clean":
-        return f"{seen} agree with the expected ones" + (f"; {largest}" if largest else ".")
+        agree = "agrees with the expected one" if num_weights == 1 else "agree with the expected ones"
+        return f"{seen} {agree}" + (f"; {largest}" if largest else ".")
     if not report.reasons:
         return "The trace does not hold what a judgement needs."
     # What the first reason begins with is the headline.
     rest = [part for part in (_in_two(report.reasons[0])[1], *report.reasons[1:]) if part]
     sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in rest]
-    compared = f"{seen} were compared; {largest}" if ratios else "No weight could be compared."
+    compared = (
+        f"{seen} {'was' if num_weights == 1 else 'were'} compared; {largest}"
+        if ratios
+        else "No weight could be compared."
+    )
     return prose(" ".join([*sentences, compared]))
 
 

@@ -36,6 +36,10 @@ from gradcheck_dist.ledger.reductions import is_partial, nominal_factor, replica
 from gradcheck_dist.ledger.solve import EPSILON
 from gradcheck_dist.trace.columns import columns_of, events_of, find_columns
 
+UNCOUNTED = (
+    "a loss counts no tokens, by which steps without samples are judged: sample some of them (--every N), or call "
+    "gradcheck_dist.mark_loss where it is computed"
+)
 Slot = tuple[int, int]
 """(accumulation step, microbatch)"""
 Groups = frozenset[tuple[int, ...]]
@@ -186,7 +190,7 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
             result.reasons.append("a loss goes backward in several passes")
         tokens = tokens_seen.get(index, tokens_given.get(at))
         if tokens is None:
-            result.reasons.append("the number of tokens of a loss is unknown")
+            result.reasons.append(UNCOUNTED)
         elif slot not in result.slots:
             result.reasons.append("a loss received its gradient in a pass that reached no parameter")
         elif event.other_losses or event.computed or (loss is not None and loss.num_weighted_tokens is not None):

@@ -323,7 +323,7 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
         owners = [place[peer] for peer in shape.pipeline if peer in place and evaluates[place[peer]]]
         if owners:
             owner[index] = owners[0]
-        else:
+        elif not shape.reasons:
             reasons.append("no loss was seen on some rank: call gradcheck_dist.mark_loss where the loss is computed")
     coordinates = evaluates.copy()
     for copy in np.flatnonzero(same_labels != np.arange(len(ranks))).tolist():
@@ -339,7 +339,9 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
         if not shape.ways:
             reasons.append("no optimizer was seen reading a gradient on some rank")
         elif any(way.num_joined != coordinates.sum() for way in shape.ways):
-            reasons.append("no recorded reduction joins the gradients of exactly all data ranks")
+            # Where a loss counts no tokens nobody knows who a data rank is.
+            if not any(one.reasons for one in of_rank.values() if one is not None):
+                reasons.append("no recorded reduction joins the gradients of exactly all data ranks")
         else:
             last = of_rank[int(owner[index])]
             if index != owner[index] and last is not None:

@@ -249,12 +249,24 @@ def require_folder(path: Where) -> Place:
     if found and isinstance(run_dir, Path) and not os.access(run_dir, os.R_OK | os.X_OK):
         raise forbidden(run_dir)
     if not found:
+        if isinstance(run_dir, Path) and run_dir.is_file():
+            raise _no_folder(run_dir)
         raise GradcheckError(
             f"there is no run folder {run_dir}. Name a folder written by `gradcheck run --out` or "
             "`gradcheck scenario --keep`.",
             code="E504",
         )
     return run_dir
+
+
+def _no_folder(file: Path) -> GradcheckError:
+    """E504 for a file in the place of a run folder."""
+    hint = "Name a folder written by `gradcheck run --out` or `gradcheck scenario --keep`."
+    if file.suffix == ".trace":
+        hint = f"It belongs to the run folder {file.parent}: name that."
+    elif file.suffix == ".json":
+        hint = f"{hint} `gradcheck report {file}` reads a JSON report."
+    return GradcheckError(f"{file} is a file and no run folder. {hint}", code="E504")
 
 
 def read_run(path: Where, *, ranks: Collection[int] | None = None, samples: bool = True) -> Run:
@@ -312,6 +324,5 @@ def note_problems(run: Run, unreadable: Mapping[int, str]) -> None:
     if wrong_axes:
         run.problems.append(wrong_axes)
     if strange := sorted(rank for ranks in run.same_data or () for rank in ranks if rank >= run.world_size):
-        run.problems.append(
-            f"--same-data names {numbered('rank', strange)}, and the run has {run.world_size}, from 0 up"
-        )
+        there = numbered("rank", range(run.world_size))
+        run.problems.append(f"--same-data names {numbered('rank', strange)}, and the run has {there} only")

@@ -55,12 +55,13 @@ class WatchApp(App[None]):
         Binding("d", "divergence", "Divergence"),
         Binding("left_square_bracket", "step(-1)", "Step -", show=False, key_display="["),
         Binding("right_square_bracket", "step(1)", "Step +", show=False, key_display="]"),
+        # Help and quit come first: a terminal of 80 columns has no place for all.
+        Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("q", "quit", "Quit"),
         Binding("f", "follow", "Follow"),
         Binding("space", "pause", "Pause"),
         Binding("ctrl+o", "output", "Output"),
         Binding("t", "next_theme", "Theme", show=False),
-        Binding("question_mark", "help", "Help", key_display="?"),
-        Binding("q", "quit", "Quit"),
     ]
 
     snapshot: reactive[Snapshot] = reactive(Snapshot(""), init=False, always_update=True)
@@ -77,6 +78,7 @@ class WatchApp(App[None]):
         self._selected_step: int | None = None
         self._wanted_finding: int | None = None
         self._eager = False
+        self._opened_from = "overview"
         self.set_reactive(WatchApp.snapshot, self.shown)
         for theme in THEMES:
             self.register_theme(theme)
@@ -119,7 +121,7 @@ class WatchApp(App[None]):
             self.selection = self._selection_of(index)
             if self._eager and self.shown.report is not None and self.shown.report.findings:
                 self._eager = False
-                self.switch_mode("event")
+                self._open_event()
 
     def watch_selection(self) -> None:
         self.update_screen()
@@ -192,7 +194,7 @@ class WatchApp(App[None]):
             self.notify(self._why_nothing(), markup=False)
             return
         self.select_finding(index)
-        self.switch_mode("event")
+        self._open_event()
 
     def _why_nothing(self) -> str:
         report = self.shown.report
@@ -218,7 +220,16 @@ class WatchApp(App[None]):
                     chosen = replace(chosen, param=held.param, holder=rank, key=passing[0])
                     break
         self.selection = chosen
+        self._open_event()
+
+    def _open_event(self) -> None:
+        if self.current_mode != "event":
+            self._opened_from = self.current_mode
         self.switch_mode("event")
+
+    def leave_event(self) -> None:
+        """Back to the screen from which the Event was opened."""
+        self.switch_mode(self._opened_from)
 
     def _on_path(self, rank: int, seq: int) -> bool:
         step, chosen = self.shown.step, self.selection
@@ -240,7 +251,7 @@ class WatchApp(App[None]):
         places = [(stop.rank, stop.seq) for stop in stops]
         at = here if here in places else next((place for place in places if place in step.culprits), places[0])
         self.selection = replace(self.selection, param=param, holder=holder, key=chosen, rank=at[0], seq=at[1])
-        self.switch_mode("event")
+        self._open_event()
 
     def open_cell(self, row: str, holder: int, key: tuple[int, int, int], *, by_param: bool = False) -> None:
         """Go to a cell of the weights map; `row` names a unit, or a parameter."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from gradcheck_dist.diagnosis.engine import conclude, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, recorded_norms
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps
 from gradcheck_dist.reports.document import Document, build
@@ -28,7 +28,6 @@ from gradcheck_dist.trace.run import Run
 from gradcheck_dist.tui.documented_view import Meant, documented_view, lanes_of
 from gradcheck_dist.tui.grid import WeightGrid, build_grid, param_grid
 from gradcheck_dist.tui.live_run import LiveRun
-from gradcheck_dist.tui.norm_series import recorded_norms
 from gradcheck_dist.tui.snapshot import OtherRun
 from gradcheck_dist.tui.step_view import StepView
 from gradcheck_dist.tui.sweep import Sweep
@@ -177,7 +176,7 @@ class Judge:
         if compared is not None:
             add_to(report, without_measured(compared, verdicts), run, sampled=bool(chosen), plain=True)
         covered = recorded if compared is not None else tuple(sorted({*chosen, *columns}))
-        judged = Judged(report, build(report), recorded, covered, norms=self.now.norms | recorded_norms(run, verdicts))
+        judged = Judged(report, build(report), recorded, covered, norms=self.now.norms | recorded_norms(verdicts))
         if recorded:
             self._keep_shown(verdicts, self._choose(wanted, judged), report)
             judged = self._with_step(judged, self._choose(wanted, judged))

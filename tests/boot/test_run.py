@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from gradcheck_dist.cli import child
+from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import StepEnd
 from gradcheck_dist.trace.frames import MAGIC
 from gradcheck_dist.trace.run import create_run_dir, read_run
@@ -148,6 +150,11 @@ subprocess.run([sys.executable, "-m", "pip", "--version"], stdout=subprocess.DEV
     assert run(code, prelude="").traces == []
 
 
+def test_nothing_heavy_is_loaded_before_the_first_line_of_the_script(run: Run) -> None:
+    code = "import sys\nprint('early', [name for name in ('torch', 'numpy', 'msgspec') if name in sys.modules])"
+    assert run(code, prelude="").stdout == "early []\n"
+
+
 def test_a_variable_that_nobody_understands_is_told_and_harmless(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import torch; print(1)"],
@@ -172,6 +179,13 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
     done = subprocess.run(own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 127
     assert "error E714: cannot start 'no-such-command'" in done.stderr
+    assert "The PATH holds no such program: activate the environment that has it" in done.stderr
+
+
+def test_a_script_without_an_interpreter_gets_one_in_the_message(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(GradcheckError, match=r"It is a script: `gradcheck run -- python \S*train.py --lr \.\.\.`"):
+        child.run([str(tmp_path / "train.py"), "--lr", "1"], {})
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(run: Run, tmp_path: Path) -> None:

@@ -67,6 +67,23 @@ def test_a_folder_that_holds_no_run_is_exit_code_2_with_a_message_on_stderr(
         assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("report.json", "`gradcheck report "),
+        ("rank-00000.trace", "It belongs to the run folder"),
+        ("train.py", "Name a "),
+    ],
+)
+def test_a_file_in_the_place_of_a_run_folder_is_told_as_one(
+    gradcheck: Gradcheck, tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / name).write_text("")
+    outcome = gradcheck("diagnose", tmp_path / name)
+    assert outcome.err.startswith(f"error E504: {tmp_path / name} is a file and no run folder. ")
+    assert said in outcome.err
+
+
 def test_a_run_of_another_schema_version_is_refused(gradcheck: Gradcheck, engine: Engine, run_dir: Path) -> None:
     (run_dir / "manifest.json").write_text('{"schema_version": 99}')
     outcome = gradcheck("diagnose", run_dir)

@@ -36,6 +36,17 @@ def test_a_trace_that_may_not_be_read_is_no_missing_one(
     assert "is missing" not in text
 
 
+@pytest.mark.parametrize("content", [b"", b"no trace at all"])
+def test_a_file_that_is_no_trace_is_not_told_to_be_missing(gradcheck: Gradcheck, run: Path, content: bytes) -> None:
+    (run / "rank-00001.trace").write_bytes(content)
+    outcome = gradcheck("diagnose", run)
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 2
+    assert "the trace of rank 1 gave nothing that can be read: its tokens and gradients are unknown" in text
+    assert "next Copy that file again from where it was recorded" in text
+    assert "is missing" not in text
+
+
 @pytest.mark.parametrize("command", ["diagnose", "report", "export", "watch"])
 def test_a_folder_that_may_not_be_read_is_told_in_one_line(
     gradcheck: Gradcheck, run: Path, monkeypatch: pytest.MonkeyPatch, command: str

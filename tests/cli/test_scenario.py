@@ -179,6 +179,13 @@ def test_a_file_is_a_scenario_without_its_library(gradcheck: Gradcheck, asked: d
     assert f"no scenario file {tmp_path}/main.yaml. Did you mean: {tmp_path}/mine.yaml?" in missing.err
 
 
+def test_the_list_has_the_formats_of_results(gradcheck: Gradcheck) -> None:
+    rows = json.loads(gradcheck("scenario", "--list", "--format", "json").out)
+    (row,) = (one for one in rows if one["name"] == "ddp-accum")
+    assert row["variants"] == ["averaging", "sum-every-backward", "fixed"]
+    assert f"- `ddp-accum` {row['title']} (averaging, " in gradcheck("scenario", "--list", "--format", "md").out
+
+
 def test_list_names_every_scenario_and_its_variants(gradcheck: Gradcheck) -> None:
     text = gradcheck("scenario", "--list").out
     assert "ddp-accum" in text

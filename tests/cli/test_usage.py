@@ -19,6 +19,8 @@ from gradcheck_dist.scenarios import matrix as table
     ("line", "code", "said"),
     [
         ("diagnos x", "E721", "unknown command 'diagnos'. Did you mean: diagnose? Legal values: bench, compare,"),
+        ("tui run", "E721", "'tui' is no command of gradcheck. Did you mean `gradcheck watch RUN`?"),
+        ("help run", "E721", "Did you mean `gradcheck --help`?"),
         ("--strict run", "E721", "Options follow the command"),
         ("scenario --nprocs 2", "E722", "option '--nprocs' of gradcheck scenario. Did you mean: --nproc?"),
         ("scenario ddp-accum --strict", "E722", "'--strict' of gradcheck scenario. `gradcheck scenario --help` lists"),
@@ -53,7 +55,19 @@ def test_a_run_or_a_program_in_the_place_of_a_command_gets_the_command_it_needs(
     gradcheck: Gradcheck, tmp_path: Path
 ) -> None:
     assert f"To judge a run: `gradcheck diagnose {tmp_path}`." in gradcheck(tmp_path).err
+    (tmp_path / "my run").mkdir()
+    assert f"`gradcheck diagnose '{tmp_path / 'my run'}'`." in gradcheck(tmp_path / "my run").err
     assert "To record a program: `gradcheck run -- sh ...`." in gradcheck("sh", "train.sh").err
+
+
+def test_who_stops_reading_is_no_finding() -> None:
+    whole = subprocess.Popen(
+        [sys.executable, "-m", "gradcheck_dist", "scenario", "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert whole.stdout is not None and whole.stderr is not None
+    whole.stdout.close()
+    assert whole.stderr.read() == b""
+    assert whole.wait(60) == 141
 
 
 def test_ctrl_c_says_that_nothing_came_of_it(

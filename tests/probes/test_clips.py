@@ -123,10 +123,14 @@ def test_the_recorded_norms_are_those_of_the_gradients(tmp_path: Path) -> None:
         assert clip.norm_dtype == "float32"
 
 
-def test_where_nothing_is_clipped_norms_are_those_of_the_step(tmp_path: Path) -> None:
-    trained(tmp_path, lambda model: None)
+def test_where_nothing_is_clipped_norms_are_those_of_the_step_and_on_the_reports_curve(tmp_path: Path) -> None:
+    seen: list[float] = []
+    report = trained(
+        tmp_path, lambda model: seen.append(float(utils.get_total_norm([p.grad for p in model.parameters()])))
+    )
     trace = read_run(tmp_path).ranks[0]
     assert [norms.seq for norms in trace.norms] == [e.seq for e in trace.events if isinstance(e, OptimizerStep)]
+    assert report.metrics["grad_norm"] == pytest.approx(seen, rel=1e-6)
 
 
 def different_steps(run_dir: Path, finish: Finish, num: int, dtype: torch.dtype = torch.float32) -> Report:

@@ -75,3 +75,16 @@ def test_without_a_fault_the_run_is_clean(tmp_path: Path) -> None:
     for name in report.metrics:
         assert report.series(name) == [(step, pytest.approx(value)) for step, value in whole.series(name)]
         assert [step for step, _ in report.series(name)] == list(range(6))
+
+
+def test_a_loss_that_counts_no_tokens_is_the_one_reason_where_there_are_no_samples(tmp_path: Path) -> None:
+    model = nn.Linear(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradcheck_dist.attach(tmp_path / "run", steps=range(2), every_step=True):
+        for _ in range(4):
+            (model(torch.randn(4, 8)) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    [reason] = diagnose_run(tmp_path / "run").reasons
+    assert reason.startswith("2 steps recorded without samples cannot be judged: a loss counts no tokens")
+    assert "--every N" in reason

@@ -308,3 +308,10 @@ def test_a_code_span_holds_any_backticks(value: str) -> None:
 
 def test_prose_keeps_code_spans_and_nothing_else() -> None:
     assert markdown.text("use `no_sync()` & *never* <b>") == "use `no_sync()` &amp; \\*never\\* &lt;b\\>"
+
+
+def test_one_weight_is_no_plural() -> None:
+    one = report([], [weight(0, 0, 1.0)])
+    assert "1 observed weight in 2 of 2 parameters agrees with the expected one; the largest" in build(one).why
+    one.verdict, one.reasons = "undetermined", ["nobody knows"]
+    assert "1 observed weight in 2 of 2 parameters was compared; the largest" in build(one).why

@@ -79,4 +79,6 @@ def test_a_healthy_run_stays_undetermined_where_something_is_lost(tmp_path: Path
     run = recorded(tmp_path / "run", "healthy-trainers", 1)
     assert diagnose(read_run(run)).verdict == "clean"
     without(run / "rank-00001.trace", 1, Loss, flipped=True)
-    assert diagnose(read_run(run)).verdict == "undetermined"
+    report = diagnose(read_run(run))
+    assert report.verdict == "undetermined"
+    assert report.next_step.startswith("Copy that rank's trace again")

@@ -32,6 +32,26 @@ def test_from_opening_a_faulty_run_to_the_culprits_source_line_is_one_key(snapsh
     drive(snapshot, steps)
 
 
+@pytest.mark.parametrize("mode", SCREENS)
+def test_help_and_quit_are_in_sight_on_80_columns_of_a_live_run_with_output(snapshot: Snapshot, mode: str) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        footer = screen_text(app).splitlines()[-1]
+        assert "? Help" in footer
+        assert "q Quit" in footer
+
+    drive(replace(snapshot, live=True, has_output=True), steps, mode=mode)
+
+
+def test_the_charts_show_their_values_whole_on_80_columns(snapshot: Snapshot) -> None:
+    async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
+        text = screen_text(app)
+        assert "─ loss 0.12346 ─" in text
+        assert "─ norm 0.20461 ─" in text
+
+    points = replace(snapshot.series, loss=((0, 0.5), (1, 0.123456)), grad_norm=((0, 0.5), (1, 0.20461)), clipped=None)
+    drive(replace(snapshot, series=points), steps)
+
+
 @pytest.mark.parametrize("live", [True, False])
 def test_ctrl_c_says_how_to_close_and_of_a_training_only_where_one_may_run(snapshot: Snapshot, live: bool) -> None:
     async def steps(app: WatchApp, pilot: Pilot[None]) -> None:
@@ -204,13 +224,15 @@ def test_where_nothing_was_found_the_key_to_it_says_which_of_three_that_is(snaps
     assert snapshot.report is not None
     clean = msgspec.structs.replace(snapshot.report, verdict="clean", findings=[])
     unclear = msgspec.structs.replace(clean, verdict="undetermined", reasons=["no loss was seen"])
-    for shown, words in (
-        (replace(snapshot, report=clean, live=False), "Nothing was found: the run is clean."),
-        (replace(snapshot, report=unclear, live=False), "could not be judged"),
-        (Snapshot(path=str(tmp_path), phase="waiting"), "There is no verdict yet"),
+    for shown, words, axis in (
+        (replace(snapshot, report=clean, live=False), "Nothing was found: the run is clean.", "────=──── 1"),
+        (replace(snapshot, report=unclear, live=False), "could not be judged", "dp_replicate        2 ?"),
+        (Snapshot(path=str(tmp_path), phase="waiting"), "There is no verdict yet", ""),
     ):
 
-        async def steps(app: WatchApp, pilot: Pilot[None], words: str = words) -> None:
+        async def steps(app: WatchApp, pilot: Pilot[None], words: str = words, axis: str = axis) -> None:
+            assert axis in screen_text(app)
+            assert ("────=────" in screen_text(app)) is ("=" in axis)
             await pilot.press("d")
             await pilot.pause()
             assert words in next(note.message for note in app._notifications)

@@ -41,6 +41,7 @@ def test_weights_move_slice_search_and_open(snapshot: Snapshot) -> None:
             await pilot.press("r")
             await pilot.pause()
             labels.append(heatmap.part.row_labels[0])
+            assert "accumulation steps →" in screen_text(app)
         assert labels == [
             "all parameters",
             "rank 0",
@@ -57,6 +58,9 @@ def test_weights_move_slice_search_and_open(snapshot: Snapshot) -> None:
         await pilot.press("enter")
         await pilot.pause()
         assert app.current_mode == "event"
+        await pilot.press("d", "escape")
+        await pilot.pause()
+        assert app.current_mode == "weights"
 
     drive(snapshot, steps, mode="weights")
 

@@ -113,6 +113,13 @@ class StepNorms:
         """The ranks that train one model with this one."""
         return next((group for group in self.linked if rank in group), frozenset({rank}))
 
+    def of_model(self) -> float | None:
+        """The norm before any clip, all parts of the first rank's model together; None where it is not known exactly
+        (summands, layouts that were not recorded)."""
+        model = self.together(min((rank for rank, _ in self.parts), default=0))
+        total = norm_of(part for (rank, _), part in self.parts.items() if rank in model)
+        return total.middle if self.parts and not model & self.blind and total.known and total.exact else None
+
 
 def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = None) -> StepNorms:
     """Join the norms of a step with its clips. `coordinate`: the data coordinate of each rank; ranks that share one

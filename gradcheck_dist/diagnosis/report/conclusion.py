@@ -12,7 +12,7 @@ from gradcheck_dist.diagnosis.report.next_step import ALL_SKIPPED, NOT_EMPTIED, 
 from gradcheck_dist.diagnosis.report.run_info import metrics, overhead, run_info
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.open_steps import no_step
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged, recorded_norms
 from gradcheck_dist.diagnosis.steps.units import unit_list
 from gradcheck_dist.events import AmpUnscale
 from gradcheck_dist.trace.run import Run
@@ -36,7 +36,8 @@ def report_of(
     accused = any(finding.severity != "info" for finding in findings)
     state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"
     contexts = [verdict.context for verdict in verdicts]
-    series = metrics(run, [(verdict.context.step, verdict.contributions) for verdict in verdicts])
+    contributions = [(verdict.context.step, verdict.contributions) for verdict in verdicts]
+    series = metrics(run, contributions, recorded_norms(verdicts))
     failed = sorted({finding.code for finding in findings})
     by_weights = [rule for rule in all_rules() if judged and hasattr(rule, "triggered")]
     triggered = {rule.CODE for rule in by_weights for context in contexts if rule.triggered(context)}

@@ -16,7 +16,7 @@ from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
-from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED
+from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED, UNREADABLE
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
@@ -38,6 +38,8 @@ SAYS = {
     NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
     FORBIDDEN: "Make the traces readable (chmod a+rX), or judge the run as the user who recorded it.",
+    UNREADABLE: "Copy that file again from where it was recorded, or record again; under coverage stands what is wrong "
+    "with it.",
     "the trace of rank": BRING,
     "whose trace is missing": BRING,
     "what it reads is not known": "Make the optimizer's tensors from the model's parameters after their values are "
@@ -86,6 +88,7 @@ SAYS = {
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    "and is damaged: ": "Copy that rank's trace again from where it was recorded, or record again.",
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from gradcheck_dist.diagnosis.finding import Overhead, RunInfo
 from gradcheck_dist.diagnosis.weights.context import StepContext
@@ -49,10 +50,13 @@ def overhead(run: Run) -> Overhead:
     )
 
 
-def metrics(run: Run, steps: list[tuple[int, Contributions]]) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) by name: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it)."""
+def metrics(
+    run: Run, steps: list[tuple[int, Contributions]], norms: Mapping[int, float]
+) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name: loss (mean over all tokens), tokens, grad_norm (as the trainer's clipping saw it, in a
+    step without any out of `norms`, the recorded ones)."""
     series: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    clips = {
+    clips = dict(norms) | {
         event.step: event.total_norm
         for trace in run.ranks.values()
         for event in trace.events

@@ -25,7 +25,7 @@ def say_lost(run: Run, verdicts: Sequence[StepVerdict], whole: Sequence[StepVerd
             of_rank = dict.fromkeys(unended, "the last records") | of_rank
         for rank, words in sorted(of_rank.items()):
             where = _damage(run, rank)
-            teller.reasons.append(f"step {step} is not judged: rank {rank}'s trace lacks {words} of it{where}")
+            teller.reasons.append(f"step {step} is not judged: rank {rank}'s trace lacks {words}{where}")
 
 
 def _damage(run: Run, rank: int) -> str:

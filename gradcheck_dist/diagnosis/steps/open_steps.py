@@ -49,6 +49,7 @@ PARTS = (
     "weigh more: right where parts are to weigh alike, and wrong where all tokens are"
 )
 NOT_FINITE = "are infinite or not a number"
+UNREADABLE = "gave nothing that can be read"
 FEW_SAMPLES = "cannot be told from the samples"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
@@ -100,16 +101,18 @@ def infinite_losses(contributions: Contributions) -> list[str]:
 
 def _without(run: Run) -> list[str]:
     """What of the run is not there, or may not be read."""
-    refused = [
-        rank
+    told = {
+        rank: " ".join(problem for problem in run.problems if f"rank-{rank:05d}" in problem)
         for rank in run.missing_ranks
-        if any(f"rank-{rank:05d}" in problem and FORBIDDEN in problem for problem in run.problems)
-    ]
-    absent = [rank for rank in run.missing_ranks if rank not in refused]
+    }
     return [
         f"the trace of {numbered('rank', ranks)} {what}: "
         f"{'their' if len(ranks) > 1 else 'its'} tokens and gradients are unknown"
-        for ranks, what in ((refused, FORBIDDEN), (absent, "is missing"))
+        for ranks, what in (
+            ([rank for rank, why in told.items() if FORBIDDEN in why], FORBIDDEN),
+            ([rank for rank, why in told.items() if why and FORBIDDEN not in why], UNREADABLE),
+            ([rank for rank, why in told.items() if not why], "is missing"),
+        )
         if ranks
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
@@ -106,7 +106,8 @@ class StepVerdict:
     parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
     `unread`: what waits for an optimizer that steps later, `reads`: what optimizers read of some parameters.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
-    `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of."""
+    `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
+    `grad_norm` is that of the whole model before any clip, where it is known exactly."""
 
     context: StepContext
     data: StepData
@@ -143,6 +144,7 @@ class StepVerdict:
     reads: dict[tuple[ParamKey, int], Read] = field(default_factory=dict)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
+    grad_norm: float | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -215,3 +217,8 @@ def merged(verdicts: Sequence[StepVerdict]) -> list[Finding]:
         result[key].consequence = consequence(of_steps)
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(result.values(), key=lambda finding: (order[finding.severity], finding.code == "GS000", finding.step))
+
+
+def recorded_norms(verdicts: Iterable[StepVerdict]) -> dict[int, float]:
+    """By step the norm of its gradients; steps in which it is not known exactly are left out."""
+    return {one.context.step: one.grad_norm for one in verdicts if one.grad_norm is not None}

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from torch.jit import _builtins
-
 _INHERITED = object()
 """In the place of an original that a base class has."""
 
@@ -43,6 +41,9 @@ class Patches:
         (torch/jit/_recursive.py, try_compile_fn; torch/jit/_builtins.py)."""
         if not isinstance(patched, FunctionType):
             return
+        # Not at the top: what boots below `gradcheck run` imports this module before the user's first line.
+        from torch.jit import _builtins
+
         if isinstance(original, FunctionType):
             patched.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
         elif (operator := _builtins._find_builtin(original)) is not None:

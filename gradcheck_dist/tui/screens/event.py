@@ -38,6 +38,7 @@ class EventScreen(RunScreen):
         Binding("k", "next_key(1)", "Contribution"),
         Binding("u", "next_param(1)", "Parameter"),
         Binding("h", "next_holder(1)", "Holder"),
+        Binding("escape", "leave", "Back to where it was opened", show=False),
     ]
     _stops: list[Stop] = []
 
@@ -93,6 +94,9 @@ class EventScreen(RunScreen):
 
     def action_step_event(self, by: int) -> None:
         self.query_one(StopsList).action_move(by)
+
+    def action_leave(self) -> None:
+        self.watch_app.leave_event()
 
     def action_jump(self) -> None:
         step = self.watch_app.shown.step

@@ -54,6 +54,7 @@ HELP: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("← →", "step back and forth: the ledger is replayed event by event"),
             ("k u h", "next contribution, parameter, holder (a rank that holds it)"),
             ("j tab", "jump to where this path goes wrong; tab to the card: ↑ ↓ scroll it"),
+            ("escape", "back to the screen from which it was opened"),
         ),
     ),
     ("Parameters", (("enter ← →", "fold, unfold; on a parameter: open its way"), ("/", "search"))),

@@ -59,6 +59,9 @@ class AxisGauges(Static):
             ratio = ratios[name]
             if ratio is not None:
                 blamed.add(name)
+            elif report.verdict == "undetermined":  # a mark at 1 would say that it is right
+                text.append(f"{name:<18} {degree:>2} ").append("?\n", "dim")
+                continue
             text.append(f"{name:<18} {degree:>2} ")
             if not narrow:
                 text.append_text(gauge(1.0 if ratio is None else ratio)).append(" ")

@@ -29,7 +29,13 @@ class Chart(Widget):
 
     def watch_points(self) -> None:
         last = f" {self.points[-1][1]:.{4 if self.note else 5}g}" if self.points else ""
-        self.border_title = self._title + last + self.note
+        whole = self._title + last + self.note
+        # Of the title only its last word where the value would be cut off with it.
+        cut_off = 0 < self.size.width < len(whole) + 4
+        self.border_title = f"{self._title.split()[-1]}{last}{self.note}" if cut_off else whole
+
+    def on_resize(self) -> None:
+        self.watch_points()
 
     def watch_note(self) -> None:
         self.watch_points()

@@ -53,7 +53,8 @@ class Heatmap(Rows):
 
     @property
     def label_width(self) -> int:
-        return max(18, min(self._longest_row + 2, self._size.width * 2 // 5))
+        longest = max(self._longest_row + 2, len(self.axes[1]) + 3)
+        return max(18, min(longest, self._size.width * 2 // 5))
 
     @property
     def num_visible(self) -> int:
