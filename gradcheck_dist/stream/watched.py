@@ -10,6 +10,7 @@ import msgspec
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.stream.findings import ALIKE, Groups, finding_of
+from gradcheck_dist.stream.laws import cause_of_law
 from gradcheck_dist.stream.plain import PlainReader, UnmeasuredReader
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.shares import ReadShares, read_shares
@@ -136,7 +137,8 @@ def add_to(
 ) -> None:
     """Put what the columns showed into the report of the measured steps. `run`, `read`, `plain`: as in watch_run."""
     order = {"error": 0, "warning": 1, "info": 2}
-    unnamed, left_open = _sure(_take_over(report, watched), report, run, read)
+    off = _follow(report, _take_over(report, watched), run, read)
+    unnamed, left_open = _sure(off, report, run, read)
     report.findings = sorted([*report.findings, *unnamed], key=lambda finding: (order[finding.severity], finding.step))
     report.coverage.problems += watched.problems
     report.coverage.notes += watched.notes
@@ -188,17 +190,35 @@ def _take_over(report: Report, watched: Watched) -> list[tuple[Finding, Deviatio
                 continue
             if not _same((deviation.low, deviation.high), _ends(report, step, finding.ranks)):
                 continue
-            more = f" As documented, it was the same in {plural(len(finding.steps), 'step')} without a measurement."
-            named = msgspec.structs.replace(
-                causes[0],
-                steps=sorted({*causes[0].steps, *finding.steps}),
-                explanation=causes[0].explanation + more,
-            )
-            report.findings = [named if one is causes[0] else one for one in report.findings]
+            _name(report, causes[0], finding, "As documented, it was the same")
             break
         else:
             rest.append((finding, deviation))
     return rest
+
+
+def _follow(
+    report: Report, off: list[tuple[Finding, Deviation]], run: Run, read: ReadShares
+) -> list[tuple[Finding, Deviation]]:
+    """Name those that follow the law of a measured step's one cause, by other numbers. The others are returned."""
+    rest = []
+    for finding, deviation in off:
+        cause = cause_of_law(report, finding, run, read)
+        if cause is None:
+            rest.append((finding, deviation))
+        else:
+            _name(report, cause, finding, "As documented, losses took the same mean, of other tokens,")
+    return rest
+
+
+def _name(report: Report, cause: Finding, finding: Finding, same: str) -> None:
+    """Give a cause the steps of what it explains."""
+    named = msgspec.structs.replace(
+        cause,
+        steps=sorted({*cause.steps, *finding.steps}),
+        explanation=f"{cause.explanation} {same} in {plural(len(finding.steps), 'step')} without a measurement.",
+    )
+    report.findings = [named if one is cause else one for one in report.findings]
 
 
 def _ends(report: Report, step: int, ranks: Collection[int]) -> list[float]:

@@ -48,6 +48,16 @@ def test_where_neither_fits_it_is_said() -> None:
     assert any("multiplied by zero" in reason for reason in report.reasons)
 
 
+def test_a_pass_that_counts_no_tokens_leaves_none_out() -> None:
+    """Elementwise losses of which all are ignored weigh nothing, whatever else is off (a clip by hand)."""
+    world = World(trainer(dummy_and_a_constant), 1)
+    world.num_tokens[DUMMY] = 0
+    report = diagnose(world.run())
+    assert not any("without weight" in reason for reason in report.reasons)
+    (finding,) = report.findings
+    assert finding.factor.observed == pytest.approx(2.6)
+
+
 @pytest.mark.parametrize(("only_last", "codes"), [(True, []), (False, ["GS401"])])
 def test_passes_with_unseen_labels_that_were_emptied(only_last: bool, codes: list[str]) -> None:
     def last_only(key: Key, tokens: dict[Key, int]) -> float:

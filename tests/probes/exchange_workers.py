@@ -79,6 +79,8 @@ TENSOR = (
     "tensor parallel, clipped by hand",
     "tensor parallel, clipped by hand, copies counted twice",
     "tensor parallel, clipped by hand, each rank by its own norm",
+    "tensor parallel, no sum in front of the columns, clipped by hand, with own copies",
+    "tensor parallel, a batch each, clipped by hand, with own copies",
 )
 SEQUENCE = ("sequence parallel", "sequence parallel, sliced in backward", "sequence parallel, scattered part repeated",
             "sequence parallel, norms summed twice", "sequence parallel, parts not summed",
@@ -365,15 +367,18 @@ def reduce(model: Model) -> None:
 
 def clip(model: Model) -> None:
     """Clip by the norm of all gradients, as Megatron-LM does: shards of all ranks, and copies once."""
-    rank, squares = dist.get_rank(), torch.zeros(())
+    rank, squares, copies = dist.get_rank(), torch.zeros(()), torch.zeros(())
     for name, param in model.named_parameters():
         assert param.grad is not None
         shard = "up." in name or "down.weight" in name
-        if shard or rank == 0 or "twice" in model.variant or "own norm" in model.variant:
+        own = "own copies" in model.variant
+        if shard or (rank == 0 and not own) or "twice" in model.variant or "own norm" in model.variant:
             squares = squares + param.grad.norm() ** 2
+        elif own:
+            copies = copies + param.grad.norm() ** 2
     if "own norm" not in model.variant:
         dist.all_reduce(squares)
-    coefficient = (MAX_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    coefficient = (MAX_NORM / ((squares + copies).sqrt() + 1e-6)).clamp(max=1.0)
     for param in model.parameters():
         assert param.grad is not None
         param.grad.mul_(coefficient)

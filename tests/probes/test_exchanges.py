@@ -346,6 +346,15 @@ def test_a_clip_by_hand_over_shards_and_copies(
         assert says in report.findings[0].explanation
 
 
+@pytest.mark.parametrize(("fault", "code"), [("no sum in front of the columns", "GS802"), ("a batch each", "GS705")])
+def test_a_clip_by_hand_of_copies_that_differ_is_no_second_fault(
+    reports: dict[str, Report], fault: str, code: str
+) -> None:
+    """Each rank's norm is that of all shards and of its own copies, and of biases whose values do not tell which."""
+    (finding,) = reports[f"tensor parallel, {fault}, clipped by hand, with own copies"].findings
+    assert finding.code == code
+
+
 def test_parameters_that_are_not_divided_as_the_experts_are_told_as_one_cause(reports: dict[str, Report]) -> None:
     """A rank's experts show its own contributions alone; those of the other rank are off by the same."""
     (finding,) = reports["experts, others summed"].findings

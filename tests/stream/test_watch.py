@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_steps_that_are_off_as_a_measured_one_is_have_its_cause(family: str, tmp
     assert finding.steps == [0, 1, 2, 3]
     assert [(one.code, one.first_event) for one in measured.findings] == [(finding.code, finding.first_event)]
     assert "in 3 steps without a measurement" in finding.explanation
+
+
+@pytest.mark.parametrize(("mean", "code"), [(microbatch_mean, "GS301"), (rank_mean, "GS302")])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_steps_whose_losses_take_the_same_mean_of_other_tokens_have_its_cause(
+    mean: Callable[[float], Callable[[Key, dict[Key, int]], float]], code: str, factor: float, tmp_path: Path
+) -> None:
+    trainer = Trainer(mean(2 * factor), accumulation=2)
+    run = write_columns(tmp_path / "run", [World(trainer, seed=step) for step in range(4)], samples_of=0)
+    (finding,) = diagnose_run(run).findings
+    assert (finding.code, finding.steps) == (code, [0, 1, 2, 3])
+    other = World(replace(trainer, root=mean(6 * factor)), seed=4)
+    run = write_columns(tmp_path / "other", [World(trainer, seed=0), other], samples_of=0)
+    assert [(one.code, one.steps) for one in diagnose_run(run).findings] == [(code, [0]), ("GS000", [1])]
 
 
 def test_steps_that_are_off_otherwise_than_a_measured_one_have_a_finding_of_their_own(tmp_path: Path) -> None:

@@ -77,7 +77,9 @@ def _of_passes(
     contributions = without(contributions, lost if drop_lost else evaluated_again(contributions, lost))
     kept = _aim(objective, data, contributions, measured, written)
     by_key = contributions.by_key
-    left_out = {key for key, c in by_key.items() if c.weight == 0 or (key in lost and not tell_batches(c))}
+    # What counts no tokens leaves none out, whatever its weight.
+    weightless = {key for key, c in by_key.items() if c.weight == 0 and c.num_tokens != 0}
+    left_out = weightless | {key for key, c in by_key.items() if key in lost and not tell_batches(c)}
     if not left_out or len(left_out) == len(by_key):
         return kept
     # Whether the step was to have their tokens nobody knows, but the weights of the others tell what they count.

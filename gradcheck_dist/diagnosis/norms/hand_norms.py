@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from math import hypot
 from statistics import median, median_low
 
@@ -20,12 +21,16 @@ from gradcheck_dist.diagnosis.norms.clips import COMBINED, COPIES, SHARDS, SOME,
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, local_norm, norm_of, own_error
 from gradcheck_dist.diagnosis.weights.cells import GONE, Held
 from gradcheck_dist.events import Clip, Event, Exchange, GradientNorm, OptimizerStep
+from gradcheck_dist.ledger.moved import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 MOST_VAGUE = 5e-4
 """With a tolerance above this, some wrong norm is near to a number that people write too often."""
 OWN = "what lies on this rank, which is all of it"
 """Of ranks that hold whole copies, or parts and copies, no wrong norm."""
+OWN_OF_SOME = "what lies on this rank, of which some may be parts or copies"
+MOST_UNSURE = 6
+"""Of more parameters than this that may be parts or copies, not all ways to take them are tried."""
 SAME_FACTOR = 1e-6
 """Relative difference up to which ranks clipped by one coefficient."""
 FAR = 1e-3
@@ -52,9 +57,14 @@ class HandNorm:
         return self.norm / self.truth
 
     @property
+    def of_copies(self) -> bool:
+        """Whether each rank took a right norm, of copies that differ."""
+        return self.meaning in (OWN, OWN_OF_SOME)
+
+    @property
     def text(self) -> str:
         used = ", ".join(f"x {factor:.4g} on rank {rank}" for rank, factor in sorted(self.factors.items())[:4])
-        wrong = "by a wrong norm" if self.meaning != OWN else "by the norms of copies that differ"
+        wrong = "by a wrong norm" if not self.of_copies else "by the norms of copies that differ"
         return f"gradients were clipped by hand {wrong} ({used}); weights are freed of it"
 
 
@@ -66,21 +76,24 @@ def wrong_norm(cases: Sequence[Case], judged: Sequence[Held], data: StepData, no
     if not unseen or all(map(is_constant, unseen)):
         return None
     ranks = {rank for case in unseen for rank in norms.together(case.held[0].rank)}
-    if len(ranks) < 2 or not ranks <= {rank for rank, _ in norms.parts}:
+    every = {rank for rank, _ in norms.parts}
+    if not ranks <= every:
         return None
-    if any(isinstance(event, Clip) for rank in ranks for event in data.events[rank]):
-        return None
-    parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in ranks}
-    whole = _hold_copies(ranks, data, norms, unseen[0].context.contributions.coordinate)
     # Where something else is wrong with most parameters, the others tell what the clip multiplied by.
     elsewhere = {(held.rank, held.param) for case in cases if case not in unseen for held in case.held}
-    scaled = [held for held in judged if (held.rank, held.param) not in elsewhere] or judged
-    for copies in (True, False) if not whole else (True,):
-        if copies or len(unseen) == len(cases):
-            coefficients = _coefficients(scaled if copies else judged, most=copies)
-            found = _taken(unseen, parts, coefficients, data, norms, copies=copies)
-            if found is not None:
-                return found
+    scaled = [held for held in judged if held.cells and (held.rank, held.param) not in elsewhere] or judged
+    # Ranks that read other batches may hold shards of one model all the same.
+    for one_model in (ranks, every) if ranks < every else (ranks,):
+        if len(one_model) < 2 or any(isinstance(event, Clip) for rank in one_model for event in data.events[rank]):
+            continue
+        parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in one_model}
+        whole = _hold_copies(one_model, data, norms, unseen[0].context.contributions.coordinate)
+        for copies in (True, False) if not whole and one_model is ranks else (True,):
+            if copies or len(unseen) == len(cases):
+                coefficients = _coefficients(scaled if copies else judged, most=copies)
+                found = _taken(unseen, parts, coefficients, data, norms, copies=copies)
+                if found is not None:
+                    return found
     return None
 
 
@@ -107,7 +120,7 @@ def _taken(
     least = 2 * tolerance if copies else FAR
     apart = max(factors[rank] for rank in acted) > min(factors[rank] for rank in acted) * (1 + least)
     several = [] if copies else [*_candidates(parts, acted, factors, data), *_of_groups(parts, data, norms)]
-    for meaning, over, norms_left in _own(parts, factors) if copies else several:
+    for meaning, over, norms_left in _own(parts, factors, data) if copies else several:
         left = [value for rank, value in norms_left.items() if rank in acted]
         norm = median(left)
         alike = max(left) <= min(left) * (1 + 2 * tolerance)
@@ -115,12 +128,13 @@ def _taken(
         # What other factors on other ranks made one norm needs no round number to be what was clipped.
         # Of many ways to combine norms, one leaves a number of two digits by chance now and then.
         round_one = is_round(norm, tolerance, digits=1 if meaning in COMBINED else 2)
-        sure = apart if copies else far and (apart or round_one)
+        sure = apart and (round_one or meaning == OWN) if copies else far and (apart or round_one)
         if alike and sure and max(norms_left.values()) <= norm * (1 + FAR):
             narrow = [case.culprit for case in unseen if isinstance(case.culprit.event, GradientNorm)]
-            culprit = (narrow or [case.culprit for case in unseen])[0]
-            event = culprit.write or culprit.event
-            return HandNorm(factors, norm, truth.middle, meaning, over, event, culprit.rank)
+            culprit = next(iter(narrow or [case.culprit for case in unseen]), None)
+            event = culprit.write or culprit.event if culprit is not None else None
+            rank = culprit.rank if culprit is not None else min(factors)
+            return HandNorm(factors, norm, truth.middle, meaning, over, event, rank)
     return None
 
 
@@ -134,20 +148,34 @@ def _hold_copies(ranks: set[int], data: StepData, norms: StepNorms, coordinate: 
 
 
 def _own(
-    parts: dict[int, list[Part]], factors: dict[int, float]
+    parts: dict[int, list[Part]], factors: dict[int, float], data: StepData
 ) -> Iterator[tuple[str, tuple[int, ...], dict[int, float]]]:
     """What all gradients would have as their norm if all ranks had clipped by a rank's factor, with the copies of those
-    that did: of tensor-parallel ranks each knows of all parts and of its own copies."""
-    left: dict[int, float] = {}
-    for rank, factor in factors.items():
-        pieces: dict[tuple[ParamKey, object], tuple[bool, float]] = {}
-        for of_rank in parts.values():
-            for part in of_rank:
-                alike = abs(factors[part.rank] - factor) <= SAME_FACTOR * factor
-                found = (alike, part.norm * factor / factors[part.rank])
-                pieces[part.key, part.box] = max(found, pieces.get((part.key, part.box), (False, 0.0)))
-        left[rank] = hypot(*(norm for _, norm in pieces.values()))
-    yield OWN, (), left
+    that did: of tensor-parallel ranks each knows of all parts and of its own copies. What began as one number in parted
+    modules may be parts or copies that drifted apart, and is alike in all layers."""
+    unsure = sorted({kind for of_rank in parts.values() for part in of_rank if (kind := _unsure(part, data))})
+    unsure = unsure if len(unsure) <= MOST_UNSURE else []
+    for copies in chain.from_iterable(combinations(unsure, number) for number in range(len(unsure) + 1)):
+        left: dict[int, float] = {}
+        for rank, factor in factors.items():
+            pieces: dict[tuple[ParamKey, object], tuple[bool, float]] = {}
+            for of_rank in parts.values():
+                for part in of_rank:
+                    alike = abs(factors[part.rank] - factor) <= SAME_FACTOR * factor
+                    if alike or _unsure(part, data) not in copies:
+                        found = (alike, part.norm * factor / factors[part.rank])
+                        pieces[part.key, part.box] = max(found, pieces.get((part.key, part.box), (False, 0.0)))
+            left[rank] = hypot(*(norm for _, norm in pieces.values()))
+        yield OWN_OF_SOME if copies else OWN, (), left
+
+
+def _unsure(part: Part, data: StepData) -> str:
+    """The name, without the layer's number, of what has several values on ranks and began as one number on all; "" of
+    all else."""
+    name = plain_name(part.key[1])
+    if name == part.key[1] or data.tracks[part.key][part.rank].param.start is not None:
+        return ""
+    return ".".join(word for word in name.split(".") if not word.isdigit())
 
 
 def _coefficients(judged: Sequence[Held], *, most: bool) -> dict[int, float]:
@@ -249,6 +277,15 @@ def _seen(parts: dict[int, list[Part]], data: StepData) -> Iterator[dict[int, fl
                 rank: local_norm(part for part in of_rank if data.tracks[part.key][rank].param.id in of_line[rank])
                 for rank, of_rank in parts.items()
             }
+
+
+def clipped_apart(factors: Mapping[int, float], data: StepData, norms: StepNorms) -> bool:
+    """Whether ranks that are multiplied by these factors surely clipped by hand, each by its norm of all parts and of
+    its own copies, to one number."""
+    parts = {rank: [part for (of, _), part in norms.parts.items() if of == rank] for rank in factors}
+    if not all(parts.values()) or any(isinstance(event, Clip) for rank in parts for event in data.events[rank]):
+        return False
+    return _taken([], parts, dict(factors), data, norms, copies=True) is not None
 
 
 def freed_by_rank(measured: list[Held], clip: HandNorm) -> list[Held]:

@@ -26,14 +26,16 @@ Seeds that draw data must not depend on the rank within a tensor-parallel group 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
+from statistics import median
 
 import numpy as np
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.norms.hand_norms import clipped_apart
 from gradcheck_dist.diagnosis.weights.cells import Cell, Held
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.ledger.contributions import ContributionKey
@@ -67,9 +69,14 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     shards = [held for held in facts.held if held.param in laid_out | apart_by_name]
     copies = [held for held in facts.held if held.param not in laid_out | apart_by_name]
     own = {rank: _own_weights(facts, group) for group in groups for rank in group}
-    if not groups or not all(_right_alone(held, own[held.rank]) for held in shards):
+    if not groups:
         return
-    if not all(_right_alone(held, own[held.rank]) or _reaches_all(held, own[held.rank]) for held in copies):
+    clips = _clips(facts, shards, own)
+    if not all(_right_alone(held, own[held.rank], clips[held.rank]) for held in shards):
+        return
+    if not all(
+        _right_alone(held, own[held.rank], clips[held.rank]) or _reaches_all(held, own[held.rank]) for held in copies
+    ):
         return
     first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
     names = sorted({plain_name(held.param[1]) for held in shards})
@@ -149,15 +156,31 @@ def _own_weights(facts: StepFacts, group: frozenset[int]) -> dict[ContributionKe
     return expected_weights(facts.context.objective, counts) if counts else {}
 
 
-def _right_alone(held: Held, own: dict[ContributionKey, Fraction]) -> bool:
+def _clips(
+    facts: StepFacts, shards: Iterable[Held], own: Mapping[int, Mapping[ContributionKey, Fraction]]
+) -> dict[int, float]:
+    """What each rank's clip by hand multiplied by: copies that differ have other norms, so it tells another number than
+    on the ranks of other groups. 1 where nothing of that kind is sure."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for held in shards:
+        mine = own[held.rank]
+        found[held.rank] += [cell.observed / float(mine[cell.key]) for cell in held.cells if cell.key in mine]
+    clips = {rank: median(ratios) for rank, ratios in found.items()}
+    # Of what was freed of such a clip already, a constant before it is not known.
+    freed = facts.by_norm is not None and facts.by_norm.of_copies
+    sure = clips.keys() == own.keys() and (freed or clipped_apart(clips, facts.data, facts.norms))
+    return clips if sure else dict.fromkeys(own, 1.0)
+
+
+def _right_alone(held: Held, own: Mapping[ContributionKey, Fraction], clip: float) -> bool:
     mine = [cell for cell in held.cells if cell.key in own]
-    return all(_weighs(cell, float(own[cell.key])) for cell in mine) and not _reaches_all(held, own)
+    return all(_weighs(cell, clip * float(own[cell.key])) for cell in mine) and not _reaches_all(held, own)
 
 
 def _weighs(cell: Cell, expected: float) -> bool:
     return abs(cell.observed / expected - 1) <= max(SAME, 2 * cell.tolerance)
 
 
-def _reaches_all(held: Held, own: dict[ContributionKey, Fraction]) -> bool:
+def _reaches_all(held: Held, own: Mapping[ContributionKey, Fraction]) -> bool:
     """Whether other groups' contributions come to a gradient: it is reduced over all ranks."""
     return any(abs(cell.ratio) > max(SAME, cell.margin) for cell in held.cells if cell.key not in own)
