@@ -230,7 +230,8 @@ class ToldRun(RunCursor):
 
     def ground(self) -> Run:
         """What the judgement of any step needs, as far as it is known: tables, and one reduction of each kind."""
-        return Run(self.run.path, self.run.manifest, {rank: cursor.ground() for rank, cursor in self._ranks.items()})
+        ranks = {rank: cursor.ground() for rank, cursor in self._ranks.items()}
+        return Run(self.run.path, self.run.manifest, ranks, problems=list(self.run.problems))
 
     def places(self) -> Iterator[PlacedStep]:
         """Where each step with a backward pass lies, ascending."""
@@ -292,7 +293,7 @@ def parts(ground: Run, steps: Sequence[PlacedStep]) -> Iterator[tuple[int, Run]]
             records = decode_records(payload)
             found[rank, frame.offset] = [record for i, record in enumerate(records) if i not in frame.unsound]
     for step in steps:
-        part = Run(ground.path, ground.manifest)
+        part = Run(ground.path, ground.manifest, problems=list(ground.problems))
         for rank, trace in ground.ranks.items():
             records = [r for frame in step.frames[rank] for r in found[rank, frame.offset] if _is_of(r, step.step)]
             others: list[Any] = [event for event in trace.events if event.step != step.step]

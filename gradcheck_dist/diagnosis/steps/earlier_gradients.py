@@ -32,6 +32,7 @@ Parts = tuple[float, float]
 """Of the step's right gradient, and of what was read before, so much."""
 
 
+@np.errstate(all="ignore")  # a damaged trace holds any number
 def tell_earlier_gradients(verdicts: Sequence[StepVerdict]) -> None:
     """Find what was not emptied between two steps that follow one another."""
     for before, verdict in pairwise(verdicts):
@@ -57,7 +58,7 @@ def _parts(read: Read, before: Read) -> Parts | None:
         return None
     both = np.stack([read.right[told], before.values[told]], axis=1)
     sizes = np.linalg.norm(both, axis=0)
-    if not sizes.all() or abs(both[:, 0] @ both[:, 1]) > MOST_ALIKE * sizes.prod():
+    if not (sizes.all() and np.isfinite(sizes).all()) or abs(both[:, 0] @ both[:, 1]) > MOST_ALIKE * sizes.prod():
         return None
     solved = np.linalg.lstsq(both / sizes, read.values[told], rcond=None)[0]
     off = float(np.linalg.norm(both / sizes @ solved - read.values[told]))
