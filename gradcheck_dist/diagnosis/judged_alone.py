@@ -21,7 +21,7 @@ MAX_CONTRIBUTIONS = 512
 
 
 def judge_alone(part: Run, step: int, objective: str, objective_from: str) -> StepVerdict:
-    """Judge one step and keep what a report needs of it: no samples, no replays."""
+    """Judge one step and keep what a report needs of it: no replays, and samples only in `reads`."""
     return slim(judge_step(part, step, objective, objective_from))
 
 

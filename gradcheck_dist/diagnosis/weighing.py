@@ -87,7 +87,10 @@ class Measurements:
     known: dict[tuple[Assumed, Reading], tuple[list[Held], Transits]] = field(default_factory=dict)
 
     def of(self, verdict: StepVerdict, assumed: Assumed, how: Reading) -> tuple[list[Held], Transits]:
-        alike = replace(assumed, drop_lost=False), replace(how, written=None)  # what is left does without these
+        alike = (
+            replace(assumed, drop_lost=False),
+            replace(how, written=None),
+        )  # only how weights are judged depends on these
         if alike not in self.known:
             on_the_way = transits(verdict.data, verdict.contributions)
             measured = without_repeats(measure(verdict.data, verdict.contributions, on_the_way), verdict.data)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.steps.earlier_gradients import let_go
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.steps import chosen_steps
 from gradcheck_dist.stream.watched import add_to, watch_run
@@ -89,6 +90,8 @@ def diagnose_run(
             if num_weights + len(verdict.weights) > MAX_WEIGHTS and not found:
                 verdict.weights, left_out = [], left_out + 1
             num_weights += len(verdict.weights)
+            if verdicts:
+                let_go(verdicts[-1], verdict)
             verdicts.append(verdict)
             if progress is not None:
                 share = cursor.num_bytes_read / max(cursor.num_bytes, 1)

@@ -19,6 +19,15 @@ def run(tmp_path: Path) -> Path:
     return tiny_runs.write_run(tmp_path / "run")
 
 
+def refused(gradcheck: Gradcheck, run: Path, *, says: str, next_step: str) -> None:
+    outcome = gradcheck("diagnose", run)
+    text = " ".join(outcome.out.split())
+    assert outcome.code == 2
+    assert f"the trace of rank 1 {says}: its tokens and gradients are unknown" in text
+    assert f"next {next_step}" in text
+    assert "is missing" not in text
+
+
 def test_a_trace_that_may_not_be_read_is_no_missing_one(
     gradcheck: Gradcheck, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,23 +37,15 @@ def test_a_trace_that_may_not_be_read_is_no_missing_one(
         return open(path, *arguments)
 
     monkeypatch.setattr(store, "open", refuse, raising=False)
-    outcome = gradcheck("diagnose", run)
-    text = " ".join(outcome.out.split())
-    assert outcome.code == 2
-    assert "the trace of rank 1 may not be read by this user: its tokens and gradients are unknown" in text
-    assert "next Make the traces readable (chmod a+rX)" in text
-    assert "is missing" not in text
+    says = "may not be read by this user"
+    refused(gradcheck, run, says=says, next_step="Make the traces readable (chmod a+rX)")
 
 
 @pytest.mark.parametrize("content", [b"", b"no trace at all"])
 def test_a_file_that_is_no_trace_is_not_told_to_be_missing(gradcheck: Gradcheck, run: Path, content: bytes) -> None:
     (run / "rank-00001.trace").write_bytes(content)
-    outcome = gradcheck("diagnose", run)
-    text = " ".join(outcome.out.split())
-    assert outcome.code == 2
-    assert "the trace of rank 1 gave nothing that can be read: its tokens and gradients are unknown" in text
-    assert "next Copy that file again from where it was recorded" in text
-    assert "is missing" not in text
+    says = "gave nothing that can be read"
+    refused(gradcheck, run, says=says, next_step="Copy that file again from where it was recorded")
 
 
 @pytest.mark.parametrize("command", ["diagnose", "report", "export", "watch"])

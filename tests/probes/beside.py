@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,19 @@ from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch
 
 
+def in_memory(run: Path) -> Report:
+    return diagnose(read_run(run))
+
+
 def judged_beside(
-    folders: pytest.TempPathFactory, worker: str, variants: Iterable[str], num_ranks: int = 2
+    folders: pytest.TempPathFactory,
+    worker: str,
+    variants: Iterable[str],
+    num_ranks: int = 2,
+    judge: Callable[[Path], Report] = in_memory,
 ) -> dict[str, Report]:
     """Train every variant, hold that probes changed no bit of it, and judge what they recorded."""
     folder = folders.mktemp("variants")
     checksums = launch(worker, (str(folder),), num_ranks, timeout_s=100)
     assert all(plain == recorded for of_rank in checksums for plain, recorded in of_rank)
-    return {variant: diagnose(read_run(folder / variant)) for variant in variants}
+    return {variant: judge(folder / variant) for variant in variants}

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from added_up_workers import HOOKED, VARIANTS
-from beside import judged_beside
+from beside import in_memory, judged_beside
 
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.stream.diagnose import diagnose_run
+
+
+def judged_both_ways(run: Path) -> Report:
+    """In memory, and step by step as the command does, which keeps of a step only what the next one asks for."""
+    report = in_memory(run)
+    assert [finding.code for finding in diagnose_run(run).findings] == [finding.code for finding in report.findings]
+    return report
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    return judged_beside(tmp_path_factory, "added_up_workers:train_all", VARIANTS, num_ranks=4)
+    return judged_beside(tmp_path_factory, "added_up_workers:train_all", VARIANTS, num_ranks=4, judge=judged_both_ways)
 
 
 @pytest.mark.parametrize("variant", ["flat", "each"])

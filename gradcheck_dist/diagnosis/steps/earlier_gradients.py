@@ -50,6 +50,13 @@ def tell_earlier_gradients(verdicts: Sequence[StepVerdict]) -> None:
             _say_what_of(verdict, made_of)
 
 
+def let_go(before: StepVerdict, verdict: StepVerdict) -> None:
+    """Forget what was read in a step, but for what the one behind it or it itself is asked about: in a long run most
+    steps are right."""
+    asked = {copy for copy, read in verdict.reads.items() if read.right is not None}
+    before.reads = {copy: read for copy, read in before.reads.items() if copy in asked or read.right is not None}
+
+
 def _parts(read: Read, before: Read) -> Parts | None:
     """What a gradient is made of, where it is the step's right one and what was read before, each by a number."""
     assert read.right is not None
@@ -79,7 +86,7 @@ def _is_kept(made_of: Parts, before: Read) -> bool:
 def _common(found: list[Parts | None]) -> Parts | None:
     """The numbers that all gradients of a step have in common."""
     known = [one for one in found if one is not None]
-    if not known or len(known) < len(found):
+    if len(known) < len(found):
         return None
     first = known[0]
     same = all(abs(one[at] / first[at] - 1) <= 2 * SAME for one in known for at in (0, 1))

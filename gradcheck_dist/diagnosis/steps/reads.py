@@ -9,10 +9,11 @@ from fractions import Fraction
 import numpy as np
 
 from gradcheck_dist.diagnosis.steps.changed_in import NO_COMBINATION
+from gradcheck_dist.diagnosis.steps.waiting import Copy
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.events import OptimizerStep
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
-from gradcheck_dist.ledger.tracks import ParamKey, StepData
+from gradcheck_dist.ledger.tracks import StepData
 
 MOST_VALUES = 8192
 """Values of a step that are kept for the next one, over all parameters and ranks."""
@@ -32,9 +33,9 @@ class Read:
 
 def reads_of(
     data: StepData, held: Sequence[Held], contributions: Contributions, expected: Mapping[ContributionKey, Fraction]
-) -> dict[tuple[ParamKey, int], Read]:
+) -> dict[Copy, Read]:
     """What optimizers read in a step, of as many parameters as are kept: the same in every step."""
-    result: dict[tuple[ParamKey, int], Read] = {}
+    result: dict[Copy, Read] = {}
     kept = 0
     for one in sorted(held, key=lambda one: (one.param, one.rank)):
         track = data.tracks[one.param][one.rank]

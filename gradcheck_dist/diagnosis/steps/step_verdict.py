@@ -14,7 +14,7 @@ from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.steps.other_steps import Conduct
 from gradcheck_dist.diagnosis.steps.own_divisors import OwnDivisors
 from gradcheck_dist.diagnosis.steps.reads import Read
-from gradcheck_dist.diagnosis.steps.waiting import Unread
+from gradcheck_dist.diagnosis.steps.waiting import Copy, Unread
 from gradcheck_dist.diagnosis.weights.cells import Held
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.factors import Powers
@@ -141,7 +141,7 @@ class StepVerdict:
     shares_updates: bool = False
     summed: bool = False
     unread: Unread = field(default_factory=Unread)
-    reads: dict[tuple[ParamKey, int], Read] = field(default_factory=dict)
+    reads: dict[Copy, Read] = field(default_factory=dict)
     shapes: dict[Cause, Pattern] = field(default_factory=dict)
     made_of: dict[Cause, Powers] = field(default_factory=dict)
     grad_norm: float | None = None
