@@ -33,6 +33,7 @@ from gradcheck_dist.diagnosis.steps.other_steps import (
 from gradcheck_dist.diagnosis.steps.own_divisors import leave_statistics_open
 from gradcheck_dist.diagnosis.steps.pass_counts import lay_to_passes
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.thrown_away import leave_thrown_away_open
 from gradcheck_dist.diagnosis.steps.unfollowed import without_keepers
 from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, tell_unusual
 from gradcheck_dist.diagnosis.steps.waiting import name_waiting
@@ -87,6 +88,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
         verdicts = whole
     verdicts, behind = until_apart(without_keepers(verdicts))
     verdicts, more = without_warm_up(settle(training_apart(run, verdicts)))
+    verdicts = leave_thrown_away_open(verdicts)
     notes += more
     problems += behind
     leave_unmade_open(verdicts)

@@ -64,6 +64,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     weighed_apart,
 )
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.thrown_away import lost_at_own_lines
 from gradcheck_dist.diagnosis.steps.unfollowed import not_attached
 from gradcheck_dist.diagnosis.steps.units import unit_of, weights
 from gradcheck_dist.diagnosis.weighing import Assumed, Measurements, Reading, Weighed, read_step, weigh
@@ -217,6 +218,7 @@ def _judged(
         right = without.comes_out_right and without.all_right
         if LOST in found or right or len(without.findings) < len(verdict.findings):
             verdict.without_lost = without
+            verdict.lost_at = lost_at_own_lines(data, recorded, without.contributions) if right else ""
         if LOST in found and right:
             _lay_to_lost(verdict)
     if own is None and UNREDUCED in found:

@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED, UNREADABLE
+from gradcheck_dist.diagnosis.steps.thrown_away import OR_LOST
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
@@ -71,6 +72,8 @@ SAYS = {
     "microbatch-mean, rank-token-mean, sequence-mean or global-token-mean.",
     "or these passes are lost": "Nothing to do where these passes evaluate the step's batch once more; else call "
     "zero_grad() once a step, behind optimizer.step() or before the first pass.",
+    OR_LOST: "Nothing to do where these gradients are meant for something else (torch.autograd.grad leaves .grad "
+    "alone, and then all is judged); else call zero_grad() once a step, behind optimizer.step() or before its passes.",
     "averages of parameters": "Nothing to do where parameters are meant to be averaged; else reduce gradients.",
     NOT_ATTACHED: "Assign what was reduced before the optimizer steps (param.grad = ...), also on ranks whose batch "
     "did not reach the parameter.",

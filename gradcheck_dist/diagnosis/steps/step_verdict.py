@@ -99,8 +99,9 @@ class Change:
 class StepVerdict:
     """What one step showed. `lost`: what is missing in which rank's trace, in words; then nothing was judged.
     `spreads`: how far apart, relative, each place of a loss put the weights of one contribution's tokens.
-    `beside_weights`: findings that rest on no weight. `assumed`: what a clip's lines must divide by,
-    `divided`: what unrecorded lines divide by where nothing is wrong.
+    `without_lost`: the step without passes that it throws away; `lost_at`: where, in words, if these have lines of
+    their own and all is right without them. `beside_weights`: findings that rest on no weight.
+    `assumed`: what a clip's lines must divide by, `divided`: what unrecorded lines divide by where nothing is wrong.
     `unmade`: parameters of which an optimizer read a gradient that no recorded pass made. `own_terms`: losses of a
     pass that were taken for terms with coefficients. `kept_apart`: what is known of passes that are. `apart`: copies of
     parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
@@ -125,6 +126,7 @@ class StepVerdict:
     lost: dict[int, str] = field(default_factory=dict)
     spreads: dict[tuple[str, int, int], float] = field(default_factory=dict)
     without_lost: StepVerdict | None = None
+    lost_at: str = ""
     alone: StepVerdict | None = None
     scaling: Scaling | None = None
     assumed: Assumed | None = None
