@@ -198,9 +198,10 @@ class Exchange(Event, tag="exchange"):
     `params`: what the input was computed from, up to other functions of somebody's own. `put_back`: an all-gather,
     which has no gradient, behind which the rank put its own input back; there is no output then. `stopped`: and what it
     took was detached, or gradients were disabled. `operation`: one of torch's functional collectives, by what it does
-    ("sum", "gather", "reduce-scatter"), or a DTensor's local part (HANDED_ON and others above); there are elements of
-    the input and of the gradient that arrived alone, and `function` is its name. A `group` of this rank alone: a
-    function that hands its input on, and may scale the gradient that others' backward scaled; or a hook on a tensor.
+    ("sum", "gather", "reduce-scatter", "all-to-all"), or a DTensor's local part (HANDED_ON and others above); there are
+    elements of the input and of the gradient that arrived alone, and `function` is its name. A `group` of this rank
+    alone: a function that hands its input on, and may scale the gradient that others' backward scaled; or a hook on a
+    tensor.
     `of_leaf`: it was applied to `params` themselves. `collectives` are those that it called in forward, or SENT alone:
     it sent to single ranks, and each of its tensors is a part.
     """

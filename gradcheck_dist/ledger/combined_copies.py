@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from gradcheck_dist.events import Event, Exchange
 from gradcheck_dist.ledger.exchange_parts import ALIKE, are_alike, are_near, flat, nearness
-from gradcheck_dist.ledger.exchanges import SCATTER, SUM, SWAP, Passed, matched, passed, sides_of
+from gradcheck_dist.ledger.exchanges import SCATTER, SUM, SWAP, Passed, given_and_arrived, matched, passed, sides_of
 
 SUMS = (("all_reduce",), ("reduce_scatter_tensor",), ("reduce_scatter",), ("reduce_scatter_single",))
 
@@ -38,12 +38,11 @@ def swapped_copies(events: Mapping[int, list[Event]]) -> Iterator[Passed]:
     """The exchanges of parts between ranks that all hold the same, where what comes back for each rank's copy is the
     same as well: what is computed between (experts) sees every token once for each rank, and so does its gradient."""
     for one in passed(events):
-        sides = [sides_of(event) for event in one.events.values()]
-        if one.forward != SWAP or one.outcome != "right" or None in sides:
+        read = given_and_arrived(one.events) if one.forward == SWAP and one.outcome == "right" else None
+        if read is None:
             continue
-        given, arrived = ([parts[i] for parts in sides if parts is not None] for i in (0, 2))
-        near, sent = nearness(one.first.dtype), dict(enumerate(given))
-        copies = [dict(enumerate([part] for part in parts)) for parts in arrived]
+        sent, arrived, near = read
+        copies = [dict(enumerate([part] for part in parts)) for parts in arrived.values()]
         alike = are_alike(sent, near) and all(are_alike(of_rank, near) for of_rank in copies)
         if alike and flat(sent).any() and any(flat(of_rank).any() for of_rank in copies):
             yield one

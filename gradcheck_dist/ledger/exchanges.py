@@ -172,7 +172,7 @@ def _declared(events: dict[int, Exchange]) -> Passed | None:
     """Copies that go on as plain tensors: what arrives is handed on as one gradient, or as summands of it; or copies
     and summands that come from plain ones."""
     operation = next(iter(events.values())).operation
-    read = _given_and_arrived(events)
+    read = given_and_arrived(events)
     if read is None:
         return None
     given, arrived, near = read
@@ -197,24 +197,26 @@ def _wanted_by_several(arrived: Parts) -> bool:
     return bool((wanted.sum(axis=0) > 1).any())
 
 
-def _given_and_arrived(events: dict[int, Exchange]) -> tuple[Parts, Parts, float] | None:
+def given_and_arrived(events: Mapping[int, Exchange]) -> tuple[Parts, Parts, float] | None:
     """Inputs, the gradients that arrived, and within what they are alike."""
     given, arrived = {}, {}
     for rank, event in events.items():
-        parts = _parts(event, (event.input_counts, event.output_counts))
-        if parts is None:
+        sides = _parts(event, (event.input_counts, event.output_counts)) if event.operation else sides_of(event)
+        if sides is None:
             return None
-        given[rank], arrived[rank] = parts
+        given[rank], arrived[rank] = sides[0], sides[1 if event.operation else 2]
     return given, arrived, nearness(next(iter(events.values())).dtype)
 
 
 def _documented(events: dict[int, Exchange]) -> Passed | None:
     """A functional collective of torch's: its backward sums over the ranks where outputs are alike, which is one sum
-    too many for a gradient that is whole on each of them."""
+    too many for a gradient that is whole on each of them. An all-to-all exchanges back."""
     first = next(iter(events.values()))
-    read = _given_and_arrived(events)
+    read = given_and_arrived(events)
     if read is None:
         return None
+    if first.operation == SWAP:
+        return Passed(events, SWAP, "right")
     given, arrived, near = read
     if are_alike(given, near):
         return None

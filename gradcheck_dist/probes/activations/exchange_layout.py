@@ -98,7 +98,7 @@ def _of_one(
 ) -> tuple[list[Box], list[Box]] | None:
     unlike = [dim for dim, (one, other) in enumerate(zip(given, made, strict=True)) if one != other]
     if splits is not None and set(unlike) <= {0} and given:
-        mine, theirs = _rows(splits[1], given[0], size), _rows(splits[0], made[0], size)
+        mine, theirs = rows(splits[1], given[0], size), rows(splits[0], made[0], size)
         if mine is not None and theirs is not None:
             return mine, theirs
         if splits != ([], []):
@@ -120,7 +120,8 @@ def equal_parts(dim: int, length: int, size: int) -> list[Box]:
     return [(dim, index * length // size, length // size) for index in range(size)]
 
 
-def _rows(lengths: list[int], total: int, size: int) -> list[Box] | None:
+def rows(lengths: list[int], total: int, size: int) -> list[Box] | None:
+    """Parts of these lengths along dimension 0, or `size` equal ones; None where they make no `total`."""
     if not lengths:
         return equal_parts(0, total, size) if total % size == 0 else None
     if len(lengths) != size or sum(lengths) != total:

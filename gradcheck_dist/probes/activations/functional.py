@@ -2,8 +2,9 @@
 
 Since torch 2.13 all of them have a gradient, the transpose of forward for ranks that go on with the result differently:
 `all_reduce` sums in backward too, and `all_gather_single` reduce-scatters. Where all ranks compute one loss, that is a
-sum too many. What they give is still on its way when they return, so nothing of it is read: some elements of what went
-in and of the gradient that arrived tell what has to be known. (torch/distributed/_functional_collectives.py)
+sum too many; `all_to_all_single` exchanges back, and what counts is whether ranks sent the same. What they give is
+still on its way when they return, so nothing of it is read: some elements of what went in and of the gradient that
+arrived tell what has to be known. (torch/distributed/_functional_collectives.py)
 
 Inside of a torch.autograd.Function they are collectives like any others, and that function's backward is its author's.
 Where such a function gives what is still on its way, its forward is what the documentation says.
@@ -23,7 +24,7 @@ from torch.distributed import _functional_collectives
 
 from gradcheck_dist.probes.activations.exchange_calls import Call, call_of
 from gradcheck_dist.probes.activations.exchange_events import Arriving, Watched, coarsest
-from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, equal_parts, take
+from gradcheck_dist.probes.activations.exchange_layout import WHOLE, Box, equal_parts, rows, take
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -34,12 +35,15 @@ from gradcheck_dist.probes.reductions.gathered import Reduction
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.exchanges import Exchanges
 
+SWAP = "all-to-all"
 _GENERATED = "GeneratedBackwardFor__c10d_functional_"
 _OPERATIONS = {
     "all_reduce_default": "sum",
     "all_gather_into_tensor_default": "gather",
     "reduce_scatter_tensor_default": "reduce-scatter",
+    "all_to_all_single_default": SWAP,
 }
+"""By how torch calls the function."""
 _Waiting = getattr(_functional_collectives, "AsyncCollectiveTensor", ())
 _COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast")
 """What all others of torch's functional collectives call."""
@@ -92,10 +96,15 @@ def known(cls: type) -> tuple[str, str] | None:
     return None if operation is None else (operation, name.removesuffix("_default"))
 
 
-def parts_of(operation: str, given: Tensor, size: int) -> tuple[list[Box], list[Box]] | None:
-    """The parts of the input and of the output, in a group of `size` ranks; they lie along dimension 0."""
+def parts_of(operation: str, given: Tensor, size: int, args: Sequence[Any]) -> tuple[list[Box], list[Box]] | None:
+    """The parts of the input and of the output, in a group of `size` ranks; they lie along dimension 0. `args` are
+    those of the function."""
     if operation == "sum":
         return [WHOLE], [WHOLE]
+    if operation == SWAP:
+        received, sent = ([int(length) for length in lengths or ()] for lengths in args[1:3])
+        mine, theirs = rows(sent, given.shape[0], size), rows(received, sum(received) or given.shape[0], size)
+        return None if mine is None or theirs is None else (mine, theirs)
     if not given.dim() or not given.numel():
         return None
     length = given.shape[0]
@@ -118,7 +127,7 @@ def watched(operation: str, name: str, exchanges: Exchanges, args: Sequence[Any]
     if not isinstance(result, Tensor) or result.grad_fn is None or not given.is_floating_point():
         return []
     ranks = group_of(args)
-    parts = parts_of(operation, given, len(ranks))
+    parts = parts_of(operation, given, len(ranks), args)
     index = exchanges.number(ranks, name) if parts is not None and len(ranks) > 1 else None
     if parts is None or index is None:
         return []
