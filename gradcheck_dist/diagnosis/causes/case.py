@@ -131,8 +131,9 @@ def name_case(case: Case) -> None:
         quantities.setdefault(case.context.group_name(size), float(size))
         near.add(case.context.group_name(size))
     if case.culprit.wrong_constant:
-        # Not the event's own numbers, but one that it left out or counts twice.
-        near |= {axis for axis in ("ep", "tp", "cp") if case.context.axes.get(axis, 1) > 1}
+        # Not the event's own numbers, but one that it left out or counts twice: of ranks, for it knows no passes.
+        large = {axis for axis, size in case.context.axes.items() if size > 1}
+        near |= large & {"ep", "tp", "cp"} or large & {"dp_replicate", "dp_shard"}
     elif isinstance(event, Reduce):
         size = event.num_ranks
         copies = case.context.ranks_per_batch(event.group)

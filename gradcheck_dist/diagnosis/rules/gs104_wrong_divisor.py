@@ -43,6 +43,7 @@ from gradcheck_dist.diagnosis.causes.culprit import Culprit
 from gradcheck_dist.diagnosis.causes.experiments import between_names
 from gradcheck_dist.diagnosis.causes.summed_means import bare_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
+from gradcheck_dist.diagnosis.weights.factors import Name
 from gradcheck_dist.diagnosis.words import reduction
 from gradcheck_dist.events import BY_AUTOGRAD, DATA_PARALLEL, GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.reductions import nominal_factor
@@ -74,6 +75,7 @@ def judge(case: Case) -> Answer | None:
         f"losses and the other reductions ask for 1/{wanted:.6g}: these weights are x {case.pattern.factor:.6g}{name}.",
         fix=f"Let this reduction divide by {wanted:.6g} in all: set_gradient_divide_factor({wanted:.6g}) on an FSDP "
         "module (on gloo with set_force_sum_reduction_for_comms(True)).",
+        suggested_experiment=between_names(case.context, _counted_once(case)),
     )
 
 
@@ -87,12 +89,11 @@ def _sum_of_means(case: Case, culprit: Culprit) -> Answer | None:
     are_means = case.context.of_means or all(loss is not None and loss.reduction == "mean" for loss in losses)
     if not isinstance(event, Reduce) or not are_means:
         return None
-    alike = [name for name in case.names if [power for _, power in name.powers] == [1]]  # the passes may be as many
     return Answer(
         explanation=f"{summed_means(case)} The gradient is {size} times the one of the mean over all ranks.",
         fix=f"Let the reduction average ({_average(event, size)}), or divide each loss by {size} as well.",
         culprit=culprit,
-        suggested_experiment=between_names(case.context, alike),
+        suggested_experiment=between_names(case.context, _counted_once(case)),  # the passes may be as many
     )
 
 
@@ -130,6 +131,11 @@ def undivided_means(case: Case) -> tuple[str, str]:
 def _at(event: Event | None) -> str:
     site = event.site if event is not None else None
     return f" at {site.short}" if site is not None else ""
+
+
+def _counted_once(case: Case) -> list[Name]:
+    """Of the factor's names those that are one number or one over it."""
+    return [name for name in case.names if [abs(power) for _, power in name.powers] == [1]]
 
 
 def _average(event: Reduce, size: int) -> str:
