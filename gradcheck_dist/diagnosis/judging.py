@@ -259,7 +259,7 @@ def _cases(
     """Wrong weights by whom they are laid to, once a clip that the trainer wrote itself is taken out; the factors that
     such a clip hides, None where there is none; such a clip that took a wrong norm; and one of scaled gradients."""
     data, target = verdict.data, weighed.target
-    cases = cases_of(verdict, weighed.measured, target.expected, target.tokens)
+    cases = cases_of(verdict, weighed.measured, target)
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
         cases = _without(verdict, weighed, by_hand)
@@ -295,7 +295,7 @@ def _without(verdict: StepVerdict, weighed: Weighed, clip: HandClip) -> list[Cas
 def _judged_again(verdict: StepVerdict, measured: list[Held], target: Aim) -> list[Case]:
     verdict.held = judge(measured, target.contributions, target.expected)
     verdict.units = unit_of(verdict.held)
-    return cases_of(verdict, measured, target.expected, target.tokens)
+    return cases_of(verdict, measured, target)
 
 
 def _not_to_come(cases: list[Case], held: list[Held]) -> list[Case]:

@@ -191,7 +191,7 @@ def weigh(
     context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written
-    context.of_samples = target.of_samples
+    context.of_samples, context.again = target.of_samples, target.again
     if target.of_samples and target.contributions.num_tokens:
         context.quantities["num_tokens"] = float(target.contributions.num_tokens)
     name_places(measured, data, target.contributions, target.expected)

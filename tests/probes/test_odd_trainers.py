@@ -159,6 +159,22 @@ def test_losses_of_several_tasks_are_means_of_their_own(tmp_path: Path) -> None:
     assert any("objectives of their own" in note for note in report.coverage.notes)
 
 
+def test_a_task_of_several_without_a_label_in_one_pass_is_judged(tmp_path: Path) -> None:
+    """What counts nothing there has no weight to be scaled."""
+    body, heads = nn.Linear(8, 16), [nn.Linear(16, 5), nn.Linear(16, 7)]
+    optimizer = torch.optim.SGD([*body.parameters(), *heads[0].parameters(), *heads[1].parameters()], lr=0.01)
+    with attach(tmp_path / "run", objective="global-token-mean"):
+        for num in (3, 0):
+            data, (one, other) = torch.randn(9, 8), torch.randint(0, 5, (2, 9))
+            other[num:] = -100
+            F.cross_entropy(heads[0](torch.relu(body(data))), one, reduction="sum").div(36).backward()
+            F.cross_entropy(heads[1](torch.relu(body(data))), other, reduction="sum").div(3).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("differentiated one by one" in reason for reason in report.reasons)
+
+
 @pytest.mark.parametrize("one_forward", [False, True])
 def test_a_loop_over_tasks_accuses_nobody(tmp_path: Path, one_forward: bool) -> None:
     """One line runs all backward passes: a mean over all tasks' tokens is not what was meant. On one forward pass that

@@ -36,6 +36,13 @@ def last_twice(_: nn.Sequential, losses: list[Tensor]) -> None:
         loss.backward()
 
 
+def scaled_but_once(_: nn.Sequential, losses: list[Tensor]) -> None:
+    for index, loss in enumerate(losses):
+        (4 * loss).backward(retain_graph=index == 1)
+        if index == 1:
+            loss.backward()
+
+
 def once(_: nn.Sequential, losses: list[Tensor]) -> None:
     torch.stack(losses).sum().backward()
 
@@ -145,6 +152,21 @@ def test_a_wrong_loss_is_told_besides_by_what_it_divides(tmp_path: Path) -> None
     """By tokens that enter once: neither fault is told as a product of both."""
     wrong, again = sorted(train(tmp_path, running_total, divisor=sum(SIZES) * 2).findings, key=lambda one: one.code)
     assert (wrong.code, wrong.factor.exact, again.code) == ("GS303", "1/2", "GS403")
+
+
+@pytest.mark.parametrize(("passes", "factor"), [(twice, 2.0), (last_twice, None)])
+def test_a_mean_of_means_that_goes_backward_again_is_told_as_such_besides(
+    tmp_path: Path, passes: Passes, factor: float | None
+) -> None:
+    """A pass that brings no tokens has no count."""
+    wrong, again = sorted(train(tmp_path, passes, mean=True).findings, key=lambda one: one.code)
+    assert (wrong.code, again.code, again.factor.observed) == ("GS301", "GS403", factor)
+
+
+def test_a_loss_that_weighs_another_number_when_it_goes_backward_again_is_judged(tmp_path: Path) -> None:
+    wrong, again = sorted(train(tmp_path, scaled_but_once).findings, key=lambda one: one.code)
+    assert (wrong.code, again.code) == ("GS000", "GS403")
+    assert wrong.factor.observed == pytest.approx(4.0)
 
 
 def test_what_steps_without_samples_document_is_left_alone(tmp_path: Path) -> None:

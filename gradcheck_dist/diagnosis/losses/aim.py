@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -20,6 +21,7 @@ class Aim:
     `as_written`: several losses of a pass are judged by one, without what is written before it in their sum.
     `of_samples`: each contribution counts its sequences; `of_elements`: what its one mean or sum goes over,
     `of_weighted`: tokens that weights of their own multiply.
+    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
     `other`: what these weights leave open where nobody declared an objective, and what the one that was asks for."""
 
     contributions: Contributions
@@ -33,6 +35,7 @@ class Aim:
     of_samples: bool = False
     of_elements: bool = False
     of_weighted: bool = False
+    again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
     other: tuple[str, dict[ContributionKey, Fraction]] | None = None
     reasons: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -40,6 +43,10 @@ class Aim:
     def __post_init__(self) -> None:
         if self.relative:
             self.reasons.append(self._why_relative())
+
+    def filled(self, weights: Mapping[ContributionKey, Fraction]) -> dict[ContributionKey, Fraction]:
+        """What a pass that brings no tokens weighs is what these weighed where they entered."""
+        return {**weights, **{key: weights[first] for key, first in self.again.items() if first in weights}}
 
     def decide(self, objective: str, *, declared: bool) -> None:
         """Settle on the objective that was declared, or leave open which one is meant."""

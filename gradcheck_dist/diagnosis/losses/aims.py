@@ -110,7 +110,8 @@ def _aim(
 ) -> Aim:
     if (again := repeats(data, contributions, measured)) is not None:
         found = _of_losses(objective, data, again.counted_once(contributions), measured, written)
-        found.expected = again.filled(found.expected)
+        found.again = again.entered
+        found.expected = found.filled(found.expected)
         return found
     return _of_losses(objective, data, contributions, measured, written)
 

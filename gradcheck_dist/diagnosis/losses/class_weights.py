@@ -7,8 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.causes.vocabulary import LOSS_SCALE
-from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
-from gradcheck_dist.diagnosis.weights.cells import MATERIAL
+from gradcheck_dist.diagnosis.weights.cells import MATERIAL, loss_rounding
 from gradcheck_dist.diagnosis.weights.degrees import is_of_degrees
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 

@@ -8,11 +8,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.weights.cells import Held, material
+from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.weights.cells import Held, loss_rounding, material
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.ledger.contributions import ContributionKey, Contributions
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
-from gradcheck_dist.ledger.solve import EPSILON
 
 USUAL = 1 / 3
 """The least share of losses that tells how much they all should weigh: of twenty that each have a number of their own,
@@ -37,8 +37,7 @@ class OwnObjective:
 
 def own_objective(
     contributions: Contributions,
-    expected: Mapping[ContributionKey, Fraction],
-    tokens: Mapping[ContributionKey, int],
+    target: Aim,
     right: Collection[ContributionKey] = (),
 ) -> OwnObjective | None:
     """What the losses themselves were out for, when that is not (a multiple of) what is expected.
@@ -47,23 +46,25 @@ def own_objective(
     that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
     expected that came out right in the end (`right`), or else those that most losses have, or else their total.
     """
+    tokens = target.tokens
+    expected = {key: weight for key, weight in target.expected.items() if tokens.get(key)}
     roots = {key: contributions.by_key[key].weight for key in expected}
     if not roots or any(not root for root in roots.values()):
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)
     rounding = loss_rounding(contributions)
-    near = np.array([max(rounding / 2, material(tokens.get(key))) for key in expected])
+    near = np.array([max(rounding / 2, material(tokens[key])) for key in expected])
     if _proportional(measured, np.array([float(weight) for weight in expected.values()]), near):
         return None
     for name in OBJECTIVES:
         other = expected_weights(name, tokens)
         if _proportional(measured, np.array([float(other[key]) for key in expected]), near):
-            return OwnObjective(other)
+            return OwnObjective(target.filled(other))
     for way in partitions(list(expected), contributions.groups):
         counted = way.tokens_of({key: tokens[key] for key in expected})
         if _proportional(measured, np.array([1.0 / counted[key] for key in expected]), near):
             means = {key: Fraction(1, way.num_parts * count) for key, count in counted.items()}
-            return OwnObjective(means, num_parts=way.num_parts)
+            return OwnObjective(target.filled(means), num_parts=way.num_parts)
     quotients = {key: (roots[key] or 0.0) / float(expected[key]) for key in expected}
     scale = _usual(quotients, right, rounding)
     anchored = scale is not None
@@ -72,7 +73,7 @@ def own_objective(
             (roots[key] or 0.0) * tokens[key] for key in expected
         )
     weights = {key: Fraction((roots[key] or 0.0) * scale).limit_denominator(10**12) for key in expected}
-    return OwnObjective(weights, anchored)
+    return OwnObjective(target.filled(weights), anchored)
 
 
 def own_division(
@@ -87,12 +88,6 @@ def own_division(
     if any(2 * cell.margin >= abs(roots[cell.key]) for cell in cells):
         return None  # noise would hide any other division
     return {key: weight * Fraction(roots[key]).limit_denominator(10**12) for key, weight in expected.items()}
-
-
-def loss_rounding(contributions: Contributions) -> float:
-    """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
-    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
-    return 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])
 
 
 def _usual(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 
@@ -46,10 +45,6 @@ class Repeats:
             for key, one in contributions.by_key.items()
         }
         return replace(contributions, by_key=by_key)
-
-    def filled(self, expected: dict[ContributionKey, Fraction]) -> dict[ContributionKey, Fraction]:
-        """What a pass that brings no tokens weighs is what these weighed where they entered."""
-        return expected | {key: expected[first] for key, first in self.entered.items() if first in expected}
 
 
 def repeats(data: StepData, contributions: Contributions, measured: Sequence[Held]) -> Repeats | None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
-from gradcheck_dist.diagnosis.weights.cells import MATERIAL, MAX_SPREAD
+from gradcheck_dist.diagnosis.weights.cells import MATERIAL, MAX_SPREAD, loss_rounding
 from gradcheck_dist.diagnosis.weights.degrees import degrees_of
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions, Samples
 

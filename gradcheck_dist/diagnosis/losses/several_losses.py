@@ -51,7 +51,7 @@ class OwnMeans:
 
 def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Held]) -> OwnMeans:
     """The same aim where one mean over all tokens fits or one loss was seen; else a mean for each loss."""
-    counted = {key: c for key, c in target.contributions.by_key.items() if key in target.tokens}
+    counted = {key: c for key, c in target.contributions.by_key.items() if target.tokens.get(key)}
     losses = _by_place(counted)
     if target.relative or fits(measured, target.contributions, target.expected):
         return OwnMeans(target)
@@ -76,7 +76,9 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
     lines = " and ".join(dict.fromkeys(place[1] or place[0] for place in map(_place, counted.values())))
     if trained_apart and not in_a_loop and all(abs(share - 1) <= SAME for share in shares.values()):
         inferred = "train parameters of their own and are taken for objectives of their own, each over its own tokens"
-        return OwnMeans(replace(target, expected=own), remarks=[f"the losses at {lines} {inferred} (inferred)"])
+        return OwnMeans(
+            replace(target, expected=target.filled(own)), remarks=[f"the losses at {lines} {inferred} (inferred)"]
+        )
     scaled = {key: own[key] * Fraction(shares[place]) for place, keys in losses.items() for key in keys}
     shown = " and ".join(f"x {share:.4g}" for share in shares.values())
     apart = "in passes that train parameters of their own" if in_a_loop else "one by one"
@@ -85,15 +87,16 @@ def loss_by_loss(target: Aim, objective: str, data: StepData, measured: list[Hel
         "whether these are coefficients that are meant or wrong normalisers is not known. "
         "gradcheck_dist.mark_loss(loss_sum, num_tokens, term=..., coefficient=...) tells"
     )
-    return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+    return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
 
 
 def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | None:
     """One loss whose accumulation steps have a coefficient each (0.7 of code, 0.3 of text): unequal numbers that
     somebody wrote and that add up to 1, each times the mean over the tokens of its step."""
     steps: dict[int, list[ContributionKey]] = defaultdict(list)
-    for key in target.tokens:
-        steps[key[1]].append(key)
+    for key, count in target.tokens.items():
+        if count:
+            steps[key[1]].append(key)
     own: dict[ContributionKey, Fraction] = {}
     for keys in steps.values():
         own |= expected_weights(objective, {key: target.tokens[key] for key in keys})
@@ -109,7 +112,7 @@ def _mixture(target: Aim, objective: str, measured: list[Held]) -> OwnMeans | No
         "mixture, if they are meant. gradcheck_dist.mark_loss(loss_sum, num_tokens, coefficient=...) tells"
     )
     if _weigh_as(scaled, target.contributions) and not _weigh_as(target.expected, target.contributions):
-        return OwnMeans(replace(target, expected=scaled), reasons=[reason])
+        return OwnMeans(replace(target, expected=target.filled(scaled)), reasons=[reason])
     return None  # something behind the losses did it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 
@@ -18,9 +19,10 @@ from gradcheck_dist.diagnosis.causes.own_lines import (
 )
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.summed_means import summing
-from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding, own_division, own_objective
+from gradcheck_dist.diagnosis.losses.aim import Aim
+from gradcheck_dist.diagnosis.losses.own_objective import own_division, own_objective
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
-from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, pool
+from gradcheck_dist.diagnosis.weights.cells import Cell, Held, average, judge, loss_rounding, pool
 from gradcheck_dist.diagnosis.weights.patterns import Pattern, Sample, explain
 from gradcheck_dist.diagnosis.weights.quiet import losses_show
 from gradcheck_dist.events import GradWrite, Reduce, Site
@@ -34,21 +36,21 @@ EXACT = 1e-6
 def cases_of(
     verdict: StepVerdict,
     measured: list[Held],
-    expected: dict[ContributionKey, Fraction],
-    tokens: dict[ContributionKey, int],
+    target: Aim,
 ) -> list[Case]:
     """What the losses did wrong, and what happened to the gradients afterwards.
 
     Whatever follows a loss treats all tokens of a contribution alike. So weights that are off between contributions
     from the very start are the losses' doing; the rest is judged against what these losses were out for.
     """
+    expected = target.expected
     held_alone = any(not cell.right for held in verdict.held for cell in held.cells)
     together = pool(verdict.held)
     quiet = not held_alone and all(cell.right for held in together for cell in held.cells)
     matrix = verdict.held if held_alone else together
     wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
     right = {cell.key for held in matrix for cell in held.cells} - wrong
-    found = own_objective(verdict.contributions, expected, tokens, right)
+    found = own_objective(verdict.contributions, target, right)
     own = found.weights if found is not None else None
     rounded = loss_rounding(verdict.contributions) / 2  # two are put apart by both
     if quiet and not losses_show(together, own, expected, rounded):
@@ -195,7 +197,20 @@ def _explain(verdict: StepVerdict, blamed: Blame) -> list[Pattern]:
             holder = verdict.contributions.coordinate.get(rank, -1)
             margin = max(cell.margin, cell.material * abs(cell.ratio))  # what is off by no more makes no shape
             samples.append(Sample(key, rank, holder, cell.ratio, margin, times, largest))
-    return explain(samples, verdict.context)
+    return explain(_without_again(samples, verdict.context.again) or samples, verdict.context)
+
+
+def _without_again(samples: list[Sample], again: Mapping[ContributionKey, ContributionKey]) -> list[Sample]:
+    """Without passes that differentiate a loss again and weigh what the first one does: they have no count to show a
+    shape by."""
+    told = {(one.holder, one.key): one for one in samples if one.key not in again}
+    first = {(one.holder, one.key): told.get((one.holder, again[one.key])) for one in samples if one.key in again}
+    alike = {
+        (one.holder, one.key)
+        for one in samples
+        if (other := first.get((one.holder, one.key))) and abs(one.ratio - other.ratio) <= one.margin + other.margin
+    }
+    return [one for one in samples if (one.holder, one.key) not in alike]
 
 
 def configured_at(data: StepData, culprit: Culprit) -> str | None:

@@ -13,7 +13,7 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.diagnosis.finding import Finding
-from gradcheck_dist.diagnosis.losses.own_objective import loss_rounding
+from gradcheck_dist.diagnosis.weights.cells import loss_rounding
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.extra_counts import extra_counts
 from gradcheck_dist.diagnosis.weights.factors import has_name

@@ -288,3 +288,9 @@ def average(cells: list[Cell]) -> Cell:
     return replace(
         best, ratio=ratio, observed=ratio * float(best.expected), stderr=stderr, tolerance=constant + SIGMAS * stderr
     )
+
+
+def loss_rounding(contributions: Contributions) -> float:
+    """How far, relatively, rounding of the losses' upstream gradients puts their weights apart."""
+    dtypes = {c.loss.dtype if c.loss is not None else "bfloat16" for c in contributions.by_key.values()}
+    return 2 * max((EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes), default=EPSILON["float32"])

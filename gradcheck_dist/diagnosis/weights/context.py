@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -32,7 +32,8 @@ class StepContext:
     `of_means`: each contribution counts as one mean, for nobody counts what it is a mean of. `as_written`: passes of
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
     tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
-    differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage."""
+    differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage.
+    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered."""
 
     step: int
     world_size: int
@@ -51,6 +52,7 @@ class StepContext:
     of_weighted: bool = False
     of_tasks: bool = False
     num_handed_over: int = 0
+    again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
