@@ -304,11 +304,13 @@ class Unrecorded(Event, tag="unrecorded"):
 class Replica(Event, tag="replica"):
     """A checksum of some of a rank's parameters, equal on ranks that hold the same values: when the first backward
     pass of a step began, or (`after`) when an optimizer had stepped. `num_steps_later` counts optimizer steps behind
-    the last recorded one; there only changes that no optimizer made are noted."""
+    the last recorded one; there only changes that no optimizer made are noted. `exchanged`, where values changed by no
+    optimizer: whether collectives moved so much since the change before that other ranks' values may be in them."""
 
     fingerprint: int
     after: bool = False
     num_steps_later: Count = 0
+    exchanged: bool | None = None
 
 
 OWN_OPTIMIZER = "an own optimizer"  # stands for the name of one that is none of torch.optim

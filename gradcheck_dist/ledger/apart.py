@@ -32,7 +32,8 @@ class Averaged:
 
 def averaged(run: Run) -> Averaged | None:
     """Whether ranks' parameters were unequal and became equal again, or were changed on all of them by something else
-    than an optimizer; None where nothing of the kind was seen."""
+    than an optimizer, and not by each rank alone (a weight decay or a clip of weights by hand, behind which no
+    collective stands); None where nothing of the kind was seen."""
     seen = {rank: _states(run, rank) for rank in run.ranks}
     common = set.intersection(*map(set, seen.values())) if len(seen) > 1 else set()
     unequal = False
@@ -43,23 +44,25 @@ def averaged(run: Run) -> Averaged | None:
         unequal |= len(left - {None}) > 1
         if unequal and len(found) == 1:
             return Averaged(*moment, alike=True)
-        if changed is None and all(None not in of_rank[moment] and len(set(of_rank[moment])) == 2
-                                   for of_rank in seen.values()):  # fmt: skip
+        alone = all(of_rank[moment][2] is False for of_rank in seen.values())
+        if changed is None and not alone and all(of_rank[moment][0] not in (None, of_rank[moment][1])
+                                                 for of_rank in seen.values()):  # fmt: skip
             changed = Averaged(*moment, alike=False)
         unequal |= len(found) > 1
     return changed
 
 
-def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int]]:
-    """By (step, later steps) behind which it was: the checksum that the optimizer left, and the next one after it."""
-    states: dict[tuple[int, int], tuple[int | None, int]] = {}
+def _states(run: Run, rank: int) -> dict[tuple[int, int], tuple[int | None, int, bool | None]]:
+    """By (step, later steps) behind which it was: the checksum that the optimizer left, the next one after it, and
+    whether other ranks' values may be in that."""
+    states: dict[tuple[int, int], tuple[int | None, int, bool | None]] = {}
     left: int | None = None
     moment = (-1, 0)
     for event in sorted((e for e in run.ranks[rank].events if isinstance(e, Replica)), key=lambda e: e.seq):
         if event.after:
             left, moment = event.fingerprint, (event.step, event.num_steps_later)
         else:
-            states[moment] = (left, event.fingerprint)
+            states[moment] = (left, event.fingerprint, event.exchanged)
     return states
 
 

@@ -14,8 +14,9 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
     """Train some steps; returns a checksum of the parameters.
 
     Args:
-        how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "never", or "owner": each rank steps
-            parameters of its own and hands them to the others (ZeRO without its reduction).
+        how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "elastic" (towards a common
+            point), "never", "decay" (by hand; ranks tell one another a number), or "owner": each rank steps parameters
+            of its own and hands them to the others (ZeRO without its reduction).
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
@@ -49,6 +50,14 @@ def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], ran
     for index, (param, first) in enumerate(zip(params, start, strict=True)):
         if how == "owner":
             dist.broadcast(param.data, index % world)
+        elif how == "decay":
+            param.mul_(0.99)
+            dist.all_reduce(torch.zeros(()))
+        elif how == "elastic":
+            pull = 0.2 * (param - first)
+            param.sub_(pull)
+            dist.all_reduce(pull)
+            first.add_(pull)
         elif how == "neighbour":
             held = [torch.zeros_like(param) for _ in range(world)]
             dist.all_gather(held, param.detach())

@@ -31,7 +31,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("how", "every"),
-    [("parameters", 1), ("parameters", RECORDED), ("pseudo gradients", RECORDED + 2), ("neighbour", 2)],
+    [("parameters", 1), ("parameters", RECORDED), ("pseudo gradients", RECORDED + 2), ("neighbour", 2), ("elastic", 2)],
 )
 def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, every: int) -> None:
     """Also where the first average comes behind the recorded steps, or right behind the last of them."""
@@ -68,6 +68,13 @@ def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
     assert "GS103" in {finding.code for finding in diagnose(run).findings}
     seen = [event for event in run.ranks[0].events if isinstance(event, Replica)]
     assert [(event.step, event.after) for event in seen] == [(s, a) for s in range(RECORDED) for a in (False, True)]
+
+
+@pytest.mark.parametrize("every", [1, RECORDED + 1])
+def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, every: int) -> None:
+    """A weight decay by hand behind the optimizer was taken for local SGD."""
+    (finding,) = diagnose(read_run(train(tmp_path, "decay", every, of_all=True))).findings
+    assert finding.code == "GS103"
 
 
 def test_ranks_that_step_parts_and_hand_them_on_lack_a_reduction(tmp_path: Path) -> None:

@@ -329,6 +329,8 @@ def after_manual(
     """A parameter's reduction is told when all pieces of its buffer are through."""
     for region in opened:
         pending[region.info.id].length += region.length
+    if recorder.replicas is not None:
+        recorder.replicas.moved -= sum(region.length for region in opened)  # gradients bring no parameters
     for region in regions:
         if output is not None:
             pending[region.info.id].outputs.append((region, output, behind.work))

@@ -5,6 +5,10 @@ post-local SGD. By which collective, and what of (the parameters, copies, the wa
 long after the recorded steps: where several ranks have reduced nothing by then, this probe alone stays and looks on,
 a few small copies an optimizer step, until it has seen parameters change that no optimizer changed.
 
+What changes parameters behind the optimizer may be a line that looks at its own rank alone: a weight decay or a clip of
+weights by hand. Values do not tell (both may scale what ranks differ by), so what collectives moved since the change
+before is counted.
+
 An optimizer that steps copies of its own (float32 beside bfloat16) changes no parameter itself. Where parameters are
 found to hold what it left in its copies, it is the optimizer that changed them.
 """
@@ -14,10 +18,11 @@ from __future__ import annotations
 import functools
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -34,6 +39,17 @@ MAX_VALUES = 16
 """Of each of them."""
 MAX_CHANGES = 8
 """After as many changes the probe has seen enough."""
+MOVING = (
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced",
+    "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+"""Methods of ProcessGroup, some of them older names."""
+PACKED = 16
+"""Whoever shares parameters may send as many times less: of signs, or of a part of them."""
+NUMBERS = 64
+"""Fewer elements than these are a loss or a count that ranks tell one another, where parameters have more."""
 
 
 class Replicas:
@@ -47,6 +63,24 @@ class Replicas:
         self._left: int | None = None
         self._in_copies: int | None = None  # the same checksum of what an optimizer left in its own copies
         self.num_changes = 0
+        self.moved = 0  # elements that collectives moved
+        self._moved_before = 0  # up to the last change
+        self._left_values: Tensor | None = None
+
+    def watch(self, patches: Patches) -> None:
+        """Count what collectives move."""
+
+        def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def moving(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+                self.moved += sum(one.numel() for one in _tensors(args))
+                return original(group, *args, **kwargs)
+
+            return moving
+
+        for name in MOVING:
+            if hasattr(dist.ProcessGroup, name):
+                patches.replace(dist.ProcessGroup, name, counted)
 
     def begins(self) -> None:
         """A backward pass begins: note the first of each step."""
@@ -77,12 +111,14 @@ class Replicas:
 
         patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
         patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
+        if dist.is_available():
+            self.watch(patches)
 
     def look(self, after: bool) -> None:
         values = self._values(copies=after)
         if values is not None:
             self._later += after
-            self.recorder.copies.bring(values, functools.partial(self._compare, after, self._later))
+            self.recorder.copies.bring(values, functools.partial(self._compare, after, self._later, self.moved))
             self.recorder.copies.poll()
 
     def _note(self, *, after: bool) -> None:
@@ -91,29 +127,48 @@ class Replicas:
             recorder = self.recorder
             event = functools.partial(Replica, t_ns=time.time_ns(), step=recorder.step, after=after)
             # One number is left free for what an optimizer left in its copies.
-            noted = functools.partial(self._write, event, recorder.next_seq(), recorder.next_seq())
+            noted = functools.partial(self._write, event, self.moved, recorder.next_seq(), recorder.next_seq())
             recorder.copies.bring(values, noted)
 
-    def _write(self, event: Callable[..., Replica], free: int, seq: int, host: Tensor) -> None:
+    def _write(self, event: Callable[..., Replica], moved: int, free: int, seq: int, host: Tensor) -> None:
         own, copied = _checksums(host)
         noted = event(seq=seq, fingerprint=own)
+        if not noted.after:
+            noted = event(seq=seq, fingerprint=own, exchanged=self._exchanged(host[0], moved))
         if noted.after:
             self._left, self._in_copies = own, copied  # with these the first look behind the recorded steps compares
+            self._left_values = host[0].clone()
         elif own == self._in_copies != self._left:
             left = Replica(seq=free, t_ns=noted.t_ns, step=noted.step - 1, fingerprint=own, after=True)
             self.recorder.writer.append(left)
         self.recorder.writer.append(noted)
 
-    def _compare(self, after: bool, later: int, host: Tensor) -> None:
+    def _compare(self, after: bool, later: int, moved: int, host: Tensor) -> None:
         found, copied = _checksums(host)
         if after:
-            self._left, self._in_copies = found, copied
+            self._left, self._in_copies, self._left_values = found, copied, host[0].clone()
         elif self._left is not None and found not in (self._left, self._in_copies):
             self.num_changes += 1
             recorder = self.recorder
             event = functools.partial(Replica, t_ns=time.time_ns(), step=self._begun, num_steps_later=later)
             recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=self._left, after=True))
-            recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=found, after=False))
+            exchanged = self._exchanged(host[0], moved)
+            recorder.writer.append(event(seq=recorder.next_seq(), fingerprint=found, after=False, exchanged=exchanged))
+
+    def _exchanged(self, found: Tensor, moved: int) -> bool | None:
+        """Whether collectives moved so much since the last change that other ranks' parameters may have come; None
+        where nothing changed."""
+        if self._left_values is None:
+            self._moved_before = moved
+            return None
+        taken = [len(which) for _, which in self._chosen]
+        if not len(found) == len(self._left_values) == sum(taken) or torch.equal(found, self._left_values):
+            return None
+        changed = (found != self._left_values).split(taken)
+        sizes = [info.param.numel() for info, _ in self._chosen]
+        num = sum(size for size, of in zip(sizes, changed, strict=True) if bool(of.any()))
+        before, self._moved_before = self._moved_before, moved
+        return moved - before >= max(num / PACKED, min(NUMBERS, sum(sizes)))
 
     def _values(self, *, copies: bool) -> Tensor | None:
         """Some values of some parameters, the same ones on ranks that hold the same parameters, in one row. They are
@@ -154,6 +209,8 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def after(*_: Any) -> None:
         over(recorder, replicas)
 
+    if dist.is_available():
+        replicas.watch(patches)
     autograd.OPEN_LISTENERS.append(begin)
     patches.on_restore(lambda: autograd.OPEN_LISTENERS.remove(begin))
     patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
@@ -172,6 +229,14 @@ def over(recorder: Recorder, replicas: Replicas) -> None:
 @guarded("replicas")
 def look(recorder: Recorder, replicas: Replicas, after: bool) -> None:
     replicas.look(after)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for one in args:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
 
 
 def _is_whole(param: Tensor) -> bool:
