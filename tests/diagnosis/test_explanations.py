@@ -190,3 +190,10 @@ def test_a_power_of_two_is_no_larger_loss_scale_that_is_averaged() -> None:
 def test_a_loss_scale_is_simpler_than_counts_that_are_multiplied(powers: dict[str, int], said: bool) -> None:
     assert is_scale(1024.0, 1e-6) and not is_scale(128.0, 1e-6) and not is_scale(1000.0, 1e-6)
     assert is_one_count(powers) is said
+
+
+def test_a_reduction_is_not_meant_to_average_over_more_ranks_than_there_are() -> None:
+    """Two replicas of a pipeline over four ranks: 2 * 4 counts the replicas twice."""
+    quantities = {"dp_replicate": 2.0, "world_size": 4.0, "microbatches": 4.0}
+    best = Search([row(8.0, (average(2, divide=1.0), 1.0))], [], quantities).best()[0]
+    assert (best.loss, best.others) == (pytest.approx(8.0), ())

@@ -37,3 +37,15 @@ def test_a_rank_that_leaves_out_what_the_others_do_is_found_where_they_do_it(acc
     assert finding.code == "GS000" and 0 not in finding.ranks
     assert finding.factor.observed == pytest.approx(2, rel=1e-4)
     assert "what these ranks hold" in finding.fix
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_a_loop_that_reduces_and_divides_leaves_out_lacks_both_by_one_cause(accumulation: int) -> None:
+    hands = (Hand("before_optimizer", 1 / 1024, params=frozenset({"embed.weight", "layers.0.weight"})),)
+    skipping = replace(SCALED, accumulation=accumulation, hands=hands, not_reduced=frozenset({"norm.weight"}))
+    (finding,) = diagnose(World(skipping).run()).findings
+    assert (finding.code, finding.num_parameters, finding.factor.observed) == ("GS103", 1, 0.0)
+    assert "multiplies them by 0.000976563; these are left as they were" in finding.explanation
+    halved = replace(skipping, hands=(*hands, Hand("before_optimizer", 0.5, params=frozenset({"norm.weight"}))))
+    codes = {finding.code for finding in diagnose(World(halved).run()).findings}
+    assert "GS103" in codes and len(codes) == 2  # a line of their own is another cause

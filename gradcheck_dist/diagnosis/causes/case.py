@@ -33,7 +33,9 @@ class Case:
     """Everything known about one suspected fault. `everywhere`: it concerns all that was judged. `names` are names of
     the pattern's factor, `base_names` of the base of a geometric pattern, simplest first. `terms` are the auxiliary
     loss terms that it concerns, evaluated on `term_ranks`; none where it concerns the main loss. `norms` are those of
-    the step. `summing` is the reduction that adds up what are whole means of each rank's losses."""
+    the step. `summing` is the reduction that adds up what are whole means of each rank's losses. `skipped`: what
+    lines that reduce others multiply these by besides, which is lacking, too; None where it is not one number. `whole`
+    are the cells with all of that."""
 
     context: StepContext
     culprit: Culprit
@@ -48,6 +50,8 @@ class Case:
     term_ranks: tuple[int, ...] = ()
     norms: StepNorms | None = None
     summing: Culprit | None = None
+    skipped: float | None = None
+    whole: list[tuple[Held, Cell]] = field(default_factory=list)
 
     @property
     def pattern(self) -> Pattern:

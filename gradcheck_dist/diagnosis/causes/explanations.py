@@ -321,6 +321,8 @@ class Search:
 
     def _divisors(self, hand: Hand, divisor: float, tolerance: float, over: Set[str] = RANKS) -> list[Name]:
         meant = set(self.quantities) if hand[0] == GAP else SCHEDULE if hand[0] == "ScaleGrads" else RANKS
+        if hand[0] == "Reduce" and divisor > self.quantities.get("world_size", divisor) * (1 + tolerance):
+            return []  # no average is over more ranks than there are
         known = {name: value for name, value in self.quantities.items() if name in meant and value > 1}
         known |= self._divided if hand[0] == GAP else {}
         names = name_number(divisor, known, tolerance, max_factors=3)

@@ -81,7 +81,7 @@ def effect_of_case(
     exact = {(one.param, one.rank): one for one in case.held}
     cells: dict[tuple[ParamKey, int], dict[int, float]] = defaultdict(dict)
     alike: dict[tuple[int | None, ContributionKey], list[float]] = defaultdict(list)
-    for one, cell in case.cells:
+    for one, cell in case.whole or case.cells:
         cells[one.param, one.rank][cell.column] = cell.ratio
         alike[one.rank, cell.key].append(cell.ratio)
         alike[None, cell.key].append(cell.ratio)
@@ -101,7 +101,7 @@ def effect_of_case(
     scale = sqrt(wrong / right) if right > 0 else None
     cosines = [value[2] / sqrt(value[0] * value[1]) for value in products.values() if value[0] > 0 and value[1] > 0]
     scales = {key: sqrt(value[1] / value[0]) for key, value in products.items() if value[0] > 0}
-    weights = [cell.ratio if abs(cell.ratio) > NOISE else 0.0 for _, cell in case.cells]
+    weights = [cell.ratio if abs(cell.ratio) > NOISE else 0.0 for _, cell in case.whole or case.cells]
     effect = Effect(
         scale=scale,
         angle=_angle(both / sqrt(right * wrong)) if right > 0 and wrong > 0 else None,

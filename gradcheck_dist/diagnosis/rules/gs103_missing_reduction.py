@@ -132,15 +132,19 @@ def judge(case: Case) -> Answer | None:
     kept_back = reduced and all(_waits_for_replicas(held) for held in case.held)
     text = case.pattern.text
     text = f"Weights are {text}" if text.startswith("x ") else f"{text[0].upper()}{text[1:]}"
+    by = f" by {case.skipped:.6g}" if case.skipped is not None else ""
+    besides = f" What reduces other gradients also multiplies them{by}; these are left as they were." * bool(case.whole)
     return Answer(
         explanation=f"Other ranks' contributions {which}never reach this gradient: {what} followed the last "
-        f"backward{why}. {text}.{apart}{lacking or ''}",
+        f"backward{why}. {text}.{besides}{apart}{lacking or ''}",
         fix="Let HSDP all-reduce over the replicas in the last backward of the step: "
         "set_requires_all_reduce(True) before it."
         if kept_back
         else "Reduce over all ranks that hold this parameter and evaluate other tokens: the group of this reduction "
         "lacks an axis (data, context or expert-data parallel)."
         if lacking
+        else "Do to these parameters' gradients what your code does to the others: reduce them and scale them alike."
+        if case.whole
         else "Let the last backward of the step reduce: leave no_sync() before its forward, and compute gradients "
         "through the wrapped module, of all its parameters or with find_unused_parameters.",
     )

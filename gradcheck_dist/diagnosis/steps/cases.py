@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import (
     rank_of,
 )
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
+from gradcheck_dist.diagnosis.causes.skipped import without_skipped
 from gradcheck_dist.diagnosis.causes.summed_means import summing
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.own_objective import own_division, own_objective
@@ -111,7 +112,7 @@ def _cases(verdict: StepVerdict, judged: list[Held]) -> list[Case]:
     found = _of_tasks(found) if verdict.context.of_tasks else found
     cases = [_case(verdict, blamed, judged) for one in found for blamed in _without_emptied(one)]
     join_alike(cases, sum(bool(held.cells) for held in verdict.held))
-    return without_divisions_alone(cases)
+    return without_skipped(without_divisions_alone(cases), judged)
 
 
 def _without_emptied(blamed: Blame) -> list[Blame]:
