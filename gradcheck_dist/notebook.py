@@ -141,7 +141,8 @@ class LoadedRun:
         return self._frame("events")
 
     def norms(self) -> pandas.DataFrame:
-        """One row a clipping: norm before and after, threshold, coefficient."""
+        """One row a clipping: norm before and after, threshold, coefficient. Without clipping there is none; `metrics`
+        has what was logged of each step."""
         self._need_run("norms")
         return self._frame("norms")
 

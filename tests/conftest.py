@@ -16,6 +16,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
+# Where no bytecode may be kept (images set PYTHONDONTWRITEBYTECODE), every command that a test starts and every rank
+# would compile the package again: 0.3 s of a rank's second, 2 s of a command's three.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A job that a script started in the background ignores Ctrl-C, and so would everything that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,9 +40,8 @@ ONE_BY_ONE = (
     "tests/notebook/test_examples.py",
     "tests/scenarios/test_library.py",
     "tests/scenarios/test_matrix.py",
-    "tests/trainer/test_axes.py",
 )
-"""Files of long tests that share nothing: they go to whichever worker has time, when all other files are given out."""
+"""Files of long tests that share no run: they go to whichever worker has time, when all other files are given out."""
 
 
 @pytest.hookimpl(optionalhook=True)

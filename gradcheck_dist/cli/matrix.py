@@ -48,8 +48,7 @@ def matrix(
             code="E601",
         )
     if list_:
-        for case in chosen:
-            typer.echo(case.name)
+        typer.echo(_names([case.name for case in chosen], form))
         return
     for file in (resume, report):
         if file is not None:
@@ -78,6 +77,14 @@ def matrix(
         write_file(report, _written(rows, is_markdown=report.suffix.lower() == ".md") + "\n")
         typer.echo(f"wrote {report}", err=True)
     raise typer.Exit(int(not all(row.is_right for row in rows)))
+
+
+def _names(names: list[str], form: Format) -> str:
+    if form == Format.json:
+        import json
+
+        return json.dumps(names, indent=1)
+    return "\n".join(f"- `{name}`" if form == Format.md else name for name in names)
 
 
 def _left(rows: list[table.Row], count: int, resume: Path | None) -> str:

@@ -1,5 +1,6 @@
 """gradcheck run -- CMD..."""
 
+import contextlib
 import os
 import sys
 import time
@@ -107,7 +108,7 @@ def run(
         from gradcheck_dist.cli.live import check_terminal
 
         check_terminal()
-    folder = _make_folder(out, command)
+    folder, made = _make_folder(out, command)
     _say(f"recording into {folder}")
     if exact:
         chosen, every, every_step = range(chosen.start, chosen.start + 1), None, False
@@ -125,14 +126,18 @@ def run(
         sample_size,
     )
     environment = {**os.environ, VARIABLE: boot.encode()}
-    if live:
-        from gradcheck_dist.cli.live import run_beside
+    try:
+        if live:
+            from gradcheck_dist.cli.live import run_beside
 
-        code = run_beside(command, environment, folder)
-    else:
-        from gradcheck_dist.cli import child
+            code = run_beside(command, environment, folder)
+        else:
+            from gradcheck_dist.cli import child
 
-        code = child.run(command, environment)
+            code = child.run(command, environment)
+    except GradcheckError:  # the command cannot start: nothing of it stays
+        _unmake(folder, made)
+        raise
     sys.stdout.flush()
     judged = _judge(folder, command, code, chosen.start)
     if judged is None:
@@ -144,15 +149,28 @@ def run(
     raise typer.Exit(code or (judged.exit_code if strict else 0))
 
 
-def _make_folder(out: Path | None, command: list[str]) -> Path:
+def _make_folder(out: Path | None, command: list[str]) -> tuple[Path, list[Path]]:
+    """The run folder, and which folders were made for it, the innermost first."""
     from gradcheck_dist.trace.run import create_run_dir
 
     folder = (out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     existed = folder.is_dir() and any(folder.iterdir())
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     create_run_dir(folder, {"command": command})
     if not existed:
         folder.chmod(0o700)
-    return folder
+    return folder, made
+
+
+def _unmake(folder: Path, made: list[Path]) -> None:
+    from gradcheck_dist.trace.run import MANIFEST
+
+    with contextlib.suppress(OSError):  # somebody else's things are in it by now
+        (folder / MANIFEST).unlink()
+        if folder in made:
+            (folder / "output.log").unlink(missing_ok=True)  # of --live, and empty
+        for one in made:
+            one.rmdir()
 
 
 def _unwritable(folder: Path) -> str | None:

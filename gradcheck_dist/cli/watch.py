@@ -64,9 +64,9 @@ def watch(
             "gradcheck watch needs a terminal, and stdin or stderr is none. Use `gradcheck diagnose RUN` in scripts.",
             code="E752",
         )
-    from gradcheck_dist.tui.source import FolderSource
+    from gradcheck_dist.tui.source import FolderSource, others_inside
 
-    WatchApp(FolderSource(run, compare=compare), str(run), mode=screen).run()
+    WatchApp(FolderSource(run, compare=compare), str(run), mode=screen, told=others_inside(run)).run()
 
 
 def _serve(run: Path, compare: Path | None, screen: str, port: int) -> None:

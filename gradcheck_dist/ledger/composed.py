@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan, sqrt
 
 import numpy as np
 
 from gradcheck_dist.ledger.buffers import Column
+from gradcheck_dist.ledger.small_arrays import without_nan
 from gradcheck_dist.ledger.solve import SURE_SIGMAS, Solution, confirm, solve
 from gradcheck_dist.ledger.tracks import Slot
 
@@ -45,12 +47,12 @@ def made_up_of(
     usable = [column for column in columns if column.weights is not None]
     if len(usable) < len(columns):
         return None
-    sampled = np.flatnonzero(np.isfinite(values))
-    matrix = np.stack([column.data[sampled] for column in usable], axis=1) if usable else np.empty((len(sampled), 0))
-    known = np.isfinite(matrix).all(axis=1)
-    if not known.any():
+    seen, matrix = values, _side_by_side([column.data for column in usable], len(values))
+    known = np.isfinite(values) & np.isfinite(matrix).all(axis=1)
+    if not known.all():
+        matrix, seen = matrix[known], values[known]
+    if not len(seen):
         return None
-    matrix, seen = matrix[known], values[sampled[known]]
     nominal = np.array([column.nominal for column in usable])
     solution = solve(matrix, seen, epsilon, nominal, documented)
     if solution is None and documented is None:
@@ -58,11 +60,24 @@ def made_up_of(
     return None if solution is None else _composed(usable, solution, num_contributions)
 
 
+def _side_by_side(vectors: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
+    """Vectors of shape (num_rows,) as the columns of a matrix."""
+    if len(vectors) == 1:
+        return vectors[0][:, None]
+    found = np.empty((num_rows, len(vectors)))
+    for index, vector in enumerate(vectors):
+        found[:, index] = vector
+    return found
+
+
 def where_not_known(columns: Sequence[Column], values: np.ndarray) -> np.ndarray | None:
     """What was sampled where a column is not known, NaN elsewhere; None where there is no such thing. A buffer that was
     reduced to a part of it holds elsewhere what it held, and what is computed from it next may be of both."""
-    holes = np.any([np.isnan(column.data) for column in columns], axis=0) if columns else np.zeros(len(values), bool)
-    return np.where(holes, values, np.nan) if np.nan_to_num(values[holes]).any() else None
+    found = [holes for column in columns if (holes := np.isnan(column.data)).any()]
+    if not found:
+        return None
+    holes = found[0] if len(found) == 1 else np.any(found, axis=0)
+    return np.where(holes, values, np.nan) if without_nan(values[holes]).any() else None
 
 
 def is_another(found: Measured, other: Measured) -> bool:
@@ -85,9 +100,11 @@ def unless_others_would_do(
         values: what was sampled.
         others: contributions that weigh nothing by what was found, and may have come into it.
     """
-    seen = np.nan_to_num(values)
-    documented = sum((np.nan_to_num(column.data) * column.nominal for column in columns), np.zeros(()))
-    if not others or np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen):
+    if not others:
+        return found
+    seen = without_nan(values)
+    documented = sum((without_nan(column.data) * column.nominal for column in columns), np.zeros(()))
+    if np.linalg.norm(seen - documented) <= UNCHANGED * np.linalg.norm(seen):
         return found
     unknown = found[0] != 0
     alike = [key for key, brought in others.items() if _is_multiple(values, brought, epsilon)]
@@ -115,6 +132,8 @@ def _passes(columns: Sequence[Column], slots: Sequence[Slot]) -> list[tuple[Slot
 
 
 def _composed(columns: Sequence[Column], solution: Solution, num_contributions: int) -> Measured:
+    if len(columns) == 1 and solution.covariance is not None and not isnan(solution.coefficients[0]):
+        return _from_one(columns[0], solution)
     weights, variance, inherited = (np.zeros(num_contributions) for _ in range(3))
     for index, column in enumerate(columns):
         coefficient, error = solution.coefficients[index], solution.stderr[index]
@@ -132,6 +151,14 @@ def _composed(columns: Sequence[Column], solution: Solution, num_contributions: 
             variance[holds] = variance[holds] + (error * column.weights[holds]) ** 2
     if solution.covariance is not None and columns:
         # What several columns have in common is known better than the share of each.
-        stacked = np.stack([np.nan_to_num(column.weights) for column in columns if column.weights is not None])
-        variance = variance + np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
+        stacked = np.array([without_nan(column.weights) for column in columns if column.weights is not None])
+        variance = np.einsum("ij,ik,kj->j", stacked, solution.covariance, stacked).clip(min=0.0)
     return weights, np.sqrt(variance + inherited**2), np.sqrt(variance), solution
+
+
+def _from_one(column: Column, solution: Solution) -> Measured:
+    assert column.weights is not None and solution.covariance is not None
+    coefficient, error = float(solution.coefficients[0]), float(solution.stderr[0])
+    own = np.abs(without_nan(column.weights)) * sqrt(max(float(solution.covariance[0, 0]), 0.0))
+    inherited = (abs(coefficient) + error) * column.stderr
+    return coefficient * column.weights, np.sqrt(own * own + inherited * inherited), own, solution

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isinf, sqrt
 
 import numpy as np
+
+from gradcheck_dist.ledger.small_arrays import length, lengths, without_nan
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Spacing of 1.0 in a dtype; half of it bounds the relative rounding error of one operation."""
@@ -31,6 +34,9 @@ LEAST_TO_CONFIRM = 4
 
 COARSE = 1e-5
 """With an epsilon above this, what is added may be too small to change a sum."""
+
+FAR_APART = 0.9
+"""Cosine, without its sign, up to which two columns are solved by their products."""
 
 CANCELLED = 0.1
 """Summands have cancelled when what is left of them is smaller than this, relative to their size."""
@@ -94,14 +100,16 @@ def solve(
     """
     # Elements that got no gradient at all (rows of an embedding) tell nothing, and would make the rest look exact.
     told = columns.any(axis=1) | (y != 0)
-    if told.any():
+    if told.any() and not told.all():
         columns, y = columns[told], y[told]
     num_rows, num_columns = columns.shape
-    norms = np.linalg.norm(columns, axis=0)
+    norms = lengths(columns)
+    y_norm = length(y)
+    if num_columns == 1 and 0 < norms[0] < inf and (nominal is None or not isinf(nominal[0])):
+        return _solve_one(columns[:, 0], y, float(norms[0]), y_norm, epsilon)
     coefficients = np.full(num_columns, np.nan)
     stderr = np.full(num_columns, np.nan)
     seen = np.flatnonzero(norms > 0)
-    y_norm = float(np.linalg.norm(y))
     if not len(seen):
         return Solution(coefficients, stderr, 0.0 if y_norm == 0 else 1.0, y_norm == 0, num_rows)
     unit = columns[:, seen] / norms[seen]
@@ -110,38 +118,45 @@ def solve(
     if freedom < 1:
         return None
     basis = unit[:, kept]
-    x, _, rank, _ = np.linalg.lstsq(basis, y, rcond=None)
-    rest = float(np.linalg.norm(y - basis @ x))
+    alone = len(kept) == len(seen)  # no two are parallel: hundreds of ranks' columns need no loop
+    gram = basis.T @ basis
+    inverse = _inverse(gram) if alone else None
+    if inverse is not None:
+        x, determined = inverse @ (basis.T @ y), True
+        x = x + inverse @ (basis.T @ (y - basis @ x))  # to the last digit, which float64 asks for
+    else:
+        x, _, rank, _ = np.linalg.lstsq(basis, y, rcond=None)
+        determined = bool(rank == len(kept))
+    rest = length(y - basis @ x)
     summands = np.abs(x)
     if nominal is not None:
-        meant = np.zeros(len(kept))
-        of_columns = np.nan_to_num(nominal[seen])
-        np.add.at(meant, member_of, np.abs(of_columns) * norms[seen])
-        summands = np.maximum(summands, meant * _scale(columns[:, seen] @ of_columns, meant, y))
+        of_columns = without_nan(nominal[seen])
+        as_meant = np.bincount(member_of, np.abs(of_columns) * norms[seen], minlength=len(kept))
+        summands = np.maximum(summands, as_meant * _scale(columns[:, seen] @ of_columns, as_meant, y))
     size = y_norm + float(summands.sum())
     residual = rest / size if size else 0.0
-    rounding = ROUNDING * epsilon * float(np.linalg.norm(summands)) / np.sqrt(num_rows)
-    sigma = max(rest / np.sqrt(freedom), rounding)
-    determined = rank == len(kept)
-    alone = len(kept) == len(seen)  # no two are parallel: hundreds of ranks' columns need no loop
+    rounding = ROUNDING * epsilon * length(summands) / sqrt(num_rows)
+    sigma = max(rest / sqrt(freedom), rounding)
     beside = np.zeros((num_rows, 0))
     if not alone:
         beside = _off_direction(
             columns[:, seen], unit, kept, member_of, x, nominal if nominal is None else nominal[seen]
         )
-    spread = np.diag(np.full(len(kept), np.inf))
-    if determined:
-        inverse = np.linalg.inv(basis.T @ basis)
-        spread = max(inverse * sigma**2, _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
+    if not determined:
+        spread = np.diag(np.full(len(kept), np.inf))
+    else:
+        inverse = np.linalg.inv(gram) if inverse is None else inverse
+        spread = max(inverse * (sigma * sigma), _own_rounding(inverse @ basis.T, basis * x, y, epsilon), key=np.trace)
         if epsilon > COARSE:
             spread = spread + np.diag(_swallowed(basis * summands, y, epsilon) ** 2)
-        # What lies beside a direction is in y too, and other directions that are nearly as close take it up.
-        moved = inverse @ (basis.T @ beside)
-        spread = spread + moved @ moved.T + np.outer(moved.sum(axis=1), moved.sum(axis=1))
+        if not alone:
+            # What lies beside a direction is in y too, and other directions that are nearly as close take it up.
+            moved = inverse @ (basis.T @ beside)
+            spread = spread + moved @ moved.T + np.outer(moved.sum(axis=1), moved.sum(axis=1))
     shares = np.zeros((num_columns, len(kept)))
     if alone:
         coefficients[seen] = x / norms[seen]
-        stderr[seen] = np.sqrt(np.diag(spread)) / norms[seen]
+        stderr[seen] = np.sqrt(spread.diagonal()) / norms[seen]
         shares[seen, member_of] = 1.0 / norms[seen]
     for position, column in enumerate(() if alone else seen):
         group = member_of[position]
@@ -158,12 +173,52 @@ def solve(
         shares[column, group] = share
     covariance = shares @ spread @ shares.T if determined else None
     gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance
-    gate += float(np.linalg.norm(beside, axis=0).sum())
+    gate += 0.0 if alone else float(lengths(beside).sum())
     fits = rest <= gate if size else residual <= RESIDUAL_FACTOR * epsilon
     solution = Solution(
         coefficients, stderr, residual, fits, num_rows, rest / freedom**0.5, covariance, float(gate), freedom
     )
-    return replace(solution, checked=freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE)
+    if freedom >= len(kept) or solution.chance(y_norm) < BY_CHANCE:
+        return solution
+    return replace(solution, checked=False)
+
+
+def _solve_one(column: np.ndarray, y: np.ndarray, norm: float, y_norm: float, epsilon: float) -> Solution | None:
+    """`solve` for one column of length `norm`, by the same formulas: most samples of a step are of one state before.
+    What is documented says nothing there: y without its residual is the summand."""
+    num_rows = len(y)
+    freedom = num_rows - 1
+    if freedom < 1:
+        return None
+    unit = column / norm
+    square = float(unit.dot(unit))
+    x = float(unit.dot(y)) / square
+    coefficient = x / norm
+    coefficient += float(unit.dot(y - column * coefficient)) / norm  # to the last digit, which float64 asks for
+    along = column * coefficient
+    rest = length(y - along)
+    summand = abs(x)
+    size = y_norm + summand
+    residual = rest / size if size else 0.0
+    sigma = max(rest / sqrt(freedom), ROUNDING * epsilon * summand / sqrt(num_rows))
+    own = length(unit * np.maximum(np.abs(y), np.abs(along))) * ROUNDING * epsilon / square  # as _own_rounding
+    spread = max(sigma * sigma / square, own * own)
+    if epsilon > COARSE:
+        lost = float(_swallowed(unit[:, None] * summand, y, epsilon)[0])
+        spread += lost * lost
+    gate = RESIDUAL_FACTOR * epsilon * size
+    stderr = sqrt(spread) / norm
+    return Solution(
+        np.array([coefficient]),
+        np.array([stderr]),
+        residual,
+        fits=rest <= gate,
+        num_rows=num_rows,
+        sigma=rest / sqrt(freedom),
+        covariance=np.array([[stderr * stderr]]),
+        gate=gate,
+        freedom=freedom,
+    )
 
 
 def confirm(
@@ -285,10 +340,20 @@ def _off_direction(
 def _scale(predicted: np.ndarray, meant: np.ndarray, y: np.ndarray) -> float:
     """By how much smaller than documented everything came out (a loss scale, a clip that nobody recorded): rounding
     came out smaller with it. Where the summands cancel, that cannot be told: 1."""
-    size = float(np.linalg.norm(predicted))
-    if size < CANCELLED * float(np.linalg.norm(meant)):
+    size = length(predicted)
+    if size < CANCELLED * length(meant):
         return 1.0
     return min(1.0, abs(float(predicted @ y)) / size**2) if size else 1.0
+
+
+def _inverse(gram: np.ndarray) -> np.ndarray | None:
+    """The inverse of the products of two unit columns, where these are so far from parallel that solving with it
+    is as exact as without; else None."""
+    if len(gram) != 2 or not abs(gram[0, 1]) < FAR_APART:
+        return None
+    (first, product), (_, second) = gram.tolist()
+    scale = 1.0 / (first * second - product * product)
+    return np.array([[second * scale, -product * scale], [-product * scale, first * scale]])
 
 
 def _directions(unit: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:

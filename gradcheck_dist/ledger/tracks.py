@@ -26,6 +26,7 @@ from gradcheck_dist.events import (
     Samples,
     Wrapper,
 )
+from gradcheck_dist.ledger.grids import MIN_ON_GRID, on_grid
 from gradcheck_dist.ledger.names import ParamKey as ParamKey
 from gradcheck_dist.ledger.names import crossed, is_zero, names_and_sizes, plain_name
 from gradcheck_dist.ledger.names import merge as merge
@@ -44,8 +45,6 @@ SAME_LEAF = 1e-5
 """Relative difference within which two ranks' gradients of a pass are one."""
 MOST_WRITTEN = 4
 """Numbers that lines of the trainer's multiplied one gradient by, of which each may have moved a grid."""
-MIN_ON_GRID = 8
-"""Elements that must lie on the grid of a coarser type: one of 2^13 float32 numbers does by chance."""
 
 
 @dataclass
@@ -306,10 +305,10 @@ def _note_coarse(track: Track, written: Sequence[float] = ()) -> None:
         return
     leaves = np.concatenate([values.data for _, values in track.leaves.values()])
     for dtype in ("float16", "bfloat16"):
-        if _on_grid(leaves, dtype):
+        if on_grid(leaves, dtype):
             continue
-        found = any(_on_grid(point.values.data, dtype) for point in track.points)
-        if found or any(_on_grid(point.values.data, dtype, by) for point in track.points for by in written):
+        found = any(on_grid(point.values.data, dtype) for point in track.points)
+        if found or any(on_grid(point.values.data, dtype, by) for point in track.points for by in written):
             track.dtype = dtype  # the coarser of two comes last
 
 
@@ -327,28 +326,6 @@ def _note_summed_as_arrived(track: Track, dtype: str) -> None:
     size = len(leaves) * np.abs(leaves).sum(0)[told]
     if (off <= coarse * size).all() and not (off <= fine * size).all():
         track.dtype = dtype
-
-
-def _on_grid(values: np.ndarray, dtype: str, factor: float | None = None) -> bool:
-    """Whether all elements lie on a type's grid, or, once rounded, on `factor` times it."""
-    told = values[np.isfinite(values) & (values != 0)]
-    if len(told) < MIN_ON_GRID or np.abs(told).max() > np.finfo(np.float16).max:
-        return False
-    if factor is not None:
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # some write zero, or next to nothing
-            before = told / factor
-            near = before.astype(np.float16).astype(float) if dtype == "float16" else _to_bfloat16(before)
-            return bool((np.abs(near * factor - told) <= EPSILON["float32"] * np.abs(told)).all())
-    if dtype == "float16":
-        return bool((told.astype(np.float16) == told).all())
-    single = told.astype(np.float32)
-    return bool((single == told).all() and not (single.view(np.uint32) & 0xFFFF).any())
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 numbers."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32).astype(float)
 
 
 def _end_at_value_clip(trace: RankTrace, track: Track, events: list[Event]) -> None:

@@ -60,8 +60,8 @@ _IN_ORDER = (
     "activations.exchanges",
     "backward.recompute",
 )
-_MODULES = {path.rpartition(".")[2]: f"gradcheck_dist.probes.{path}" for path in _IN_ORDER}
-PROBES = tuple(_MODULES)
+MODULES = {path.rpartition(".")[2]: f"gradcheck_dist.probes.{path}" for path in _IN_ORDER}
+PROBES = tuple(MODULES)
 RUN_DIR_VARIABLE = "GRADCHECK_RUN_DIR"
 
 _session: Session | None = None
@@ -256,7 +256,7 @@ def _tell(words: str) -> None:
 def install(name: str, recorder: Recorder, patches: Patches, *, module: str | None = None) -> None:
     """Put one probe in place; one that cannot hook says so in the trace and leaves the others alone."""
     try:
-        import_module(module or _MODULES[name]).install(recorder, patches)
+        import_module(module or MODULES[name]).install(recorder, patches)
     except Exception as error:
         recorder.status(name, False, f"{type(error).__name__}: {error} (torch {torch.__version__})")
     else:
@@ -306,9 +306,9 @@ def availability() -> dict[str, str]:
     for name in PROBES:
         recorder, patches = Recorder(writer, steps=None, sample_size=1), Patches()
         try:
-            import_module(_MODULES["autograd"]).install(recorder, patches)
+            import_module(MODULES["autograd"]).install(recorder, patches)
             if name != "autograd":
-                import_module(_MODULES[name]).install(recorder, patches)
+                import_module(MODULES[name]).install(recorder, patches)
             found[name] = "ok"
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

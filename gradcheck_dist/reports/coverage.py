@@ -8,6 +8,9 @@ from gradcheck_dist.diagnosis.finding import Report, Unverified
 from gradcheck_dist.reports.text import data_ranks, printable, prose, some
 from gradcheck_dist.wording import plural
 
+EXACT = "exact"
+"""A way of recording that stands beside the probes, since it hides what they see otherwise; it could hook."""
+
 
 def coverage_lines(report: Report) -> list[str]:
     """What was seen and what not, line by line. The JSON report has the names of what was in order."""
@@ -18,9 +21,10 @@ def coverage_lines(report: Report) -> list[str]:
         lines.append(f"unidentifiable: {some(names, 3, 160)}")
     if coverage.probes_active:
         lines.append(f"{plural(len(coverage.probes_active), 'probe')} in place")
-    if coverage.probes_missing:
-        missing = [f"{entry.probe} ({entry.reason})" for entry in coverage.probes_missing]
+    missing = [f"{entry.probe} ({entry.reason})" for entry in coverage.probes_missing if entry.probe != EXACT]
+    if missing:
         lines.append(f"probes that could not hook: {some(missing, 5, 160)}")
+    lines += [f"--{EXACT}: {prose(entry.reason, 300)}" for entry in coverage.probes_missing if entry.probe == EXACT]
     lines += [f"problem: {prose(problem, 300)}" for problem in coverage.problems[:10]]
     if len(coverage.problems) > 10:
         lines.append(f"and {plural(len(coverage.problems) - 10, 'more problem')}")

@@ -166,7 +166,7 @@ def norms_figure(report: Report) -> Figure | None:
             continue
         kept = bins(list(range(len(values))), MAX_POINTS)
         if len(kept) < len(values):
-            notes.append(f"{printable(name, 40)}: every {len(kept[0])}th of {len(values)} values")
+            notes.append(f"{printable(name, 40)}: one in every {len(kept[0])} of {len(values)} values")
         chosen = [some[0] for some in kept]
         traces.append(
             {

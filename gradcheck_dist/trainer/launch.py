@@ -37,6 +37,7 @@ PRELOAD = (
     "gradcheck_dist.trainer.elastic",
     "gradcheck_dist.trainer.loop",
     "gradcheck_dist.probes.session",
+    "gradcheck_dist.probes.all_probes",
 )
 """Modules that the fork server imports before it forks the first rank."""
 

@@ -19,6 +19,8 @@ from gradcheck_dist.tui.snapshot import Selection, Snapshot
 from gradcheck_dist.tui.source import Source
 from gradcheck_dist.tui.themes import DARK, THEMES
 
+TOLD_S = 15.0
+
 SCREENS = {
     "overview": "Overview",
     "weights": "Weights",
@@ -69,12 +71,14 @@ class WatchApp(App[None]):
     paused = reactive(False, init=False)
     follow = reactive(False, init=False)
 
-    def __init__(self, source: Source, path: str = "", *, mode: str = "overview") -> None:
+    def __init__(self, source: Source, path: str = "", *, mode: str = "overview", told: str = "") -> None:
+        """`told`: what is said once, as the screens open."""
         super().__init__()
         self.source = source
         self.shown = Snapshot(path)
         self.command = ""
         self._first_mode = mode
+        self._told = told
         self._selected_step: int | None = None
         self._wanted_finding: int | None = None
         self._eager = False
@@ -87,6 +91,8 @@ class WatchApp(App[None]):
     def on_mount(self) -> None:
         if self._first_mode != "overview":
             self.switch_mode(self._first_mode)
+        if self._told:
+            self.notify(self._told, timeout=TOLD_S, markup=False)
         # Reading begins after the first frame: an answer on the screen comes before numpy is loaded.
         self.call_after_refresh(self._watch)
 

@@ -23,6 +23,7 @@ READ_POLL_S = 0.02
 SWITCH_S = 0.001
 """How long a thread may keep the interpreter: reading and drawing wait for the judging thread that often."""
 SIBLINGS_S = 5.0
+MOST_NAMED = 6
 
 
 class Source(Protocol):
@@ -214,6 +215,16 @@ def choose_run(path: Path) -> Path:
     inside = [entry for entry in sorted(path.iterdir()) if entry.is_dir() and trace_files(entry)][:64]
     healthy = [entry for entry in inside if "fix" in entry.name or "good" in entry.name]
     return next((entry for entry in inside if entry not in healthy), inside[0] if inside else path)
+
+
+def others_inside(path: Path) -> str:
+    """Which of the runs in a folder is looked at, and which others it holds; empty where it is a run itself."""
+    chosen = choose_run(path)
+    others = [Path(one).name for one in siblings(chosen)] if chosen != path else []
+    if not others:
+        return ""
+    named = f"{', '.join(others[:MOST_NAMED])}{', …' * (len(others) > MOST_NAMED)}"
+    return f"{path} holds {len(others) + 1} runs. This is {chosen.name}; beside it: {named}."
 
 
 def siblings(path: Path) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradcheck_dist.cli import child
+from gradcheck_dist.cli.run import run as run_command
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import StepEnd
 from gradcheck_dist.trace.frames import MAGIC
@@ -180,6 +181,15 @@ def test_a_command_that_cannot_start_is_named(tmp_path: Path) -> None:
     assert done.returncode == 127
     assert "error E714: cannot start 'no-such-command'" in done.stderr
     assert "The PATH holds no such program: activate the environment that has it" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_what_was_made_for_a_command_that_cannot_start_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for out in ("mine", "mine/deep/run"):
+        with pytest.raises(GradcheckError, match="cannot start"):
+            run_command(["/no/such"], out=tmp_path / out)
+        assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
 def test_a_script_without_an_interpreter_gets_one_in_the_message(tmp_path: Path) -> None:

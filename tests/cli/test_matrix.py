@@ -38,6 +38,10 @@ def test_quick_runs_a_dozen_and_a_finding_is_exit_code_1(gradcheck: Gradcheck, r
     ran.clear()
     assert gradcheck("matrix", "--only", "zbv").code == 0
     assert ran == [name for name in gradcheck("matrix", "--list").out.splitlines() if "ZBV" in name]
+    assert json.loads(gradcheck("matrix", "--list", "--only", "ZBV", "--format", "json").out) == ran
+    assert gradcheck("matrix", "--list", "--only", "ZBV", "--format", "md").out.splitlines() == [
+        f"- `{one}`" for one in ran
+    ]
 
 
 def test_it_resumes_where_it_stopped_and_runs_what_was_wrong_again(

@@ -166,3 +166,28 @@ def test_errors_without_a_bound_are_those_of_what_a_column_stands_for_alone() ->
     found = made_up_of(columns, data.sum(axis=0), SINGLE, 4)
     assert found is not None
     assert found[1].tolist() == [np.inf, np.inf, np.inf, 0.0]
+
+
+@pytest.mark.parametrize("epsilon", [EPSILON["float64"], SINGLE, EPSILON["bfloat16"]])
+@pytest.mark.parametrize("num_columns", [1, 2])
+def test_few_columns_are_solved_to_what_the_general_way_gives(num_columns: int, epsilon: float) -> None:
+    columns = COLUMNS[:, :num_columns]
+    weights = np.array([0.3, 7.0])[:num_columns]
+    y = columns @ weights * (1 + (0.1 * epsilon * RANDOM.normal(size=64) if epsilon > 1e-12 else 0.0))
+    found = solve(columns, y, epsilon, nominal=np.ones(num_columns))
+    # A column of zeros more, or a third that hardly is in y, goes the general way.
+    further = np.append(columns, np.zeros((64, 1)) if num_columns == 1 else 1e-9 * COLUMNS[:, 2:], axis=1)
+    general = solve(further, y, epsilon, nominal=np.append(np.ones(num_columns), 0.0))
+    assert found is not None and general is not None
+    assert found.fits and general.fits and found.residual < 0.5 * epsilon
+    assert found.coefficients == pytest.approx(general.coefficients[:num_columns], rel=max(1e-12, epsilon))
+    assert found.stderr == pytest.approx(general.stderr[:num_columns], rel=0.05)
+    assert found.covariance is not None and general.covariance is not None
+    assert np.diag(found.covariance) == pytest.approx(found.stderr**2)
+    assert found.gate == pytest.approx(general.gate, rel=1e-3)
+
+
+def test_two_columns_close_to_parallel_are_solved_without_their_products() -> None:
+    columns = np.stack([COLUMNS[:, 0], COLUMNS[:, 0] + 1e-4 * COLUMNS[:, 1]], axis=1)
+    found = solve(columns, columns @ [2.0, -1.0], SINGLE)
+    assert found is not None and found.coefficients == pytest.approx([2.0, -1.0], abs=1e-9)

@@ -14,6 +14,7 @@ from gradcheck_dist.diagnosis.finding import (
     Candidate,
     Coverage,
     Factor,
+    MissingProbe,
     Report,
     RunInfo,
     ScenarioReport,
@@ -22,6 +23,7 @@ from gradcheck_dist.diagnosis.finding import (
     VariantReport,
 )
 from gradcheck_dist.reports import markdown, plain, terminal
+from gradcheck_dist.reports.coverage import coverage_lines
 from gradcheck_dist.reports.document import build
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold red]@everyone #1 <img src=x> ![x](http://evil) `` | \u202e\n# heading"
@@ -315,3 +317,13 @@ def test_one_weight_is_no_plural() -> None:
     assert "1 observed weight in 2 of 2 parameters agrees with the expected one; the largest" in build(one).why
     one.verdict, one.reasons = "undetermined", ["nobody knows"]
     assert "1 observed weight in 2 of 2 parameters was compared; the largest" in build(one).why
+
+
+def test_recording_exactly_is_no_probe_that_could_not_hook() -> None:
+    missing = [MissingProbe(probe="exact", reason="gradients were replaced"), MissingProbe(probe="fsdp", reason="old")]
+    lines = coverage_lines(report(coverage=Coverage(probes_missing=missing)))
+    assert "--exact: gradients were replaced" in lines
+    assert "probes that could not hook: fsdp (old)" in lines
+    assert not any(
+        "could not hook" in line for line in coverage_lines(report(coverage=Coverage(probes_missing=missing[:1])))
+    )

@@ -82,3 +82,12 @@ def test_a_healthy_run_stays_undetermined_where_something_is_lost(tmp_path: Path
     report = diagnose(read_run(run))
     assert report.verdict == "undetermined"
     assert report.next_step.startswith("Copy that rank's trace again")
+
+
+def test_steps_that_lost_the_same_are_named_together(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run", "healthy-trainers", 1)
+    for step in (0, 1):
+        without(run / "rank-00001.trace", step, StepEnd, flipped=True)
+    report = diagnose(read_run(run))
+    assert [reason.partition(":")[0] for reason in report.reasons] == ["steps 0 and 1 are not judged"]
+    assert diagnose_run(run).reasons == report.reasons

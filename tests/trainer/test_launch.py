@@ -200,3 +200,7 @@ def test_a_port_that_somebody_took_meanwhile_is_tried_again(monkeypatch: pytest.
     with pytest.raises(GradcheckError, match=r"could not start 1 processes: .*EADDRINUSE") as caught:
         launch("trainer_workers:echo", (1,), 1)
     assert caught.value.code == "E230"
+
+
+def test_a_rank_reads_no_probe_of_its_own(tmp_path: Path) -> None:
+    assert launch("trainer_workers:read_by_attaching", (str(tmp_path / "run"),), 2) == [[], []]

@@ -167,3 +167,16 @@ def leave_group() -> bool:
     dist.barrier()
     dist.destroy_process_group()
     return group() is not None and not dist.is_initialized()
+
+
+def read_by_attaching(folder: str) -> list[str]:
+    """The modules of the package that a rank reads as it attaches, and the functions that it marks for Dynamo."""
+    import sys
+
+    from gradcheck_dist.probes import attach
+    from gradcheck_dist.probes.recording import dynamo
+
+    before, marked = set(sys.modules), len(dynamo._marked)
+    with attach(folder):
+        marks = len(dynamo._marked) - marked
+    return [*sorted(name for name in set(sys.modules) - before if name.startswith("gradcheck_dist")), *["mark"] * marks]

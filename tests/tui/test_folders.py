@@ -23,7 +23,7 @@ from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 from gradcheck_dist.tui.app import SCREENS, WatchApp
 from gradcheck_dist.tui.snapshot import Snapshot
-from gradcheck_dist.tui.source import FolderSource
+from gradcheck_dist.tui.source import FolderSource, others_inside
 
 
 def screens(snapshot: Snapshot, size: tuple[int, int] = (100, 30)) -> dict[str, str]:
@@ -203,6 +203,19 @@ def test_a_folder_of_variants_opens_the_faulty_one(faulty_run: Path) -> None:
     snapshot = first_snapshot(faulty_run.parent)
     assert snapshot.path == str(faulty_run)
     assert snapshot.siblings == (str(faulty_run.parent / "fixed"),)
+    told = others_inside(faulty_run.parent)
+    assert told == f"{faulty_run.parent} holds 2 runs. This is {faulty_run.name}; beside it: fixed."
+    assert others_inside(faulty_run) == ""
+
+
+def test_what_is_told_is_on_the_screen_as_it_opens() -> None:
+    async def run() -> None:
+        app = WatchApp(StillSource(Snapshot("runs/a")), "runs", told="runs holds 2 runs [x].")
+        async with app.run_test() as pilot:
+            await pilot.pause()
+            assert [one.message for one in app._notifications] == ["runs holds 2 runs [x]."]
+
+    asyncio.run(run())
 
 
 def test_a_run_that_goes_away_while_it_is_watched_keeps_its_last_screen(tmp_path: Path) -> None:

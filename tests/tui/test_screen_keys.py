@@ -302,6 +302,9 @@ def test_explain_shows_the_page_copies_the_fix_and_writes_the_report(
         assert "no_sync" in text
         await pilot.press("c")
         assert "no_sync" in app.clipboard
+        assert [one.message for one in app._notifications] == [
+            "The fix was sent to the terminal's clipboard. If it is not there, e writes it down."
+        ]
         await pilot.press("n", "e")
         await pilot.pause()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradcheck_dist.diagnosis.answer import Answer
+from gradcheck_dist.diagnosis.audits.unlike import Mixed, mixed
 from gradcheck_dist.diagnosis.finding import Factor, Finding
 from gradcheck_dist.diagnosis.norms.effect import Effect
 from gradcheck_dist.diagnosis.norms.hand_norms import HandNorm
@@ -44,6 +46,11 @@ class StepFacts:
     """Backwards of loss functions that are not the derivative, and with which the weights are wrong."""
     effect_of_backwards: Effect | None = None
     """What they alone do to the gradient."""
+
+    @cached_property
+    def mixed(self) -> Mixed:
+        """Which reductions join tensors that are no copies of one another."""
+        return mixed(self.data, self.contributions.coordinate)
 
     @property
     def weights_right(self) -> bool:

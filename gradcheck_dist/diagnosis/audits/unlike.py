@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
 import numpy as np
 
-from gradcheck_dist.diagnosis.audits.facts import StepFacts
 from gradcheck_dist.events import GATHERED, SHARDING, Event, Reduce
 from gradcheck_dist.ledger.names import plain_name
 from gradcheck_dist.ledger.tracks import ParamKey, StepData, Track, merge
@@ -71,13 +70,14 @@ class Mixed:
         )
 
 
-def mixed(facts: StepFacts) -> Mixed:
-    """Which reductions of a step join tensors that are no copies of one another, and which join copies."""
+def mixed(data: StepData, coordinate: Mapping[int, int]) -> Mixed:
+    """Which reductions of a step join tensors that are no copies of one another, and which join copies. `coordinate`:
+    which data rank a rank is."""
     unlike: dict[ParamKey, Unlike] = {}
     alike: list[ParamKey] = []
     concerned: set[int] = set()
-    for key, of_rank in facts.data.tracks.items():
-        for rank, event, group in _reductions(facts.data, key, of_rank):
+    for key, of_rank in data.tracks.items():
+        for rank, event, group in _reductions(data, key, of_rank):
             holders = _holders({peer: of_rank[peer] for peer in group})
             if holders is None:
                 continue
@@ -86,12 +86,12 @@ def mixed(facts: StepFacts) -> Mixed:
                 continue
             concerned.update(group)
             if key not in unlike or len(group) > len(unlike[key].event.group):
-                unlike[key] = Unlike(key, rank, event, holders, shards=_are_shards(facts.data, of_rank[rank], event))
-    for one in _declared(facts.data):
+                unlike[key] = Unlike(key, rank, event, holders, shards=_are_shards(data, of_rank[rank], event))
+    for one in _declared(data):
         unlike.setdefault(one.param, one)
         concerned.update(rank for part in one.holders for rank in part)
     apart = [key for key in alike if key not in unlike]
-    return Mixed(list(unlike.values()), apart, facts.contributions.coordinate, tuple(sorted(concerned)))
+    return Mixed(list(unlike.values()), apart, dict(coordinate), tuple(sorted(concerned)))
 
 
 def _are_shards(data: StepData, track: Track, event: Reduce) -> bool:
@@ -130,7 +130,7 @@ def _reductions(
 ) -> Iterator[tuple[int, Reduce, tuple[int, ...]]]:
     """The reductions of a parameter over ranks that each hold a tensor of this name, every group once."""
     known: set[tuple[int, ...]] = set()
-    for rank, track in sorted(of_rank.items()):
+    for rank, track in sorted(of_rank.items()) if len(of_rank) > 1 else ():
         for event in data.events[rank]:
             if not isinstance(event, Reduce) or track.param.id not in data.params_of(rank, event.params):
                 continue

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
+from gradcheck_dist.diagnosis.audits.unlike import first_of
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import Reduce
@@ -45,11 +45,11 @@ SAME_FACTOR = 1e-3
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return mixed(facts).tells
+    return facts.mixed.tells
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    found = mixed(facts)
+    found = facts.mixed
     if not found.unlike or found.began_apart:
         return
     rank, event = first_of(found.unlike)

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.diagnosis.audits.unlike import first_of, mixed
+from gradcheck_dist.diagnosis.audits.unlike import first_of
 from gradcheck_dist.wording import numbered
 
 CODE = "GS106"
@@ -40,11 +40,11 @@ NAME = "unequal-start"
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return mixed(facts).tells
+    return facts.mixed.tells
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    found = mixed(facts)
+    found = facts.mixed
     if not found.began_apart:
         return
     rank, event = first_of(found.unlike)

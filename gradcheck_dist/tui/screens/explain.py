@@ -80,7 +80,8 @@ class Explain(RunScreen):
             self.notify("There is no fix to copy.", markup=False)
             return
         self.app.copy_to_clipboard(report.findings[min(selection.finding, len(report.findings) - 1)].fix)
-        self.notify("The fix is in the clipboard.", markup=False)
+        # Whether a terminal takes it (OSC 52), it does not say.
+        self.notify("The fix was sent to the terminal's clipboard. If it is not there, e writes it down.", markup=False)
 
     def action_finding(self, by: int) -> None:
         report = self.watch_app.shown.report
