@@ -35,13 +35,12 @@ from gradcheck_dist.probes.reductions.gathered import Reduction
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.exchanges import Exchanges
 
-SWAP = "all-to-all"
 _GENERATED = "GeneratedBackwardFor__c10d_functional_"
 _OPERATIONS = {
     "all_reduce_default": "sum",
     "all_gather_into_tensor_default": "gather",
     "reduce_scatter_tensor_default": "reduce-scatter",
-    "all_to_all_single_default": SWAP,
+    "all_to_all_single_default": "all-to-all",
 }
 """By how torch calls the function."""
 _Waiting = getattr(_functional_collectives, "AsyncCollectiveTensor", ())
@@ -101,9 +100,10 @@ def parts_of(operation: str, given: Tensor, size: int, args: Sequence[Any]) -> t
     those of the function."""
     if operation == "sum":
         return [WHOLE], [WHOLE]
-    if operation == SWAP:
+    if operation == "all-to-all":
         received, sent = ([int(length) for length in lengths or ()] for lengths in args[1:3])
-        mine, theirs = rows(sent, given.shape[0], size), rows(received, sum(received) or given.shape[0], size)
+        mine = rows(sent, given.shape[0], size)
+        theirs = rows(received, sum(received) if received else given.shape[0], size)  # a rank may get no row
         return None if mine is None or theirs is None else (mine, theirs)
     if not given.dim() or not given.numel():
         return None
