@@ -73,7 +73,7 @@ class Replicas:
         def counted(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def moving(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-                self.moved += sum(one.numel() for one in _tensors(args))
+                count(self.recorder, self, args)
                 return original(group, *args, **kwargs)
 
             return moving
@@ -224,6 +224,12 @@ def begun(recorder: Recorder, replicas: Replicas) -> None:
 @guarded("replicas")
 def over(recorder: Recorder, replicas: Replicas) -> None:
     replicas.is_over()
+
+
+@guarded("replicas")
+def count(_: Recorder, replicas: Replicas, args: tuple[Any, ...]) -> None:
+    """A collective is called with these arguments."""
+    replicas.moved += sum(one.numel() for one in _tensors(args))
 
 
 @guarded("replicas")
