@@ -104,6 +104,18 @@ def test_a_division_by_another_number_than_the_ranks_is_told_as_it_is() -> None:
     assert "multiply the loss by 2 (c = 2/N)" in finding.fix
 
 
+@pytest.mark.parametrize(("divides_by", "named"), [(1.0, "dp_replicate"), (4.0, "1/dp_replicate")])
+def test_a_wrong_divisor_is_named_after_ranks_and_passes_that_are_as_many_are_told_apart(
+    divides_by: float, named: str
+) -> None:
+    wrong = replace(AVERAGING, own_divide=(("norm.weight", divides_by),))
+    (finding,) = judged(replace(wrong, accumulation=2)).findings
+    assert (finding.code, finding.factor.expression) == ("GS104", named)
+    assert "are equal in this run; to tell, run again with 3 accumulation steps" in (finding.suggested_experiment or "")
+    (alone,) = judged(replace(wrong, accumulation=3)).findings
+    assert (alone.factor.expression, alone.suggested_experiment) == (named, None)
+
+
 def test_the_culprit_of_a_repetition_is_the_first_that_was_too_much() -> None:
     event = judged(CASES["GS102"][1]).findings[0].first_event
     assert event is not None and event.accumulation_step == 1
