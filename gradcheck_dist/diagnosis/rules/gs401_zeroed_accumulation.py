@@ -5,6 +5,10 @@ Finds a zero_grad() between the microbatches of one optimizer step, or lines tha
 buffer that every pass overwrites): what was accumulated before weighs nothing. So does what a function never added: one
 that adds its weight's gradient to `main_grad` by itself, and did so in some passes of the step alone.
 
+A pass on a line of its own that every step throws away is left open where all other tokens weigh what they should
+without it: it may be for statistics of gradients, or for an attack on the input. torch.autograd.grad computes such
+gradients without `.grad`, and then all is judged.
+
 ## Why it matters
 The step is computed from the last microbatch only. The effective batch is 1/K of the one that was paid for, and the
 learning rate no longer fits it.

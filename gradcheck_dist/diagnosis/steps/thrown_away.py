@@ -35,7 +35,7 @@ def lost_at_own_lines(data: StepData, recorded: Contributions, kept: Contributio
                 loss = recorded.by_key[key].loss if key in recorded.by_key else None
                 lines[key in kept.by_key].add(Lines(loss.site if loss is not None else None, event.site))
     lost = lines[False]
-    if any(None in line for line in lost) or lost & lines[True]:
+    if not lost or any(None in line for line in lost) or lost & lines[True]:
         return ""
     found = sorted({line.backward.short for line in lost if line.backward is not None})
     return f"the gradients that come from {in_short(found)} are emptied before the optimizer comes{emptied_at(data)}"
