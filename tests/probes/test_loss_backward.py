@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import judged_beside
+from elsewhere import pretend
 from loss_backward_workers import VARIANTS, derivative
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -321,6 +322,43 @@ def test_a_sum_whose_logits_were_written_over_is_not_counted(tmp_path: Path) -> 
 def test_steps_without_samples_count_as_the_sampled_ones_did(tmp_path: Path, over: str) -> None:
     report = judged(tmp_path, Case(fused=True, over=over), steps=range(1), every_step=True)
     assert report.verdict == "clean", report.reasons
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        *((case, None) for case in RIGHT.values()),
+        (Case(fused=True, over="labels", times=0.25), 0.25),
+        (Case(over="nothing", times=3.0), 3.0),
+        (Case(fused=True, over="number", times=3.0, dtype=torch.bfloat16), 3.0),
+    ],
+)
+def test_an_accelerators_answer_may_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, expected: float | None
+) -> None:
+    pretend(monkeypatch)
+    if expected is not None:
+        assert only(judged(tmp_path, case)).factor.observed == pytest.approx(expected, rel=5e-3)
+        return
+    report = judged(tmp_path, case)
+    assert report.verdict == "clean", report.reasons
+    assert "GS803" in report.rules.passed
+    report = judged(tmp_path / "every", case, steps=range(1), every_step=True)
+    assert report.verdict == ("undetermined" if case.over == "number" else "clean"), report.reasons
+
+
+@pytest.mark.parametrize("case", [Case(over="labels", smoothing=0.1, times=2.0), Case(over="nothing", in_place=True)])
+def test_an_accelerators_answer_may_be_that_it_is_no_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    pretend(monkeypatch)
+    report = judged(tmp_path, case)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert report.reasons[0].startswith("what the loss (function Losses) counts is not known"), report.reasons
+    losses = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
+    told = [event for event in losses if event.op != "cross_entropy"]  # which the function calls
+    assert "function Losses" in {event.op for event in told}
+    assert {(event.reduction, event.num_tokens, event.num_labels) for event in told} == {("unknown", None, None)}
 
 
 @pytest.mark.parametrize("over", ["", "nothing"])

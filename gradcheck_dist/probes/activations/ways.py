@@ -19,6 +19,7 @@ from torch import Tensor
 from gradcheck_dist.events import Event, LossGradient, LossTerm, Site
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
 from gradcheck_dist.probes.backward.roots import Root
+from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.marks import hands_on, hooks_of
 from gradcheck_dist.probes.recording.recorder import Recorder
 
@@ -93,7 +94,7 @@ class PassHooks:
 
     def takes(self, kind: Callable[..., Event], fields: dict[str, Any]) -> bool:
         """Whether an event waits."""
-        if kind not in (LossGradient, LossTerm):
+        if kind not in (LossGradient, perhaps.loss_gradient, LossTerm):
             return False
         self._waiting.append((kind, fields))
         return True

@@ -118,59 +118,79 @@ def look(given: Given) -> Looked | None:
 
 
 class Sum(NamedTuple):
-    """One result for all labels: the sum of their cross-entropies times `share`, where `valid` (n,) is true. `over`
-    tells what the sum is divided by: "nothing", "labels" (that are valid), "all" (labels), "number" (an argument);
-    `ignores`: labels that equal an argument are not valid."""
+    """One result for all labels: the sum of their cross-entropies times `share`, where `valid` (n,) is true. `case`
+    numbers in CASES what it is divided by, and whether labels that equal an argument are valid; where the result is no
+    such sum it is -1, and `share` not a number. 0-d tensors, on the result's device."""
 
-    share: float
+    share: Tensor
     valid: Tensor
-    over: str
-    ignores: bool
+    case: Tensor
+
+
+OVER = ("nothing", "labels", "all", "number")
+"""What a sum is divided by: nothing, labels that are valid, all labels, a number among the arguments."""
+CASES = [(ignores, over) for ignores in (True, False) for over in OVER]
 
 
 def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
-    """What a function's one result is; None where it is no sum of cross-entropies over a number that is known, where
-    there are too many labels to tell, or where the logits were written over. Result and labels lie on the CPU."""
+    """What a function's one result is; None where there are too many labels to tell. Waits for no accelerator."""
     given, flat = looked.given, looked.given.labels.detach().reshape(-1)
     size = flat.numel() * given.num_classes * (given.rows.shape[-1] if given.weight is not None else 1)
-    if not (output.is_cpu and flat.is_cpu) or size > MAX_TOTAL:
+    if output.device != flat.device or size > MAX_TOTAL:
         return None
     losses = torch.cat(list(_losses(given, flat.clamp(0, given.num_classes - 1))))
     fits = FITS.get(given.rows.dtype, ROUNDED)
     label = looked.labels.clamp(0, given.num_classes - 1)[:, None]
     before = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
-    if not torch.allclose(losses[looked.index], before, rtol=fits, atol=fits):
-        return None
+    as_before = torch.isclose(losses[looked.index], before, rtol=fits, atol=fits).all()  # else they were written over
+    result = output.reshape(()).double().abs()
+    found = Sum(result.new_full((), torch.nan), flat >= 0, torch.full_like(flat[:1], -1).reshape(()))
     for ignores in (True, False):
         valid = valid_in(given, args, ignores=ignores)
-        total, found = float(losses[valid].sum()), dict[float, str]()
-        for over, number in divisors(args, valid):
-            if total and number and abs(abs(output.item()) * number / total - 1) <= fits:
-                found.setdefault(number, over)
-        if len(found) == 1:
-            ((number, over),) = found.items()
-            return Sum(1 / number, valid, over, ignores)
-        if not valid.any():
-            return Sum(1.0, valid, "nothing", ignores)
-    return None
+        total = torch.where(valid, losses, 0.0).sum()
+        names, numbers = zip(*divisors(args, valid), strict=True)
+        tried = torch.stack([total.new_full((), one) if isinstance(one, float) else one.double() for one in numbers])
+        fitting = ((result * tried / total - 1).abs() <= fits) & (tried > 0)
+        first = fitting.to(torch.int8).argmax()
+        one = fitting.any() & ~(fitting & (tried != tried[first])).any()
+        first, empty = torch.where(one, first, 0), ~valid.any()  # over nothing, which is 1, where no label is valid
+        case = found.case
+        for place, name in enumerate(names):
+            case = torch.where(first == place, CASES.index((ignores, name)), case)
+        takes = as_before & (one | empty) & (found.case < 0)
+        mine = Sum(1 / tried[first], valid, case)
+        found = Sum(*(torch.where(takes, new, old) for new, old in zip(mine, found, strict=True)))
+    return found
 
 
 def valid_in(given: Given, args: Sequence[Any], *, ignores: bool) -> Tensor:
     """Which labels have a class, and (`ignores`) are none of the whole numbers that the function is given."""
     flat = given.labels.detach().reshape(-1)
     valid = (flat >= 0) & (flat < given.num_classes)
-    whole = [arg for arg in args if type(arg) is int] if ignores else []
-    return valid & ~torch.isin(flat, torch.tensor(whole, dtype=flat.dtype, device=flat.device)) if whole else valid
+    return valid & ~is_one_of(flat, args) if ignores else valid
 
 
-def divisors(args: Sequence[Any], valid: Tensor) -> Iterator[tuple[str, float]]:
-    """What a sum of losses may be divided by, with its name."""
+def is_one_of(labels: Tensor, args: Sequence[Any]) -> Tensor:
+    """Which labels equal a whole number among a function's arguments. A list of these is not sent to an accelerator:
+    that would wait for it."""
+    found = torch.zeros_like(labels, dtype=torch.bool)
+    for arg in {arg for arg in args if type(arg) is int}:
+        found |= labels == arg
+    return found
+
+
+def divisors(args: Sequence[Any], valid: Tensor) -> Iterator[tuple[str, float | Tensor]]:
+    """What a sum of losses may be divided by, each under its name of OVER."""
     yield "nothing", 1.0
-    yield "labels", float(valid.sum())
+    yield "labels", valid.sum()
     yield "all", float(valid.numel())
     for arg in args:
-        is_number = isinstance(arg, Tensor) and arg.numel() == 1 and arg.is_cpu and not arg.requires_grad
-        if (is_number or type(arg) in (int, float)) and float(arg) > 0:
+        if isinstance(arg, Tensor) and arg.numel() == 1 and not arg.requires_grad and is_plain(arg):
+            if arg.is_cpu:
+                yield "number", float(arg)
+            elif arg.device == valid.device:
+                yield "number", arg.detach().reshape(())
+        elif type(arg) in (int, float):
             yield "number", float(arg)
 
 

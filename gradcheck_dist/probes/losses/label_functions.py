@@ -10,6 +10,7 @@ One result for all labels counts them where its value is the sum of their cross-
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,19 @@ from gradcheck_dist.probes.activations.exchanges import watch
 from gradcheck_dist.probes.backward import folded, fused
 from gradcheck_dist.probes.losses import by_gradient
 from gradcheck_dist.probes.losses.attached_terms import scalars_of, watch_attached
-from gradcheck_dist.probes.losses.closed_form import Looked, Sum, divisors, given_to, look, sum_of, valid_in
+from gradcheck_dist.probes.losses.closed_form import (
+    CASES,
+    Looked,
+    divisors,
+    given_to,
+    is_one_of,
+    look,
+    sum_of,
+    valid_in,
+)
 from gradcheck_dist.probes.losses.loss_backward import Functions
 from gradcheck_dist.probes.losses.loss_backward import watch as watch_backward
+from gradcheck_dist.probes.recording.deferred import is_host
 from gradcheck_dist.probes.recording.marks import LABELLED
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -41,7 +52,7 @@ _GENERATED = "GeneratedBackwardFor_"
 class Labelled(NamedTuple):
     """`output`: which output holds a number for each label, or the sum of these times `share`; `left_out` is true at
     labels without a loss; `sign` is 1 where the numbers are losses, -1 where they are log-probabilities, as a tensor on
-    their device."""
+    their device. A `share` that lies on an accelerator may be no number: then the output is no such sum."""
 
     op: str
     output: int
@@ -49,7 +60,7 @@ class Labelled(NamedTuple):
     left_out: Tensor
     sign: Tensor
     site: Site | None
-    share: float = 1.0
+    share: float | Tensor = 1.0
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -128,20 +139,19 @@ def applied(
     for index, output in enumerate(results if isinstance(results, tuple) else (results,)):
         if not (isinstance(output, Tensor) and output.is_floating_point() and output.grad_fn is not None):
             continue
-        share: float | None = None
+        share: float | Tensor | None = None
         labels = next((arg for arg in whole if arg.shape == output.shape), None)
         if labels is not None and _have_classes(args, labels):
             left_out = labels < 0
-            if given := [arg for arg in args if type(arg) is int]:  # one may be the label to ignore: it has no loss
-                ignored = torch.isin(labels, torch.tensor(given, device=labels.device))
-                left_out = left_out | (ignored & (output.detach() == 0))
+            # One of the whole numbers may be the label to ignore: it has no loss.
+            left_out = left_out | (is_one_of(labels, args) & (output.detach() == 0))
         elif output.numel() == 1:
             summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
             if summed is None:
                 if looked is not None:
                     by_gradient.watch(recorder, cls, looked.given, output)
                 continue
-            labels, (share, valid, *_) = summed
+            labels, share, valid = summed
             left_out = ~valid.view(labels.shape)
         else:
             continue
@@ -165,24 +175,33 @@ def _sum(
     whole: list[Tensor],
     looked: Looked | None,
     output: Tensor,
-) -> tuple[Tensor, Sum] | None:
-    """The labels of a function's one result, and what sum of their losses it is. In a step without samples it is what
-    it was before."""
+) -> tuple[Tensor, float | Tensor, Tensor] | None:
+    """The labels of a function's one result, what the sum of their losses is multiplied by, and which of them count;
+    None where it is no such sum. What lies on an accelerator is told by a share that is no number, until the answer has
+    come. In a step without samples the result is what it was before."""
     with torch.no_grad():
-        if recorder.sampling:
-            found = sum_of(looked, output, args) if looked is not None else None
-            if looked is None or found is None:
-                functions.sums.pop(cls, None)
-                return None
-            functions.sums[cls] = found
-            return looked.given.labels, found
         known = functions.sums.get(cls)
-        given = given_to(args, whole) if known is not None and known.over != "number" else None
-        if known is None or given is None:
+        if not recorder.sampling:
+            ignores, over = CASES[known] if known is not None and known >= 0 else (False, "number")
+            given = given_to(args, whole) if over != "number" else None
+            if given is None:
+                return None
+            valid = valid_in(given, args, ignores=ignores)
+            number = dict(divisors((), valid))[over]
+            divisor = number.clamp_min(1).double() if isinstance(number, Tensor) else number
+            return given.labels, _read(1 / divisor), valid
+        no_sum = known is not None and known < 0 and not is_host(output)  # else each result is looked at
+        found = sum_of(looked, output, args) if looked is not None and not no_sum else None
+        if looked is None or found is None:
             return None
-        valid = valid_in(given, args, ignores=known.ignores)
-        divisor = dict(divisors((), valid))[known.over]
-        return given.labels, known._replace(share=1 / max(divisor, 1.0), valid=valid)
+        functions.found(cls, found.case)
+        share = _read(found.share)
+        no_number = isinstance(share, float) and math.isnan(share)
+        return None if no_number else (looked.given.labels, share, found.valid)
+
+
+def _read(share: float | Tensor) -> float | Tensor:
+    return share.item() if isinstance(share, Tensor) and is_host(share) else share
 
 
 def _name(cls: type[Function]) -> str:

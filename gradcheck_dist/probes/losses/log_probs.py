@@ -22,6 +22,7 @@ from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.losses.loss import label_hash, when_reached
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
+from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
@@ -134,7 +135,8 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
 
 
 @guarded("log_probs")
-def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, known: Tensor | None = None) -> None:
+    """`known`: whether the gradient tells what each token weighs, where that is still on an accelerator."""
     current = recorder.current
     if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
@@ -146,7 +148,7 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         current.smoothed[loss_id] = weights
     else:
         samples = sequences(recorder, of_tokens) or {}
-        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, **samples)
+        emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, known=known, **samples)
 
 
 def summary(weights: Tensor) -> TokenWeights:
@@ -169,10 +171,11 @@ def emit_weights(
     *,
     other_losses: int | Tensor,
     label_share: Tensor | None = None,
+    known: Tensor | None = None,
     **samples: Any,
 ) -> None:
     recorder.emit(
-        LossGradient,
+        LossGradient if known is None else perhaps.loss_gradient,
         site=current.site,
         loss_id=loss_id,
         accumulation_step=recorder.accumulation_step,
@@ -186,6 +189,6 @@ def emit_weights(
         computed=current.computed,
         label_share=label_share,
         whole=current.whole,
-        **(samples | current.told_of_elements()),
+        **(samples | current.told_of_elements() | ({} if known is None else {"known": known})),
         **current.told_of_sum(loss_id),
     )

@@ -21,7 +21,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import LossBackward
 from gradcheck_dist.probes.losses import head_backward
-from gradcheck_dist.probes.losses.closed_form import Looked, Sum, row
+from gradcheck_dist.probes.losses.closed_form import Looked, row
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
@@ -33,10 +33,11 @@ MAX_HEADS = 8
 
 
 class Functions:
-    """Functions that were applied: how often in a step, and what the one result of each is the sum of, over what."""
+    """Functions that were applied: how often in a step, and what the one result of each is the sum of, over what: a
+    number of closed_form.CASES, -1 for no such sum."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.sums: dict[type, Sum] = {}
+        self.sums: dict[type, int] = {}
         self._recorder = recorder
         self._step = -1
         self._seen: Counter[type] = Counter()
@@ -48,6 +49,10 @@ class Functions:
             self._seen.clear()
         self._seen[cls] += 1
         return self._recorder.sampling and self._recorder.impulses is None and self._seen[cls] <= MAX_ALIKE
+
+    def found(self, cls: type, case: Tensor) -> None:
+        """Remember what one result was. An accelerator's answer comes later, perhaps after the step."""
+        self._recorder.copies.bring(case, lambda host: self.sums.__setitem__(cls, int(host)))
 
     def asks_for_weight(self, cls: type) -> bool:
         """Whether this application, which was admitted, is asked for its weight's gradient, too."""
@@ -61,7 +66,7 @@ def watch(
     looked: Looked,
     output: Tensor,
     *,
-    share: float | None = None,
+    share: float | Tensor | None = None,
     group: Sequence[int] = (),
     head: bool = True,
 ) -> None:
@@ -86,6 +91,8 @@ def watch(
         derivative.scatter_add_(1, label, -held.to(derivative.dtype)[:, None])
         derivative = looked.given.gradient(derivative) * (1.0 if share is None else share)
         gap = torch.where(held, gap / (1 + loss.abs()), torch.where(elsewhere, -1.0, torch.nan))
+        no_sum = share.isnan() if isinstance(share, Tensor) else torch.zeros_like(held).any()
+        gap = torch.where(no_sum, torch.nan, gap)
         power = (wanted - looked.logits.mean(1)).abs() / (1 + loss.abs())
         told = [gap, power]
         if group:
@@ -120,7 +127,8 @@ def watch(
             weights, alone = reached[0]
             came(recorder, event, dtype, weights, row(given, index), derivative, [alone, *told[1:]])
             if of_head is not None:
-                of_head(grads, torch.where(alone.isinf().any(), torch.nan, weights.sum() / weights.count_nonzero()))
+                nothing = alone.isinf().any() | no_sum
+                of_head(grads, torch.where(nothing, torch.nan, weights.sum() / weights.count_nonzero()))
 
     arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "loss_backward", arrives)))
     leaving = node.register_hook(unserializable_hook(kept_away(recorder, "loss_backward", passed)))

@@ -25,6 +25,7 @@ from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.losses.tokens import labels_seen
+from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
 from gradcheck_dist.probes.recording.patching import Patches
@@ -145,11 +146,12 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
 
 def _watch_labelled(recorder: Recorder, node: Any) -> None:
     given: Labelled = node.metadata[LABELLED]
-    loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site)
+    known = given.share.isfinite() if isinstance(given.share, Tensor) else None
+    loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site, known)
 
     def arrived(grad: Tensor) -> None:
         weights = torch.where(given.left_out, 0, -given.sign * given.share * grad.detach())
-        log_probs.gradient_arrived(recorder, weights, loss_id=loss_id)
+        log_probs.gradient_arrived(recorder, weights, loss_id=loss_id, known=known)
 
     _hook(recorder, node, arrived, given.output)
 
@@ -178,10 +180,12 @@ def _evaluated(
     labels: Tensor | None,
     num_tokens: int | Tensor | None,
     site: Site | None = None,
+    known: Tensor | None = None,
 ) -> int:
+    """`known`: whether it is a loss that counts anything, where that is still on an accelerator."""
     loss_id = recorder.next_seq()
     recorder.emit(
-        Loss,
+        Loss if known is None else perhaps.loss,
         seq=loss_id,
         site=site or (recorder.current.site if recorder.current is not None else None),
         loss_id=loss_id,
@@ -190,6 +194,7 @@ def _evaluated(
         num_tokens=num_tokens,
         num_labels=labels.numel() if labels is not None else None,
         label_hash=label_hash(labels) if labels is not None else None,
+        **({} if known is None else {"known": known}),
     )
     if recorder.impulses is not None and labels is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
