@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from elsewhere import pretend
 from probe_workers import Net, batch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
@@ -98,6 +99,35 @@ def test_the_line_that_scales_is_the_culprit(tmp_path: Path, doing: Callable[[nn
     assert event.nominal_factor == pytest.approx(1 / 3)
     assert finding.factor.expression == "1/accumulation_steps"
     assert "Without it the weights would be right." in finding.explanation
+
+
+@pytest.mark.parametrize("doing", [by_operator, by_tensor, beside_what_is_undone])
+def test_a_number_that_lies_on_an_accelerator_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: Callable[[nn.Module], None]
+) -> None:
+    pretend(monkeypatch)
+    test_the_line_that_scales_is_the_culprit(tmp_path, doing)
+
+
+def test_numbers_on_an_accelerator_are_kept_as_they_were_and_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    numbers = torch.tensor([2.0, 4.0, 5.0])
+
+    def changing(model: nn.Module) -> None:
+        number = torch.tensor(3.0)
+        for grad in gradients(model):
+            grad.div_(number)
+        number.fill_(7.0)
+        for grad in gradients(model):
+            grad.mul_(number)
+        for place, grad in enumerate(gradients(model)):
+            grad.mul_(numbers[place % 3])
+
+    train(tmp_path / "run", changing)
+    writes = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, GradWrite)]
+    assert [write.factor for write in writes if write.step == 0] == [pytest.approx(1 / 3), 7.0, None]
 
 
 def replaced(model: nn.Module) -> None:

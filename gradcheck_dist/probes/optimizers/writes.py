@@ -14,6 +14,7 @@ not ours (torch.overrides.handle_torch_function).
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from gradcheck_dist.events import SCALED, WRITTEN, GradWrite, Site
 from gradcheck_dist.probes.parameters.regions import in_memory
 from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.recording.deferred import is_host
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -78,15 +80,14 @@ def seen(recorder: Recorder, writes: Writes, op: str, tensors: Sequence[Tensor],
     if recorder.suspended:
         return
     scales = op != WRITTEN
-    value = _number(other) if scales else None
-    factor = None if not value else value if op == MUL else 1 / value
+    number = _Number.of(other, op) if scales else None
     infos, done = writes.whose(tensors, often=scales), SCALED if scales else WRITTEN
     if not infos and (parts := writes.whose([one._base for one in tensors if isinstance(one, Tensor)], often=False)):
         infos, done = parts, WRITTEN
-    if not infos and factor is not None:
+    if not infos and number is not None:
         infos = writes.in_buffers(tensors)
-    if infos or (factor is not None and factor != 1 and _may_be_gradients(tensors)):
-        writes.note(infos, caller_site(), factor, done)
+    if infos or (number is not None and number.factor != 1 and _may_be_gradients(tensors)):
+        writes.note(infos, caller_site(), number, done)
 
 
 def _may_be_gradients(tensors: Sequence[Any]) -> bool:
@@ -95,13 +96,56 @@ def _may_be_gradients(tensors: Sequence[Any]) -> bool:
     )
 
 
+class _Number:
+    """What all elements are multiplied by: `factor`, None where an accelerator has it. Equal to another if both are the
+    same number, or the same tensor with the same content."""
+
+    def __init__(self, factor: float | None, tensor: Tensor | None = None, op: str = MUL) -> None:
+        self.factor, self._tensor, self._op = factor, tensor, op
+        self._key = factor if tensor is None else (id(tensor), tensor._version, op)
+        self._kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, other: Any, op: str) -> _Number | None:
+        """None where it is no one number, or zero, or one by which zero is divided."""
+        if isinstance(other, Tensor) and not is_host(other):
+            plain = type(other) is Tensor and other.numel() == 1 and not other.is_complex()
+            return cls(None, other, op) if plain else None
+        value = _number(other)
+        return cls(value if op == MUL else 1 / value) if value else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Number) and self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def keep(self) -> None:
+        """Take a tensor's number as it is now."""
+        if self._tensor is not None:
+            value = self._tensor.detach().reshape(()).double()
+            self._kept = value.clone() if self._op == MUL else 1 / value
+
+    def joins(self, other: _Number) -> bool:
+        """Whether it stands for the next tensor as well: no number, where they turn out to differ."""
+        if self._kept is None or other._tensor is None or self == other:
+            return False
+        other.keep()
+        self._kept = torch.where(self._kept == other._kept, self._kept, torch.nan)
+        return True
+
+    @property
+    def told(self) -> float | Tensor | None:
+        """As a field of an event."""
+        return self.factor if self._kept is None else self._kept
+
+
 class Writes:
     """Lines that wrote to gradients in this step, told when it ends: one event for neighbouring calls of one line."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._num_others = 0
-        self._waiting: list[tuple[int, int, Site | None, tuple[float | None, str], list[ParamInfo]]] = []
+        self._waiting: list[tuple[int, int, Site | None, tuple[_Number | None, str], list[ParamInfo]]] = []
 
     def whose(self, tensors: Sequence[Any], often: bool = True) -> list[ParamInfo]:
         """Whose `.grad` these tensors are, or lie where one lies (`.grad.data`, a view of all of it). `often`: as
@@ -126,32 +170,41 @@ class Writes:
             found.update((info.id, info) for info in infos)
         return list(found.values())
 
-    def note(self, infos: list[ParamInfo], site: Site | None, factor: float | None, op: str) -> None:
+    def note(self, infos: list[ParamInfo], site: Site | None, number: _Number | None, op: str) -> None:
         recorder = self._recorder
         if self._waiting:
-            seq, _, last_site, last_done, last = self._waiting[-1]
-            if (last_site, last_done, seq, bool(last)) == (site, (factor, op), recorder.last_seq, bool(infos)):
-                last += infos
-                return
+            seq, _, last_site, (last_number, last_op), last = self._waiting[-1]
+            if (last_site, last_op, seq, bool(last)) == (site, op, recorder.last_seq, bool(infos)):
+                joined = last_number is not None and number is not None and last_number.joins(number)
+                if joined or last_number == number:
+                    last += infos
+                    return
         if not infos:
             self._num_others += 1
             if self._num_others > MOST_OTHERS:
                 return
-        self._waiting.append((recorder.next_seq(), time.time_ns(), site, (factor, op), infos))
+        if number is not None:
+            number.keep()
+        self._waiting.append((recorder.next_seq(), time.time_ns(), site, (number, op), infos))
 
     def tell(self) -> None:
         """Emit what was seen."""
         waiting, self._waiting, self._num_others = self._waiting, [], 0
-        for seq, t_ns, site, (factor, op), infos in waiting:
+        for seq, t_ns, site, (number, op), infos in waiting:
             params = self._recorder.registry.param_set(list(dict.fromkeys(infos))) if infos else None
-            self._recorder.emit(GradWrite, seq=seq, t_ns=t_ns, site=site, params=params, factor=factor, op=op)
+            factor = number.told if number is not None else None
+            self._recorder.emit(_write, seq=seq, t_ns=t_ns, site=site, params=params, factor=factor, op=op)
+
+
+def _write(*, factor: float | None, **fields: Any) -> GradWrite:
+    told = factor is not None and math.isfinite(factor) and factor != 0  # of a tensor that was read later
+    return GradWrite(factor=factor if told else None, **fields)
 
 
 def _number(value: Any) -> float | None:
-    """What all elements are multiplied or divided by; None where it is no one number, or an accelerator has it."""
+    """What all elements are multiplied or divided by; None where it is no one number."""
     if isinstance(value, Tensor):
-        readable = value.numel() == 1 and value.device.type == "cpu" and not value.is_complex()
-        return float(value) if readable else None
+        return float(value) if value.numel() == 1 and not value.is_complex() else None
     try:
         found = float(value)
     except (TypeError, ValueError):
