@@ -26,7 +26,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_DEVICE: Any = contextlib.nullcontext
-if os.environ.get("GRADCHECK_TEST_DEVICE"):
+if os.environ.get("GRADCHECK_TEST_DEVICE") == "elsewhere":
+    import elsewhere
+
+    from gradcheck_dist.trainer import launch
+
+    launch.launch = elsewhere.through(launch.launch)
+    elsewhere.replace(setattr)
+elif os.environ.get("GRADCHECK_TEST_DEVICE"):
     import on_cuda
 
     from gradcheck_dist.trainer import launch

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.probes.losses.loss import record_loss
 from gradcheck_dist.probes.losses.loss_graph import search
-from gradcheck_dist.probes.recording.deferred import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.marks import RECORDED
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 

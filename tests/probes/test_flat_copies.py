@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from elsewhere import pretend
 from torch import Tensor, nn
 
 from gradcheck_dist.probes.parameters.flat_copies import MAX_COMPARED, FlatCopies
@@ -213,3 +214,37 @@ def test_gradients_are_known_where_they_are_gathered_in_a_buffer_of_ones_own() -
     for info in known:
         info.param.main_grad, info.param.grad = info.param.grad, None  # type: ignore[attr-defined]
     assert [region.info.id for region in regions_by_value(whole, known)] == [1, 4]
+
+
+def test_on_an_accelerator_buffers_hold_what_they_held_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    known = infos()
+    copies = FlatCopies(lambda: known)
+    for _ in range(2):  # two passes of one step
+        assert [region.info.name for region in copies.regions(flat(known[:2]) / 2)] == ["w0", "w1"]
+        assert copies.regions(torch.randn(27)) == []
+        assert [region.info.name for region in copies.regions(flat(known[3:1:-1]))] == ["w3", "w2"]
+    copies.step_begins()
+    monkeypatch.setattr(FlatCopies, "_search", None)  # nobody waits for it again
+    for info in known:
+        assert info.param.grad is not None
+        info.param.grad += 1
+    assert [region.info.name for region in copies.regions(flat(known[:2]))] == ["w0", "w1"]
+    assert copies.regions(torch.randn(27)) == []
+    known[2].param.grad = None
+    assert copies.regions(flat(known[2:])) == [] == copies.regions(torch.randn(5))
+
+
+def test_on_an_accelerator_results_are_known_by_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    known = infos()
+    copies = FlatCopies(lambda: known)
+    buffer = flat(known)
+    found = copies.regions(buffer)
+    buffer *= torch.linspace(0, 1, len(buffer))  # what ranks gave
+    copies.came_out(found, len(buffer), buffer, found)
+    assert copies.reduced(buffer.view(-1)) == known
+    assert [region.info for region in copies.regions(buffer)] == known
+    assert copies.reduced(buffer[1:]) == copies.reduced(buffer.clone()) == []
+    copies.step_begins()
+    assert copies.reduced(buffer) == []

@@ -1,15 +1,19 @@
-"""Values of the CPU that probes are to believe on an accelerator: nobody may read them, and copies of them arrive
-late."""
+"""Values of the CPU that probes are to believe on an accelerator: nobody may read them, and copies of them arrive late.
+
+GRADCHECK_TEST_DEVICE=elsewhere does so in all tests (make test-elsewhere): what they find then is what is found on an
+accelerator, as far as no kernel and no stream of its own takes part.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torch import Tensor
-
-from gradcheck_dist.probes.recording.samples import HostCopies
 
 
 class Late:
@@ -27,11 +31,35 @@ class Late:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(monkeypatch.setattr)
+
+
+def replace(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Let all probes believe so."""
+    importlib.import_module("gradcheck_dist.probes.all_probes")
+    samples = importlib.import_module("gradcheck_dist.probes.recording.samples")
     for name, module in list(sys.modules.items()):
         if name.startswith("gradcheck_dist.probes") and hasattr(module, "is_host"):
-            monkeypatch.setattr(module, "is_host", lambda _: False)
+            set_attribute(module, "is_host", lambda _: False)
 
-    def start(_: HostCopies, tensor: Tensor) -> tuple[Any, Tensor]:
+    def start(_: Any, tensor: Tensor) -> tuple[Any, Tensor]:
         return Late(), tensor.clone()
 
-    monkeypatch.setattr(HostCopies, "start", start)
+    set_attribute(samples.HostCopies, "start", start)
+
+
+def through(launch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`launch`, of ranks that believe so too."""
+
+    @functools.wraps(launch)
+    def launch_there(target: str, args: tuple[Any, ...], nproc: int, **options: Any) -> list[Any]:
+        return launch("elsewhere:run", (target, args), nproc, **options)
+
+    return launch_there
+
+
+def run(target: str, args: tuple[Any, ...]) -> Any:
+    """What a rank was to do."""
+    replace(setattr)
+    module, function = target.split(":")
+    return getattr(importlib.import_module(module), function)(*args)

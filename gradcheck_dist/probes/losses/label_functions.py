@@ -38,7 +38,7 @@ from gradcheck_dist.probes.losses.closed_form import (
 )
 from gradcheck_dist.probes.losses.loss_backward import Functions
 from gradcheck_dist.probes.losses.loss_backward import watch as watch_backward
-from gradcheck_dist.probes.recording.deferred import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.marks import LABELLED
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded

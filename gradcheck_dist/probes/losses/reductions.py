@@ -18,8 +18,8 @@ from torch import Tensor
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of, saved
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
-from gradcheck_dist.probes.recording.deferred import is_host
 
 MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
 WITH_REDUCTION = {

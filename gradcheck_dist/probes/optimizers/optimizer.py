@@ -19,8 +19,8 @@ from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.optimizers.updates import Updates, updates_begin, updates_end
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import originals
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.captured import OPTIMIZER
-from gradcheck_dist.probes.recording.deferred import is_host
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded

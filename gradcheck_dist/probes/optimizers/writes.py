@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from gradcheck_dist.events import SCALED, WRITTEN, GradWrite, Site
 from gradcheck_dist.probes.parameters.regions import in_memory
 from gradcheck_dist.probes.parameters.registry import ParamInfo
-from gradcheck_dist.probes.recording.deferred import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -130,6 +130,7 @@ class _Number:
         if self._kept is None or other._tensor is None or self == other:
             return False
         other.keep()
+        assert other._kept is not None
         self._kept = torch.where(self._kept == other._kept, self._kept, torch.nan)
         return True
 

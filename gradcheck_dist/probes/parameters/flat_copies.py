@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradcheck_dist.probes.parameters.device_copies import DeviceCopies
 from gradcheck_dist.probes.parameters.regions import Region, buffer_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 
 Run = tuple[int, int, int]
 """Neighbours: 1 or -1 for the other way round, first, last + 1"""
@@ -63,8 +65,10 @@ class FlatCopies:
         self._picked: list[ParamInfo] = []  # what was in the last buffer of such that are no neighbours
         self._left = MAX_COMPARED
         self._results: dict[int, deque[Result]] = {}  # by the size of the copy that was reduced
+        self._elsewhere = DeviceCopies(self._search_elsewhere, _hold)
 
     def step_begins(self) -> None:
+        self._elsewhere.step_begins()
         self._left = MAX_COMPARED
         self._held.clear()
         self._results.clear()
@@ -76,7 +80,9 @@ class FlatCopies:
             copied: what the copy of `size` elements held.
             own: what of it lies in `output`: all of it, or this rank's shard.
         """
-        if not own or not output.is_cpu:
+        if own and not is_host(output) and output.numel() == size:
+            self._elsewhere.came_out(copied, output)
+        if not own or not is_host(output):
             return
         whole = next(region for region in copied if region.info is own[0].info)
         low = whole.offset + own[0].start - whole.start - own[0].offset
@@ -89,9 +95,11 @@ class FlatCopies:
 
     def reduced(self, tensor: Tensor) -> list[ParamInfo]:
         """Whose gradients a tensor holds that is the result of a reduction of this step, times one number."""
-        if not self._results or type(tensor) is not Tensor or tensor.numel() not in self._results:
+        if type(tensor) is not Tensor or not (tensor.is_contiguous() and tensor.is_floating_point()):
             return []
-        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.is_floating_point()):
+        if not is_host(tensor):
+            return [region.info for region in self._elsewhere.reduced(tensor)]
+        if tensor.numel() not in self._results:
             return []
         return [region.info for region in self._once_more(tensor.detach().reshape(-1))]
 
@@ -103,11 +111,19 @@ class FlatCopies:
         return []
 
     def regions(self, tensor: Tensor, *, stacked: bool = False) -> list[Region]:
-        """Which gradients a tensor is a copy of, times one number; [] where it is none, or lies on an accelerator,
-        whose values nobody waits for. `stacked`: also where it has more than one dimension, and zeros behind the last
-        gradient, as in an optimizer's own step."""
-        if tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+        """Which gradients a tensor is a copy of, times one number; [] where it is none. `stacked`: also where it has
+        more than one dimension, and zeros behind the last gradient, as in an optimizer's own step."""
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
             return []
+        if not is_host(tensor):
+            return self._elsewhere.regions(tensor, stacked=stacked)
+        return self._search(tensor, stacked)
+
+    def _search_elsewhere(self, tensor: Tensor, stacked: bool) -> tuple[list[Region], bool]:
+        found = self._search(tensor, stacked)
+        return found, any(held[1] for held in self._held.values())
+
+    def _search(self, tensor: Tensor, stacked: bool) -> list[Region]:
         flat = tensor.detach().reshape(-1)
         if self._results and flat.is_floating_point() and (again := self._once_more(flat)):
             return again
@@ -124,7 +140,7 @@ class FlatCopies:
             return []
         infos = self._infos()
         self._left -= len(infos) // ASKED_LIKE_ONE_COMPARED
-        for own in _alike(infos, tensor.dtype):
+        for own in _alike(infos, tensor):
             held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
             for run in _candidates(own, flat):
                 if self._left <= 0:
@@ -147,7 +163,7 @@ class FlatCopies:
         """`expected`: behind the last copy of this type, so that few elements are no chance."""
         if sum(info.param.numel() for info in mine) > flat.numel():
             return False
-        if not all(_readable(_grad(info)) for info in mine):
+        if not _hold(flat, mine):
             return False
         allowed, lost, same = _rounding(flat, mine)
         self._left -= 1
@@ -230,15 +246,23 @@ def _grad(info: ParamInfo) -> Tensor | None:
     return buffer_of(info) if grad is None else grad
 
 
-def _readable(grad: Tensor | None) -> bool:
-    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype in TYPES
+def _readable(grad: Tensor | None, beside: Tensor) -> bool:
+    """Whether a gradient can be compared with a buffer."""
+    if type(grad) is not Tensor or grad.device != beside.device:
+        return False
+    return grad.layout is torch.strided and grad.dtype in TYPES
 
 
-def _alike(infos: list[ParamInfo], dtype: torch.dtype) -> Iterator[list[ParamInfo]]:
-    """Whose gradients a buffer of a type may hold: those of this type, or all."""
-    if dtype in TYPES:
-        every = [info for info in infos if _readable(_grad(info))]
-        same = [info for info in every if _type(info) is dtype]
+def _hold(flat: Tensor, infos: Sequence[ParamInfo]) -> bool:
+    """Whether a buffer could hold the gradients of these parameters."""
+    return all(_readable(_grad(info), flat) for info in infos)
+
+
+def _alike(infos: list[ParamInfo], buffer: Tensor) -> Iterator[list[ParamInfo]]:
+    """Whose gradients a buffer may hold: those of its type, or all."""
+    if buffer.dtype in TYPES:
+        every = [info for info in infos if _readable(_grad(info), buffer)]
+        same = [info for info in every if _type(info) is buffer.dtype]
         yield from ([same, every] if same and len(same) < len(every) else [every])
 
 
@@ -296,7 +320,7 @@ def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
         mine.append(grad.take(which))
         theirs.append(flat.take(which + offset))
         offset += info.param.numel()
-    return torch.cat(mine).double(), torch.cat(theirs).double()
+    return torch.cat(mine).cpu().double(), torch.cat(theirs).cpu().double()
 
 
 def _agree(grads: Tensor, values: Tensor, allowed: float, lost: float = 0.0) -> bool:

@@ -16,6 +16,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return _is_wrapped is not None and bool(_is_wrapped(tensor))
 
 
+def is_host(value: Tensor) -> bool:
+    """Whether a value can be read without waiting for an accelerator."""
+    return value.device.type == "cpu"
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has values of its own, side by side in memory: no DTensor, fake one or one in a transform."""
     known = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_transformed(tensor)

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Event
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 
 Deferred = list[tuple[Callable[..., Event], dict[str, Tensor]]]
 """What makes each event out of its missing numbers, and these, 0-d tensors."""
-
-
-def is_host(value: Tensor) -> bool:
-    """Whether a value can be read without waiting for an accelerator."""
-    return value.device.type == "cpu"
 
 
 def number(value: Tensor) -> float | Tensor:

@@ -30,9 +30,10 @@ from gradcheck_dist.events import (
 )
 from gradcheck_dist.probes.parameters.places import Places
 from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.recording.captured import Captures
-from gradcheck_dist.probes.recording.deferred import Deferred, is_host, missing, numbers_of, read
+from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, read
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
