@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from elsewhere import pretend
 from probe_workers import Net, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -140,6 +141,14 @@ def test_an_optimizer_that_keeps_gradients_for_a_later_step_accuses_nobody(
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert diagnose_run(tmp_path).verdict == "undetermined"  # step by step, as commands do
     assert any("Gathering was given gradients and moved no parameter" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_values_of_parameters_on_an_accelerator_tell_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    pretend(monkeypatch)
+    test_an_optimizer_that_keeps_gradients_for_a_later_step_accuses_nobody(tmp_path, every, True)
 
 
 @pytest.mark.parametrize("through_data", [False, True])

@@ -5,19 +5,21 @@ virtual steps, hivemind) makes one step out of several: which of them belong tog
 them in two steps in a row does not: where it moved nothing before, it began its state (SOAP takes its first bases so).
 
 Optimizers change parameters in place, and autograd counts that. Where it never counts one (updates through `.data`, or
-in kernels of their own), the element with the largest gradient of a few parameters tells, on CPU.
+in kernels of their own), the element with the largest gradient of a few parameters tells.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW
+from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, ProbeStatus
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
 MAX_PARAMS, MAX_VALUES = 4, 1 << 16
@@ -25,6 +27,9 @@ MAX_PARAMS, MAX_VALUES = 4, 1 << 16
 FINE = (torch.float32, torch.float64)
 """What a small update does not leave as it was by rounding."""
 NEVER = -2
+
+Noted = tuple[Tensor, Tensor, Tensor, Tensor]
+"""A parameter, where its gradient is largest, its value there, and whether that gradient is a number but zero."""
 
 
 class Updates:
@@ -34,7 +39,7 @@ class Updates:
         self._counts: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._told: dict[int, int] = {}  # optimizers that moved nothing once; the step before, where they did
         self._settled: set[int] = set()  # those of them that moved in the step after it, too
-        self._begun: tuple[Optimizer, list[Tensor], int, list[tuple[Tensor, Tensor, Tensor]]] | None = None
+        self._begun: tuple[Optimizer, list[Tensor], int, list[Noted]] | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
         self._begun = None
@@ -51,20 +56,35 @@ class Updates:
         if begun is None or begun[0] is not optimizer:
             return
         _, read, version, noted = begun
-        counted = self._counts.get(optimizer)
+        counted = bool(self._counts.get(optimizer))
         moves = _version(read) != version
-        self._counts[optimizer] = moves or bool(counted)
-        same = bool(noted) and all(torch.equal(param.detach().flatten()[place], was) for param, place, was in noted)
-        moved = moves or (bool(noted) and not counted and not same)
-        name, before = type(optimizer).__name__, self._told.get(id(optimizer))
+        self._counts[optimizer] = moves or counted
+        if moves and id(optimizer) not in self._told:
+            return
+        looked: bool | Tensor = False
+        same: bool | Tensor = False
+        if noted and not (moves or counted):
+            tells = torch.stack([is_some for _, _, _, is_some in noted])
+            kept = torch.stack([param.detach().reshape(-1).take(place) == was for param, place, was, _ in noted])
+            looked, same = tells.any(), tells.any() & (kept | ~tells).all()
+        told = functools.partial(self._tell, id(optimizer), type(optimizer).__name__, moves, counted)
+        recorder.emit(told, looked=looked, same=same)
+
+    def _tell(
+        self, key: int, name: str, moves: bool, counted: bool, *, looked: bool, same: bool, **fields: Any
+    ) -> ProbeStatus:
+        """What is new of an optimizer, or that its probe is in place. `looked`: at the values of its parameters, which
+        stayed the `same`; on an accelerator that is known when it has come."""
+        moved, before, step = moves or (looked and not same), self._told.get(key), fields["step"]
         if before is None and not moves and (counted or same):
-            recorder.status(KEPT_BY_OPTIMIZER, False, f"{name} {MOVED_NOTHING}")
-            self._told[id(optimizer)] = NEVER
-        elif before is not None:
-            self._told[id(optimizer)] = recorder.step if moved else NEVER
-            if moved and before == recorder.step - 1:
-                recorder.status(KEPT_BY_OPTIMIZER, True, f"{name} {MOVES_NOW}")
-                self._settled.add(id(optimizer))
+            self._told[key] = NEVER
+            return ProbeStatus(probe=KEPT_BY_OPTIMIZER, active=False, reason=f"{name} {MOVED_NOTHING}", **fields)
+        if before is not None:
+            self._told[key] = step if moved else NEVER
+            if moved and before == step - 1:
+                self._settled.add(key)
+                return ProbeStatus(probe=KEPT_BY_OPTIMIZER, active=True, reason=f"{name} {MOVES_NOW}", **fields)
+        return ProbeStatus(probe="optimizer", active=True, **fields)
 
 
 def _is_zero(rate: object) -> bool:
@@ -77,16 +97,15 @@ def _version(params: list[Tensor]) -> int:
     return sum(getattr(param, "_local_tensor", param)._version for param in params)
 
 
-def _largest(params: list[Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(parameter, where its gradient is largest, its value there), of a long one among its first elements."""
+def _largest(params: list[Tensor]) -> Iterator[Noted]:
+    """Of a long gradient, the largest of its first elements."""
     for param in params:
         grad = param.grad
-        if type(param.data) is not Tensor or type(grad) is not Tensor or not param.is_cpu or param.dtype not in FINE:
+        if type(param.data) is not Tensor or type(grad) is not Tensor or param.dtype not in FINE:
             continue
-        if grad.layout is torch.strided and grad.shape == param.shape and grad.numel():
+        if grad.layout is torch.strided and grad.shape == param.shape and grad.device == param.device and grad.numel():
             size, place = grad.flatten()[:MAX_VALUES].abs().max(dim=0)
-            if 0 < float(size) < float("inf"):
-                yield param, place, param.detach().flatten()[place].clone()
+            yield param, place, param.detach().reshape(-1).take(place), (size > 0) & size.isfinite()
 
 
 @guarded(KEPT_BY_OPTIMIZER)
