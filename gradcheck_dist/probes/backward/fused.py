@@ -21,6 +21,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.regions import buffer_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded, kept_away
 
@@ -84,7 +85,7 @@ def closed(recorder: Recorder, state: _Buffers, current: BackwardPass) -> None:
             state.candidates.pop(info.id, None)
             continue
         change = buffer.detach().take(plan.indices) - values
-        if added or (change.is_cpu and bool(change.any())):
+        if added or not is_host(change) or bool(change.any()):  # elsewhere it may be one of zeros
             current.touched[info.id] = info
             recorder.keep(current.seq, LEAF, plan, change)
     _tell(recorder, current, {one[0].id for one in before} - ordinary)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Event
-from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 
 Deferred = list[tuple[Callable[..., Event], dict[str, Tensor]]]
 """What makes each event out of its missing numbers, and these, 0-d tensors."""
@@ -18,6 +18,20 @@ Deferred = list[tuple[Callable[..., Event], dict[str, Tensor]]]
 def number(value: Tensor) -> float | Tensor:
     """A tensor of one element as float64: a float where it can be read at once, else on its device."""
     return float(value.item()) if type(value) is Tensor and is_host(value) else value.detach().double()
+
+
+def own_number(value: Tensor) -> Tensor:
+    """A tensor of one element that can be copied to the host later; of a DTensor that is whole on each rank, this
+    rank's.
+
+    Raises:
+        TypeError: it has no value of its own: a tracer's, or a part of one that is spread over ranks.
+    """
+    local = getattr(value, "_local_tensor", value)
+    spread = not all(placement.is_replicate() for placement in getattr(value, "placements", ()))
+    if spread or not is_plain(local):
+        raise TypeError(f"a {type(value).__name__} on an accelerator has no number that could be read later")
+    return local.detach()
 
 
 def missing(deferred: Deferred) -> list[Tensor]:

@@ -33,7 +33,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.recording.captured import Captures
-from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, read
+from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, own_number, read
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
@@ -224,15 +224,15 @@ class Recorder(Sampler):
         current = self.current
         if current is not None and current.hooks is not None and current.hooks.takes(kind, fields):
             return
-        self.num_events += 1
         on_device: dict[str, Tensor] = {}
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 if is_host(value):
                     fields[name] = value.item()
                 else:
-                    on_device[name] = value.detach()
+                    on_device[name] = own_number(value)
                     self.streams.note(value)
+        self.num_events += 1
         if on_device:
             rest = {name: value for name, value in fields.items() if name not in on_device}
             self._deferred.append((functools.partial(kind, step=self.step, **rest), on_device))
