@@ -9,7 +9,7 @@ import torch
 from elsewhere import pretend
 from torch import nn
 
-from gradcheck_dist.events import ProbeError, RootValue
+from gradcheck_dist.events import LossGradient, LossTerm, ProbeError, RootValue
 from gradcheck_dist.probes import attach, session
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.stream.diagnose import diagnose_run
@@ -19,6 +19,42 @@ from gradcheck_dist.trace.run import read_run
 @guarded("probe")
 def tell(recorder: Recorder, value: torch.Tensor) -> None:
     recorder.emit(RootValue, accumulation_step=0, microbatch=0, value=value)
+
+
+def numbers_beside_losses(run: Path) -> list[tuple[object, ...]]:
+    """What multiplies and divides a cross-entropy beside a penalty, and two means of squares, in tensors that are used
+    again."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    share, count = torch.tensor(0.5), torch.tensor(6.0)
+    with attach(run):
+        for _ in range(2):
+            rows = torch.randn(6, 8)
+            loss = nn.functional.cross_entropy(model(rows), torch.randint(5, (6,)), reduction="sum")
+            ((loss * 3.0 + share * model.weight.square().sum()) / count).backward()
+            (((model(rows) - 1) ** 2).mean() * share / 4 + (model.bias**2).mean() / count).backward()
+            share.add_(1.0)
+            count.mul_(2.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    events = read_run(run).ranks[0].events
+    assert not [event for event in events if isinstance(event, ProbeError)]
+    return [
+        (event.op, event.weight, event.num_factors, event.divided_by, event.mean_weight)
+        if isinstance(event, LossTerm)
+        else (event.weight, event.multipliers, event.divisors, event.sum_before)
+        for event in sorted(events, key=lambda event: event.seq)
+        if isinstance(event, LossGradient | LossTerm)
+    ]
+
+
+def test_numbers_on_an_accelerator_are_told_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = numbers_beside_losses(tmp_path / "here")
+    assert {number for told in here for number in told if isinstance(number, int)} == {0, 1, 2}
+    assert [told[1] for told in here if isinstance(told[1], list)] == [[3.0], [3.0]]
+    pretend(monkeypatch)
+    assert numbers_beside_losses(tmp_path / "elsewhere") == here
 
 
 def test_a_number_that_a_tracer_holds_is_a_probes_error_and_nothing_is_lost(

@@ -71,7 +71,7 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
     for (_, factors), found, body in zip(parts, reduced, bodies, strict=True):
         numbers = [*above, *factors]
         divisors = divided_by([*numbers, *found.numbers])
-        term = ReducedTerm(op_of(body), num_factors(numbers) + len(found.numbers), divisors)
+        term = ReducedTerm(op_of(body), num_factors(numbers, len(found.numbers)), divisors)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
         if elements:
@@ -90,7 +90,7 @@ def watch_weighted(recorder: Recorder, current: BackwardPass, root: Root) -> Non
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
 
 
-def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, factors: int) -> None:
+def _watch_sequences(recorder: Recorder, current: BackwardPass, top: Edge, factors: Any) -> None:
     """Note what arrives at the elements behind a list of parts that are reduced one by one."""
     body = only_body(top)
     if body is not None:

@@ -20,6 +20,7 @@ from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import NumbersBefore
+from gradcheck_dist.probes.recording.deferred import made_of
 
 MEAN, SUM = 1, 2  # torch.nn._reduction.get_enum
 WITH_REDUCTION = {
@@ -121,27 +122,40 @@ def numbers_at(factors: list[Any]) -> NumbersBefore:
     return found
 
 
-def _number_at(node: Any) -> float | None:
+def _number_at(node: Any) -> float | Tensor | None:
     name, other = name_of(node), _other(node)
     if name == "NegBackward":
         return -1.0
-    if type(other) is not Tensor or other.numel() != 1 or not is_host(other):
+    if type(other) is not Tensor or other.numel() != 1:
         return None  # reading a DTensor may call a collective
-    return None if name == "DivBackward" and node.next_functions[0][0] is None else float(other)
+    if name == "DivBackward" and node.next_functions[0][0] is None:
+        return None
+    # As it is now, where it is read later: its memory may be used again.
+    return float(other) if is_host(other) else other.detach().reshape(()).double().clone()
 
 
-def num_factors(factors: list[Any]) -> int:
-    """How many numbers multiply a loss: those that are 1 count where there are no others."""
-    numbers = [_number_at(node) for node in factors]
-    return sum(number != 1 for number in numbers) or len(factors)
+def num_factors(factors: list[Any], more: int = 0) -> Any:
+    """How many numbers multiply a loss, and `more`: those that are 1 count where there are no others. An int, or a
+    Later of it."""
+    return made_of(
+        [_number_at(node) for node in factors],
+        lambda numbers: (sum(number != 1 for number in numbers) or len(numbers)) + more,
+    )
 
 
-def divided_by(factors: list[Any]) -> list[int]:
-    """Whole numbers from 2 on that nodes divide by, or multiply by one over, as far as they are read."""
+def divided_by(factors: list[Any]) -> Any:
+    """Whole numbers from 2 on that nodes divide by, or multiply by one over, as far as they are read: a list, None for
+    none, or a Later of it."""
     found = numbers_at(factors)
-    numbers = [*(one for one in found.divisors if one), *(1 / one for one in found.multipliers if one)]
-    whole = {round(one) for one in numbers if isfinite(one) and abs(one - round(one)) <= ROUNDED * abs(one)}
-    return sorted(one for one in whole if one > 1)
+    num_divisors = len(found.divisors)
+
+    def whole_ones(numbers: list[float | None]) -> list[int] | None:
+        divisors, multipliers = numbers[:num_divisors], numbers[num_divisors:]
+        read = [*(one for one in divisors if one), *(1 / one for one in multipliers if one)]
+        whole = {round(one) for one in read if isfinite(one) and abs(one - round(one)) <= ROUNDED * abs(one)}
+        return sorted(one for one in whole if one > 1) or None
+
+    return made_of([*found.divisors, *found.multipliers], whole_ones)
 
 
 def leads_to(edge: Edge, nodes: Container[Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradcheck_dist.events import Site
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, originals
-from gradcheck_dist.probes.recording.deferred import number
+from gradcheck_dist.probes.recording.deferred import made_of, number
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.activations.ways import PassHooks
@@ -32,14 +32,14 @@ class TokenWeights(NamedTuple):
 
 @dataclass
 class ReducedTerm:
-    """One mean or sum over elements, times `num_factors` numbers, of which some are read to divide by whole ones.
-    `arrived` is its gradient, `mean_weight` the same where it is a mean that compares with targets, `elements` what it
-    goes over: fields of a ReducedGradient. `beneath`: what multiplies each element beside a weight of its own,
-    `num_kept` how many masks keep."""
+    """One mean or sum over elements, times `num_factors` numbers, of which some divide by whole ones (an int and a
+    list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean that compares with
+    targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each element beside a
+    weight of its own, `num_kept` how many masks keep."""
 
     op: str
-    num_factors: int
-    divided_by: list[int] = field(default_factory=list)
+    num_factors: Any
+    divided_by: Any = None
     arrived: Tensor | None = None
     mean_weight: Tensor | None = None
     elements: dict[str, Any] = field(default_factory=dict)
@@ -60,24 +60,29 @@ class ReducedTerm:
     def told(self) -> dict[str, Any]:
         """The fields of a ReducedGradient."""
         mean_weight = None if self.mean_weight is None else number(self.mean_weight)
-        numbers = {"num_factors": self.num_factors, "divided_by": self.divided_by or None}
+        numbers = {"num_factors": self.num_factors, "divided_by": self.divided_by}
         return {"mean_weight": mean_weight, **numbers, **self.elements}
 
 
 @dataclass
 class NumbersBefore:
-    """The numbers that multiply and divide a loss in a sum of several; None for one that is not read."""
+    """The numbers that multiply and divide a loss in a sum of several; None for one that is not read, a tensor for one
+    that lies on an accelerator."""
 
-    multipliers: list[float | None]
-    divisors: list[float | None]
+    multipliers: list[float | Tensor | None]
+    divisors: list[float | Tensor | None]
 
-    @property
-    def product(self) -> float | None:
-        multipliers = [one for one in self.multipliers if one is not None]
-        divisors = [one for one in self.divisors if one]
-        if len(multipliers) < len(self.multipliers) or len(divisors) < len(self.divisors):
+
+def _sum_of_products(numbers: list[float | None], shape: list[tuple[int, int]]) -> float | None:
+    """Of losses, each times so many numbers and divided by so many behind these; None where one is not read."""
+    come, total = iter(numbers), 0.0
+    for num_multipliers, num_divisors in shape:
+        multipliers = [next(come) for _ in range(num_multipliers)]
+        divisors = [next(come) for _ in range(num_divisors)]
+        if None in multipliers or not all(divisors):
             return None
-        return prod(multipliers) / prod(divisors)
+        total += prod(one for one in multipliers if one is not None) / prod(one for one in divisors if one)
+    return total
 
 
 class BackwardPass:
@@ -191,10 +196,13 @@ class BackwardPass:
         own = [one for known, one in self.before if known == loss_id]
         if len(own) != 1:
             return part  # in no sum, or several times in one
-        products = [one.product for _, one in self.before]
-        known = [one for one in products if one is not None]
-        total = sum(known) if len(known) == len(products) else None
-        return {"multipliers": own[0].multipliers, "divisors": own[0].divisors, "sum_before": total} | part
+        shape = [(len(one.multipliers), len(one.divisors)) for _, one in self.before]
+        every = [number for _, one in self.before for number in (*one.multipliers, *one.divisors)]
+        return part | {
+            "multipliers": made_of(own[0].multipliers, list),
+            "divisors": made_of(own[0].divisors, list),
+            "sum_before": made_of(every, lambda numbers: _sum_of_products(numbers, shape)),
+        }
 
     def told_of_elements(self) -> dict[str, Any]:
         """Fields of a LossGradient whose weight is a function of the data, or one number for each token: what the one

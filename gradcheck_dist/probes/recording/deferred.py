@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,41 @@ Deferred = list[tuple[Callable[..., Event], dict[str, Tensor]]]
 def number(value: Tensor) -> float | Tensor:
     """A tensor of one element as float64: a float where it can be read at once, else on its device."""
     return float(value.item()) if type(value) is Tensor and is_host(value) else value.detach().double()
+
+
+class Later(NamedTuple):
+    """A field of an event that is made of several numbers, once they have come to the host."""
+
+    numbers: list[Tensor]
+    make: Callable[[list[float]], Any]
+
+
+def made_of(values: Sequence[float | Tensor | None], make: Callable[[list[float | None]], Any]) -> Any:
+    """What `make` makes of numbers, or a Later where some lie on an accelerator."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+
+    def of_host(numbers: list[float]) -> Any:
+        come = iter(numbers)
+        return make([next(come) if isinstance(value, Tensor) else value for value in values])
+
+    return Later(tensors, of_host) if tensors else of_host([])
+
+
+def with_later(kind: Callable[..., Event], fields: dict[str, Any]) -> Callable[..., Event]:
+    """`kind`, that takes the numbers of fields that are made later; these are put among the fields in their place."""
+    later = {name: value for name, value in fields.items() if isinstance(value, Later)}
+    if not later:
+        return kind
+    for name, value in later.items():
+        del fields[name]
+        fields |= {f"{name} {place}": number for place, number in enumerate(value.numbers)}
+
+    def make(**come: Any) -> Event:
+        for name, value in later.items():
+            come[name] = value.make([come.pop(f"{name} {place}") for place in range(len(value.numbers))])
+        return kind(**come)
+
+    return make
 
 
 def own_number(value: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo, Registry
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, ReadGradients
 from gradcheck_dist.probes.recording.captured import Captures
-from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, own_number, read
+from gradcheck_dist.probes.recording.deferred import Deferred, missing, numbers_of, own_number, read, with_later
 from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
@@ -224,7 +224,7 @@ class Recorder(Sampler):
         current = self.current
         if current is not None and current.hooks is not None and current.hooks.takes(kind, fields):
             return
-        on_device: dict[str, Tensor] = {}
+        kind, on_device = with_later(kind, fields), dict[str, Tensor]()
         for name, value in fields.items():
             if isinstance(value, Tensor):
                 if is_host(value):
