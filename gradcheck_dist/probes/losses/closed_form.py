@@ -83,7 +83,11 @@ class Looked:
 
 def row(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor (..., features), which need not lie side by side in memory."""
-    return tensor.detach()[torch.unravel_index(index, tensor.shape[:-1])]
+    places: list[Tensor] = []
+    for size in reversed(tensor.shape[:-1]):
+        places.insert(0, index % size)
+        index = index // size
+    return tensor.detach()[tuple(places)]
 
 
 def given_to(args: Sequence[Any], whole: Sequence[Tensor]) -> Given | None:
@@ -152,13 +156,13 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
         tried = torch.stack([total.new_full((), one) if isinstance(one, float) else one.double() for one in numbers])
         fitting = ((result * tried / total - 1).abs() <= fits) & (tried > 0)
         first = fitting.to(torch.int8).argmax()
-        one = fitting.any() & ~(fitting & (tried != tried[first])).any()
+        one = fitting.any() & ~(fitting & (tried != tried.take(first))).any()
         first, empty = torch.where(one, first, 0), ~valid.any()  # over nothing, which is 1, where no label is valid
         case = found.case
         for place, name in enumerate(names):
             case = torch.where(first == place, CASES.index((ignores, name)), case)
         takes = as_before & (one | empty) & (found.case < 0)
-        mine = Sum(1 / tried[first], valid, case)
+        mine = Sum(1 / tried.take(first), valid, case)
         found = Sum(*(torch.where(takes, new, old) for new, old in zip(mine, found, strict=True)))
     return found
 

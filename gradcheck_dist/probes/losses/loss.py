@@ -20,7 +20,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
-from gradcheck_dist.probes.parameters.stand_ins import is_transformed
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_transformed
 from gradcheck_dist.probes.recording.backward_pass import TokenWeights
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import mark_recorded
@@ -61,7 +61,7 @@ def label_hash(target: Tensor) -> int | Tensor:
     """A checksum of the labels: ranks that evaluate the same labels are one data coordinate. On an accelerator it stays
     there, as a 0-d int64 tensor."""
     local = getattr(target, "_local_tensor", target).detach()
-    if local.is_cpu:
+    if is_host(local):
         return zlib.crc32(memory.flat(local).data)
     position = torch.arange(local.numel(), device=local.device) * HASH_FACTOR + HASH_OFFSET
     return ((local.reshape(-1).to(torch.int64) + 1) * position).sum()
@@ -88,11 +88,11 @@ def evaluated(
     num_tokens: int | Tensor
     if target.is_floating_point():
         num_tokens = target.shape[0]
-    elif type(target) is Tensor and target.is_cpu and class_weight is None and reduction != "none":
+    elif type(target) is Tensor and is_host(target) and class_weight is None and reduction != "none":
         num_tokens = int(np.count_nonzero(memory.flat(target) != ignore_index))  # one call where torch takes three
     else:
         valid = target != ignore_index
-        num_tokens = int(valid.sum()) if valid.device.type == "cpu" else valid.sum()
+        num_tokens = int(valid.sum()) if is_host(valid) else valid.sum()
     weighted = None
     if class_weight is not None and valid is not None:
         weighted = (class_weight.detach()[torch.where(valid, target, 0)] * valid).sum()

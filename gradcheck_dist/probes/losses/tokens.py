@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradcheck_dist.events import Tokens
-from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.trace.token_runs import FACTOR, NONE, NUM_KEPT, NUM_TOKENS, runs
@@ -69,7 +69,7 @@ def labels_seen(recorder: Recorder, labels: Tensor, loss_id: int) -> None:
 
 def _tell(recorder: Recorder, tokens: Tensor, microbatch: int, loss_id: int | None) -> None:
     flat = tokens.detach().reshape(-1)
-    found = torch.from_numpy(runs(np.from_dlpack(flat))) if flat.is_cpu else _on_device(flat.to(torch.int64))
+    found = torch.from_numpy(runs(np.from_dlpack(flat))) if is_host(flat) else _on_device(flat.to(torch.int64))
     recorder.emit_values(Tokens, found, microbatch, loss_id=loss_id)
 
 

@@ -25,6 +25,7 @@ from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.losses.tokens import labels_seen
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
@@ -121,7 +122,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
     target, reduction = node._saved_target, _REDUCTIONS[node._saved_reduction]
     valid = target != node._saved_ignore_index
     counted = valid.sum()
-    num_tokens: int | Tensor = int(counted) if counted.device.type == "cpu" else counted
+    num_tokens: int | Tensor = int(counted) if is_host(counted) else counted
     loss_id = _evaluated(recorder, "nll_loss", reduction, target, num_tokens)
     arrived = functools.partial(
         gradient_arrived,

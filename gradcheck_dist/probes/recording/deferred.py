@@ -56,15 +56,13 @@ def with_later(kind: Callable[..., Event], fields: dict[str, Any]) -> Callable[.
 
 
 def own_number(value: Tensor) -> Tensor:
-    """A tensor of one element that can be copied to the host later; of a DTensor that is whole on each rank, this
-    rank's.
+    """A tensor of one element that can be copied to the host later; of a DTensor, this rank's, as `.item()` gives it.
 
     Raises:
-        TypeError: it has no value of its own: a tracer's, or a part of one that is spread over ranks.
+        TypeError: it has no value of its own: a tracer's.
     """
-    local = getattr(value, "_local_tensor", value)
-    spread = not all(placement.is_replicate() for placement in getattr(value, "placements", ()))
-    if spread or not is_plain(local):
+    local: Tensor = getattr(value, "_local_tensor", value)
+    if not is_plain(local):
         raise TypeError(f"a {type(value).__name__} on an accelerator has no number that could be read later")
     return local.detach()
 
