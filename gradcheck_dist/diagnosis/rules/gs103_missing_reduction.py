@@ -235,7 +235,8 @@ def _uncounted(facts: StepFacts) -> Iterator[Remark]:
     gradient comes to a copy is seen all the same."""
     place = facts.contributions.coordinate
     missing: list[Held] = []
-    for held in facts.held if CODE not in facts.found and facts.data.complete else ():
+    may_tell = CODE not in facts.found and facts.data.complete and facts.contributions.by_key
+    for held in facts.held if may_tell else ():
         keys = held.replay.basis.keys
         if (
             held.observed is None
