@@ -143,6 +143,13 @@ def test_an_optimizer_that_keeps_gradients_for_a_later_step_accuses_nobody(
     assert any("Gathering was given gradients and moved no parameter" in reason for reason in report.reasons)
 
 
+def test_an_optimizer_that_begins_is_known_by_what_an_accelerator_tells_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    test_an_optimizer_that_only_begins_its_state_in_the_first_step_is_judged(tmp_path, False)
+
+
 @pytest.mark.parametrize("every", [2, 4])
 def test_values_of_parameters_on_an_accelerator_tell_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
@@ -208,3 +215,11 @@ def test_updates_in_hooks_of_backward_accuse_nobody(tmp_path: Path, passes: int)
     report = judged(tmp_path, fused)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("inside of the backward pass" in reason for reason in report.reasons), report.reasons
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_updates_in_hooks_are_told_later_by_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    pretend(monkeypatch)
+    test_updates_in_hooks_of_backward_accuse_nobody(tmp_path, passes)

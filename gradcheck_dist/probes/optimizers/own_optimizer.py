@@ -7,7 +7,7 @@ until a module is called to compute the next loss, so that they take no memory b
 
 On an accelerator nobody waits to compare values: there in-place changes are known by autograd's version counter.
 Where parameters hold other values behind a backward pass than before it, hooks have updated them (LOMO), and what these
-read is not known. Where torch.optim is in use, this probe rests.
+read is not known; an accelerator tells that later. Where torch.optim is in use, this probe rests.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from gradcheck_dist.events import (
     UNSEEN_UPDATE,
     UPDATED_INSIDE,
     OptimizerStep,
+    ProbeStatus,
 )
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -66,11 +68,11 @@ class OwnOptimizer:
         known = [param for param, _, _ in self._before]
         params = _some([info.param for info in infos])
         same = len(known) == len(params) and all(one is other for one, other in zip(known, params, strict=True))
-        self._before = _again(self._before) if same else _values(params)
+        self._before = _again(self._before, inside=True) if same else _values(params, inside=True)
 
     def passed(self, touched: dict[int, ParamInfo]) -> None:
         """A backward pass is over."""
-        if self.looks_inside and self._before and 2 * _num_changed(self._before) > len(self._before):
+        if self.looks_inside and self._before and self._updated_inside():
             self._begun, self.grads = False, {}
             self._recorder.status(OWN_OPTIMIZER_PROBE, False, UPDATED_INSIDE)
             self._recorder.end_step()
@@ -88,6 +90,19 @@ class OwnOptimizer:
         self.note([info.param for info, _ in self.grads.values() if not info.regions])
         if self._forward is None:
             self._forward = register_module_forward_pre_hook(self._called)
+
+    def _updated_inside(self) -> bool:
+        """Whether most parameters hold other values than before the pass. On an accelerator that is told later, and the
+        step does not end here."""
+        if all(is_host(param) for param, _, _ in self._before):
+            return 2 * _num_changed(self._before) > len(self._before)
+        pairs = [(state, _state(param, which, inside=True)) for param, which, state in self._before]
+        changed = [
+            (one != other).any() for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)
+        ]
+        if changed:
+            self._recorder.emit(_perhaps_inside, updated=2 * torch.stack(changed).sum() > len(changed))
+        return False
 
     def _called(self, *_: Any) -> None:
         """A module is called: unless that is part of a pass, or nothing is trained, the next loss is under way."""
@@ -239,20 +254,26 @@ def _some(params: list[Tensor]) -> list[Tensor]:
     return params[:: max(1, len(params) // MAX_PARAMS)][:MAX_PARAMS]
 
 
-def _values(params: list[Tensor]) -> list[Noted]:
-    """What these hold at places of their own."""
+def _perhaps_inside(*, updated: bool, **fields: Any) -> ProbeStatus:
+    return ProbeStatus(
+        probe=OWN_OPTIMIZER_PROBE, active=not updated, reason=UPDATED_INSIDE if updated else "", **fields
+    )
+
+
+def _values(params: list[Tensor], inside: bool = False) -> list[Noted]:
+    """What these hold at places of their own. `inside`: around one pass, values on an accelerator, too."""
     noted: list[Noted] = []
     for param in params:
         local = _local(param)
         if local is not None:
             which = torch.as_tensor(sample_positions("own", local.numel(), MAX_VALUES), device=local.device)
-            noted.append((param, which, _state(param, which)))
+            noted.append((param, which, _state(param, which, inside)))
     return noted
 
 
-def _again(noted: list[Noted]) -> list[Noted]:
+def _again(noted: list[Noted], inside: bool = False) -> list[Noted]:
     """What these hold now."""
-    return [(param, which, _state(param, which)) for param, which, _ in noted]
+    return [(param, which, _state(param, which, inside)) for param, which, _ in noted]
 
 
 def _num_changed(noted: list[Noted]) -> int:
@@ -267,9 +288,11 @@ def _local(tensor: Tensor) -> Tensor | None:
     return local if local.numel() and not local.is_meta and local.untyped_storage().size() else None
 
 
-def _state(param: Tensor, which: Tensor) -> Tensor | tuple[int, int]:
+def _state(param: Tensor, which: Tensor, inside: bool = False) -> Tensor | tuple[int, int]:
     local = getattr(param, "_local_tensor", param)
-    if local.device.type != "cpu":
+    if not is_host(local):
+        if inside and _local(param) is not None:
+            return local.detach().take(which.clamp(max=local.numel() - 1))  # a place that is not there would be fatal
         return (local._version, local.data_ptr())
     return local.detach().take(which) if int(which.max()) < local.numel() else local.new_empty(0)
 
@@ -283,4 +306,4 @@ def _same(one: Tensor | tuple[int, int], other: Tensor | tuple[int, int]) -> boo
 def _is_there(grad: Tensor) -> bool:
     """Whether a gradient was not filled with zeros. On an accelerator nobody waits to see that."""
     local = _local(grad)
-    return local is not None and (local.device.type != "cpu" or bool(local.any()))
+    return local is not None and (not is_host(local) or bool(local.any()))

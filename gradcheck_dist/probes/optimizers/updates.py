@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, ProbeStatus
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
 MAX_PARAMS, MAX_VALUES = 4, 1 << 16
@@ -38,6 +39,7 @@ class Updates:
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._told: dict[int, int] = {}  # optimizers that moved nothing once; the step before, where they did
+        self._asked: set[int] = set()  # optimizers of which an accelerator tells later
         self._settled: set[int] = set()  # those of them that moved in the step after it, too
         self._begun: tuple[Optimizer, list[Tensor], int, list[Noted]] | None = None
 
@@ -59,7 +61,8 @@ class Updates:
         counted = bool(self._counts.get(optimizer))
         moves = _version(read) != version
         self._counts[optimizer] = moves or counted
-        if moves and id(optimizer) not in self._told:
+        key = id(optimizer)
+        if moves and key not in self._told and key not in self._asked:
             return
         looked: bool | Tensor = False
         same: bool | Tensor = False
@@ -67,7 +70,11 @@ class Updates:
             tells = torch.stack([is_some for _, _, _, is_some in noted])
             kept = torch.stack([param.detach().reshape(-1).take(place) == was for param, place, was, _ in noted])
             looked, same = tells.any(), tells.any() & (kept | ~tells).all()
-        told = functools.partial(self._tell, id(optimizer), type(optimizer).__name__, moves, counted)
+            if not is_host(looked):
+                self._asked.add(key)
+        elif key in self._asked:  # an answer of an earlier step may still be on its way
+            looked = same = torch.zeros((), dtype=torch.bool, device=read[0].device)
+        told = functools.partial(self._tell, key, type(optimizer).__name__, moves, counted)
         recorder.emit(told, looked=looked, same=same)
 
     def _tell(
