@@ -41,6 +41,7 @@ from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import with_handed_on
+from gradcheck_dist.ledger.known_elsewhere import unlike_parts, with_weights_of_others
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given
@@ -123,7 +124,7 @@ def read_step(
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
     recorded = step_data(run, step)
-    data = without_unwritten(with_chunks(without_looks(recorded)))
+    data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
     data = with_handed_on(data) if how.handed else data
     data = as_given(data) if assumed.given else data
     own_terms = several_terms(data) if how.terms else None
@@ -142,7 +143,7 @@ def read_step(
     verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
-    verdict.reasons += not_summed(data)
+    verdict.reasons += [*not_summed(data), *unlike_parts(data)]
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]

@@ -134,7 +134,7 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
 
 
 @guarded("log_probs")
-def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
+def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, class_scale: float | None = None) -> None:
     current = recorder.current
     if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
         return  # a loss that was declared (mark_loss), or seen otherwise, stands above this one
@@ -146,6 +146,7 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int) -> None:
         current.smoothed[loss_id] = weights
     else:
         samples = sequences(recorder, of_tokens) or {}
+        samples |= {"class_scale": class_scale}
         emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, **samples)
 
 
