@@ -203,7 +203,8 @@ def _judged(
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
-    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data), *open_labels(data)]
+    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
+    verdict.reasons += open_labels(data, recorded)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)
