@@ -117,7 +117,7 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
     """The step by the reading of its records that explains most."""
 
     def read(how: Reading) -> StepVerdict:
-        verdict, own = read_step(run, step, objective, objective_from, assumed, how)
+        verdict, own = read_step(run, step, objective, objective_from, assumed, how, judge.measurements)
         return _judged(verdict, own, assumed, how, judge)
 
     verdict = read(Reading())
