@@ -205,6 +205,8 @@ def _judged(
             verdict.beside_weights.append(one.finding)
     verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
     verdict.reasons += open_labels(data, recorded)
+    if facts.by_norm is not None and not verdict.findings:
+        verdict.reasons += facts.by_norm.in_one_model(recorded.coordinate)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)
