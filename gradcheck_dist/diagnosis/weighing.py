@@ -17,6 +17,7 @@ from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
     infinite_losses,
+    numbered_apart,
     out_of_sight,
     passes_unmatched,
     tokens_known,
@@ -191,6 +192,8 @@ def weigh(
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
     data, contributions, context = verdict.data, verdict.contributions, verdict.context
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        return None
+    if numbered_apart(data):
         return None
     if strange := infinite_losses(contributions):
         verdict.reasons += strange
