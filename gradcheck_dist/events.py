@@ -282,7 +282,8 @@ class Metric(Event, tag="metric"):
 class StepEnd(Event, tag="step_end"):
     """A step was recorded whole. `probe_s` is the time spent inside probes. `num_events` (up to and with this one, but
     for Replica), `num_rows` of samples and `num_norms` records are what was recorded of it, `num_passes` are the
-    outermost backward passes that began in it; None: nobody counted."""
+    outermost backward passes that began in it, `num_before` the optimizer steps before this rank's first loss; None:
+    nobody counted."""
 
     duration_s: float
     probe_s: float
@@ -290,6 +291,7 @@ class StepEnd(Event, tag="step_end"):
     num_rows: Count | None = None
     num_norms: Count | None = None
     num_passes: Count | None = None
+    num_before: Count | None = None
 
 
 class Unrecorded(Event, tag="unrecorded"):

@@ -117,7 +117,7 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
     """The step by the reading of its records that explains most."""
 
     def read(how: Reading) -> StepVerdict:
-        verdict, own = read_step(run, step, objective, objective_from, assumed, how)
+        verdict, own = read_step(run, step, objective, objective_from, assumed, how, judge.measurements)
         return _judged(verdict, own, assumed, how, judge)
 
     verdict = read(Reading())
@@ -203,7 +203,10 @@ def _judged(
         if not any(other.explains(one.finding) for other in remarks):
             verdict.found(one.finding, one.effect)
             verdict.beside_weights.append(one.finding)
-    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data), *open_labels(data)]
+    verdict.reasons += [*faults(data, recorded, facts.wholly_right).reasons, *open_attention(data)]
+    verdict.reasons += open_labels(data, recorded)
+    if facts.by_norm is not None and not verdict.findings:
+        verdict.reasons += facts.by_norm.in_one_model(recorded.coordinate)
     if facts.weights_right:
         verdict.reasons += [*shares_of_one_loss(data, recorded), *counted_for_each_copy(data, recorded)]
     unequal = by_weights if by_weights[0] else unequal_losses(data, recorded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.losses import samples
@@ -16,6 +17,7 @@ from gradcheck_dist.diagnosis.steps.drift import sets_apart
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
     infinite_losses,
+    numbered_apart,
     out_of_sight,
     passes_unmatched,
     tokens_known,
@@ -41,16 +43,17 @@ from gradcheck_dist.ledger.chunks import told_chunks, told_unlaid, with_chunks
 from gradcheck_dist.ledger.contributions import collect
 from gradcheck_dist.ledger.discarded import without
 from gradcheck_dist.ledger.handed_on import with_handed_on
+from gradcheck_dist.ledger.known_elsewhere import unlike_parts, with_weights_of_others
 from gradcheck_dist.ledger.leaves import same_tokens
 from gradcheck_dist.ledger.looked_at import without_looks
 from gradcheck_dist.ledger.loss_backwards import as_given
 from gradcheck_dist.ledger.lost import lost
 from gradcheck_dist.ledger.picked_losses import picked_apart
-from gradcheck_dist.ledger.several_terms import several_terms
+from gradcheck_dist.ledger.several_terms import Terms, several_terms
 from gradcheck_dist.ledger.strangers import strangers
 from gradcheck_dist.ledger.summed_losses import summed_losses
 from gradcheck_dist.ledger.tied import told, told_beside
-from gradcheck_dist.ledger.tracks import step_data
+from gradcheck_dist.ledger.tracks import StepData, step_data
 from gradcheck_dist.ledger.transit import Transits, transits
 from gradcheck_dist.ledger.unwritten import without_unwritten
 from gradcheck_dist.trace.run import Run
@@ -79,18 +82,41 @@ class Reading:
     written: int | None = None
 
 
+class Records(NamedTuple):
+    """A step as it was recorded, and as it is read; its losses as terms, where they are read so."""
+
+    recorded: StepData
+    data: StepData
+    own_terms: Terms | None
+
+
+def _alike(assumed: Assumed, how: Reading) -> tuple[Assumed, Reading]:
+    """What decides how records are read and measured: on the rest depends only how weights are judged."""
+    return replace(assumed, drop_lost=False), replace(how, written=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """What the gradients of a step showed, measured once for all that reads its records alike: replaying them takes
-    most of the time that a judgement takes."""
+    most of the time that a judgement takes. Its records are read once as well, so that measurements and judgements
+    speak of the same events, also where these were made anew (stages by hand get numbers)."""
 
     known: dict[tuple[Assumed, Reading], tuple[list[Held], Transits]] = field(default_factory=dict)
+    records: dict[tuple[Assumed, Reading], Records] = field(default_factory=dict)
+
+    def read(self, run: Run, step: int, assumed: Assumed, how: Reading) -> Records:
+        alike = _alike(assumed, how)
+        if alike not in self.records:
+            recorded = step_data(run, step)
+            data = without_unwritten(with_chunks(without_looks(with_weights_of_others(recorded))))
+            data = with_handed_on(data) if how.handed else data
+            data = as_given(data) if assumed.given else data
+            own_terms = several_terms(data) if how.terms else None
+            self.records[alike] = Records(recorded, own_terms.data if own_terms is not None else data, own_terms)
+        return self.records[alike]
 
     def of(self, verdict: StepVerdict, assumed: Assumed, how: Reading) -> tuple[list[Held], Transits]:
-        alike = (
-            replace(assumed, drop_lost=False),
-            replace(how, written=None),
-        )  # only how weights are judged depends on these
+        alike = _alike(assumed, how)
         if alike not in self.known:
             on_the_way = transits(verdict.data, verdict.contributions)
             measured = without_repeats(measure(verdict.data, verdict.contributions, on_the_way), verdict.data)
@@ -118,16 +144,17 @@ class Weighed:
 
 
 def read_step(
-    run: Run, step: int, objective: str, objective_from: str, assumed: Assumed, how: Reading
+    run: Run,
+    step: int,
+    objective: str,
+    objective_from: str,
+    assumed: Assumed,
+    how: Reading,
+    measurements: Measurements,
 ) -> tuple[StepVerdict, dict[int, set[int]] | None]:
     """What was recorded of a step, with all that this leaves open; and the data coordinates that concern each rank,
     where ranks train models of their own."""
-    recorded = step_data(run, step)
-    data = without_unwritten(with_chunks(without_looks(recorded)))
-    data = with_handed_on(data) if how.handed else data
-    data = as_given(data) if assumed.given else data
-    own_terms = several_terms(data) if how.terms else None
-    data = own_terms.data if own_terms is not None else data
+    recorded, data, own_terms = measurements.read(run, step, assumed, how)
     own_losses = summed_losses(data, perhaps=how.summed)
     contributions = same_tokens(
         data, collect(data.events, run.same_data, strangers(data), own_losses, picked_apart(data))
@@ -142,7 +169,7 @@ def read_step(
     verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]
     verdict.unmade = [] if verdict.lost else unmade(data)
-    verdict.reasons += not_summed(data)
+    verdict.reasons += [*not_summed(data), *unlike_parts(data)]
     verdict.remarks += [*moving(data), *not_verified(data.events), *contributions.problems, *told_chunks(data)]
     verdict.verified, verdict.unverified = verified(data.events), left_out(data.events)
     verdict.remarks += [told(first, copies) for first, copies in data.tied.items()]
@@ -165,6 +192,8 @@ def weigh(
     """Lay observed weights beside expected ones; None where too little of the step is known for that."""
     data, contributions, context = verdict.data, verdict.contributions, verdict.context
     if verdict.lost or not tokens_known(run, data) or passes_unmatched(data) or out_of_sight(data):
+        return None
+    if numbered_apart(data):
         return None
     if strange := infinite_losses(contributions):
         verdict.reasons += strange

@@ -7,6 +7,7 @@ these up, activations tell which pass that was: what it sent is what the next st
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from math import comb
 from typing import NamedTuple
 
@@ -35,8 +36,9 @@ class Mispaired(NamedTuple):
     meant: Place
 
 
-def mispaired(data: StepData) -> list[Mispaired]:
-    """Losses whose labels are hardly found in the tokens of their own pass, and are in those of another."""
+def mispaired(data: StepData, coordinate: Mapping[int, int]) -> list[Mispaired]:
+    """Losses whose labels are hardly found in the tokens of their own pass, and are in those of another. Ranks of one
+    data `coordinate` have one batch: where the embedding is parted, each looks up the words of its own part alone."""
     tokens: dict[Place, list[np.ndarray]] = defaultdict(list)
     labels: dict[tuple[int, int], np.ndarray] = {}
     passes: dict[tuple[int, int], Slot] = {}
@@ -56,7 +58,9 @@ def mispaired(data: StepData) -> list[Mispaired]:
     found = []
     for (rank, loss_id), slot in sorted(passes.items()):
         if (rank, loss_id) in labels and len(tokens) > 1:
-            one = _mispaired((rank, slot), labels[rank, loss_id], tokens, edges, len(passes))
+            batch = [other for other in data.events if coordinate.get(other, other) == coordinate.get(rank, rank)]
+            own = _led_from([(other, slot) for other in (rank, *batch)], edges)
+            one = _mispaired((rank, slot), labels[rank, loss_id], tokens, own, len(passes))
             if one is not None:
                 found.append(one)
     return found
@@ -66,10 +70,10 @@ def _mispaired(
     place: Place,
     labels: np.ndarray,
     tokens: dict[Place, list[np.ndarray]],
-    edges: dict[str, dict[Place, list[StageGradient]]],
+    led_from: list[Place],
     num_losses: int,
 ) -> Mispaired | None:
-    own = [at for at in _led_from(place, edges) if at in tokens]
+    own = [at for at in led_from if at in tokens]
     found = {at: [one for values in tokens[at] if (one := found_in(labels, values))[1]] for at in tokens}
     mine = [one for at in own for one in found[at]]
     others = [(*one, at) for at in tokens if at not in own for one in found[at]]
@@ -94,9 +98,9 @@ def _chance(here: tuple[int, int], there: tuple[int, int]) -> float:
     return ways / comb(total, hits)
 
 
-def _led_from(place: Place, edges: dict[str, dict[Place, list[StageGradient]]]) -> list[Place]:
-    """A pass, and those on other stages whose activations led there, the nearest first."""
-    found = [place]
+def _led_from(places: list[Place], edges: dict[str, dict[Place, list[StageGradient]]]) -> list[Place]:
+    """Passes, and those on other stages whose activations led there, the nearest first."""
+    found = list(dict.fromkeys(places))
     for at in found:
         for given in edges["input"].get(at, ()):
             found += [

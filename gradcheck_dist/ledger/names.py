@@ -117,7 +117,8 @@ def _without_loss(run: Run) -> set[int]:
         counted = {e.loss_id for e in trace.events if isinstance(e, Loss) and e.reduction != UNKNOWN}
         roots = {e.loss_id for e in trace.events if isinstance(e, LossGradient)}
         having |= {rank} if roots else set()
-        counting |= {rank} if roots & counted else set()
+        parts = any(isinstance(e, LossGradient) and e.class_scale is not None for e in trace.events)
+        counting |= {rank} if roots & counted or parts else set()
     having = counting or having
     return ranks - having if having else set()
 

@@ -62,10 +62,16 @@ def test_replicas_that_are_never_joined_are_told_with_the_groups_that_were() -> 
     """set_requires_all_reduce(False), left off: shards are reduced within each replica only."""
     trainer = Trainer(root=global_mean(), op="sum", impl="hsdp", data_ranks=4, replicas=2, accumulation=2,
                       sync="every", replicas_last=True, replicas_kept=True)  # fmt: skip
-    (finding,) = diagnose(World(trainer, 1).run()).findings
-    assert finding.code == "GS103"
-    assert "reduced over ranks 0,1 | 2,3 only" in finding.explanation
-    assert "set_requires_all_reduce(True)" in finding.fix
+    world, without_tokens = World(trainer, 1), World(trainer, 1)
+    key = (1, 0, 0)
+    without_tokens.num_tokens[key] = 0
+    for gradients in without_tokens.token_gradients.values():
+        gradients[trainer.keys.index(key)] = 0
+    for one in (world, without_tokens):
+        (finding,) = diagnose(one.run()).findings
+        assert finding.code == "GS103"
+        assert "reduced over ranks 0,1 | 2,3 only" in finding.explanation
+        assert "set_requires_all_reduce(True)" in finding.fix
 
 
 def test_a_reduction_that_nobody_waits_for_is_told_as_one() -> None:

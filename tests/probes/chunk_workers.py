@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH, STEPS = 16, 32, 3, 2, 8, 2
 TOKENS = MICROBATCHES * ROWS * LENGTH
-ROUND = ("in a ring", "in a ring, a chunk halved", "in a ring, divided again", "in a ring, halved on the way", "in a V")
+ROUND = (
+    "in a ring",
+    "in a ring, a chunk halved",
+    "in a ring, divided again",
+    "in a ring, halved on the way",
+    "in a ring, halved on the way, with a term",
+    "in a V",
+)
 IN_LINE = ("in line", "in line, a stage halved", "in line, weights twice", "in line, a pass lost")
 
 
@@ -77,6 +84,7 @@ def run(stages: dict[int, Stage], ids: Tensor, labels: Tensor, variant: str) -> 
             output = outputs[index, microbatch]
             if index == 3:
                 loss = F.cross_entropy(output.flatten(0, 1), labels[microbatch].flatten(), reduction="sum") / TOKENS
+                loss = loss + 0.01 * output.square().mean() / MICROBATCHES if "a term" in variant else loss
                 (loss / MICROBATCHES if "divided again" in variant else loss).backward()
             else:
                 twice = "weights twice" in variant and index == 1

@@ -192,3 +192,68 @@ def train_tensor_parallel(run_dir: str, clip: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     dist.destroy_process_group()
+
+
+class Normed(nn.Module):
+    """A norm and two layers between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.first, self.last, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        made: Tensor = self.head(hidden + self.last(torch.tanh(self.first(self.norm(hidden)))))
+        return made
+
+
+def clip_summands(run_dir: str, whole: bool) -> None:
+    """Two tensor-parallel ranks, of which each normalises its part of the sequences: the gradient of the norm is a sum
+    over them, of which a clip by hand takes the `whole`, or each rank's summand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    parted = {"output_layouts": Shard(1), "use_local_output": False}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), **parted),
+        "norm": SequenceParallel(),
+        "first": ColwiseParallel(input_layouts=Shard(1)),
+        "last": RowwiseParallel(**parted),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    model = parallelize_module(Normed(), mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(0)
+    with attach(run_dir):
+        for _ in range(2):
+            ids, labels = torch.randint(32, (2, 4, 6), generator=data)
+            with loss_parallel():
+                torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+            squares = torch.zeros(())
+            grads: list[Any] = [param.grad for param in model.parameters()]
+            for grad in grads:
+                taken = (
+                    grad.redistribute(placements=[Replicate()]) if whole and grad.placements[0].is_partial() else grad
+                )
+                square = taken.to_local().square().sum()
+                if grad.placements[0].is_shard():
+                    dist.all_reduce(square)
+                squares += square
+            for grad in grads:
+                grad.mul_(min(1.0, 0.1 / float(squares.sqrt())))
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()

@@ -269,11 +269,15 @@ def functional(fault: str) -> None:
 
 
 def no_batch(fault: str) -> None:
-    """A rank that has no batch in the second of four steps, and takes part with zeros."""
+    """A rank that has no batch in the second of four steps, or the first, and takes part with zeros."""
     rank, model = dist.get_rank(), Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
-        data = [] if (step, rank) == (1, 1) else [batch(step, 10 * k + rank) for k in range(2)]
+        data = (
+            []
+            if (step, rank) == (0 if fault == "none_at_first" else 1, 1)
+            else [batch(step, 10 * k + rank) for k in range(2)]
+        )
         tokens = count(data)
         dist.all_reduce(tokens)
         for x, y in data:

@@ -25,6 +25,9 @@ VARIANTS = (
     "vocabulary parallel, one sum, summed in backward",
     "vocabulary parallel, one sum, with a learned weight",
     "vocabulary parallel, one sum, smoothed",
+    "vocabulary parallel, one sum, labels in one shard",
+    "vocabulary parallel, one sum, labels in one shard, summed in backward",
+    "vocabulary parallel, one sum, labels in one shard, another scale in the other",
 )
 
 
@@ -83,6 +86,8 @@ class VocabParallel(Function):
         elif "passed by" in ctx.variant:
             grad = torch.ones_like(grad)
         held = torch.ones_like(held) if "no mask" in ctx.variant else held
+        if "another scale" in ctx.variant:
+            grad = grad * (1 + dist.get_rank())
         gradient = derivative(logits, normaliser, labels, held)
         softmax = derivative(logits, normaliser, labels, held & False)
         if "smoothed" in ctx.variant:
@@ -101,8 +106,9 @@ def train(variant: str) -> int:
     learned = torch.full((), 0.3, requires_grad=True)
     optimizer = torch.optim.SGD([*model.parameters(), learned], lr=0.1)
     data = torch.Generator().manual_seed(3)
+    used = CLASSES // 2 if "in one shard" in variant else CLASSES
     for _ in range(STEPS):
-        batches = [torch.randint(CLASSES, (2, 3, size), generator=data) for size in (5, 8)]
+        batches = [torch.randint(used, (2, 3, size), generator=data) for size in (5, 8)]
         num_tokens = sum(words[1].numel() for words in batches)
         for words, labels in batches:
             logits = model["head"](Copy.apply(model["body"](words)))

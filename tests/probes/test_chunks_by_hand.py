@@ -48,8 +48,10 @@ def test_a_loss_that_is_divided_again_is_told_on_all_stages(reports: dict[str, R
     assert finding.factor.expression == "1/accumulation_steps"
 
 
-def test_a_factor_between_two_chunks_is_told_with_both_its_ends(reports: dict[str, Report]) -> None:
-    (finding,) = reports["in a ring, halved on the way"].findings
+@pytest.mark.parametrize("variant", ["in a ring, halved on the way", "in a ring, halved on the way, with a term"])
+def test_a_factor_between_two_chunks_is_told_with_both_its_ends(reports: dict[str, Report], variant: str) -> None:
+    """Beside a term the losses are read in another way, too, and the same events have to be there."""
+    (finding,) = reports[variant].findings
     assert finding.code == "GS202"
     assert finding.factor.observed == pytest.approx(0.5, rel=1e-5)
     assert {unit.partition(":")[0] for unit in finding.units} == {"stage 0", "stage 1"}

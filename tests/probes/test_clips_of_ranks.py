@@ -125,3 +125,12 @@ def test_copies_that_tensor_parallel_ranks_scale_apart_are_told_whatever_scales_
     (finding,) = judged(tmp_path / "run", "train_tensor_parallel", str(tmp_path / "run"), "own, to no norm").findings
     assert (finding.code, finding.ranks) == ("GS000", [0, 1])
     assert "what they hold drifts apart" in finding.explanation
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_norms_of_summands_leave_a_clip_by_hand_open(whole: bool, tmp_path: Path) -> None:
+    """Each rank's summand of a DTensor's Partial gradient has another norm: shards of one model were clipped apart."""
+    report = judged(tmp_path / "run", "clip_summands", str(tmp_path / "run"), whole)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    told = any("ranks of one model are clipped by hand by unlike coefficients" in reason for reason in report.reasons)
+    assert told != whole

@@ -101,3 +101,10 @@ def test_a_sum_of_what_is_reduced_on_one_stage_alone_leaves_the_verdict_open(
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined" if parted_first else "clean", [])
     assert parted_first == any("is no combination of the recorded contributions" in one for one in report.reasons)
+
+
+def test_a_rank_that_has_no_batch_in_the_first_step_leaves_all_open(tmp_path: Path) -> None:
+    """Its parameters were first seen when they had moved, so that copies looked unlike (GS105)."""
+    report = trained("no_batch", "none_at_first", tmp_path)
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert any("optimizers stepped on rank 1 before any loss was seen there" in reason for reason in report.reasons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.autograd import Function
 from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.events import Loss, ProbeError
 from gradcheck_dist.probes import attach
-from gradcheck_dist.probes.losses.by_gradient import weight_in
+from gradcheck_dist.probes.losses.by_gradient import part_in
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
 
@@ -428,6 +429,18 @@ def test_a_sum_over_shards_of_something_else_is_left_open(reports: dict[str, Rep
     assert (report.verdict, report.findings) == ("undetermined", [])
 
 
+def test_a_shard_without_labels_has_the_weight_that_another_rank_knows(reports: dict[str, Report]) -> None:
+    report = reports["vocabulary parallel, one sum, labels in one shard"]
+    assert (report.verdict, report.findings, report.coverage.problems + report.coverage.notes) == ("clean", [], []), (
+        report.reasons
+    )
+    (finding,) = reports["vocabulary parallel, one sum, labels in one shard, summed in backward"].findings
+    assert finding.code == "GS303"
+    assert finding.factor.observed == pytest.approx(2, rel=1e-4)
+    report = reports["vocabulary parallel, one sum, labels in one shard, another scale in the other"]
+    assert (report.verdict, report.findings) == ("undetermined", [])
+
+
 def softmax_gradient(scores: Tensor, labels: Tensor, weights: Tensor | float) -> Tensor:
     wanted = F.one_hot(labels, scores.shape[-1])
     return (scores.double().softmax(-1) - wanted) * torch.as_tensor(weights).reshape(-1, 1)
@@ -439,9 +452,24 @@ def test_the_weight_stands_in_the_gradient_of_a_part_of_the_classes(start: int) 
     scores, labels = torch.randn(40, 21).double(), torch.randint(21, (40,))
     gradient = softmax_gradient(scores, labels, 0.125)
     part = slice(start, start + 7)
-    assert weight_in(gradient[:, part], scores[:, part], labels, 1e-6) == pytest.approx(0.125)
+    assert weight_in(gradient[:, part], scores[:, part], labels) == pytest.approx(0.125)
     labels[::2], gradient[::2] = -100, 0  # they learn nothing
-    assert weight_in(gradient[:, part], scores[:, part], labels, 1e-6) == pytest.approx(0.125)
+    assert weight_in(gradient[:, part], scores[:, part], labels) == pytest.approx(0.125)
+
+
+def test_a_part_without_labels_has_the_multiple_of_all_parts() -> None:
+    torch.manual_seed(1)
+    scores, labels = torch.randn(40, 21).double(), torch.randint(7, (40,))
+    gradient = softmax_gradient(scores, labels, 0.125)
+    parts = [part_in(gradient[:, part], scores[:, part], labels, 1e-6) for part in (slice(7), slice(7, 21))]
+    assert [part is not None and part.weight for part in parts] == [pytest.approx(0.125), None]
+    scale = math.log(0.125) - float(scores.logsumexp(1).mean())
+    assert [part is not None and part.scale for part in parts] == [pytest.approx(scale)] * 2
+
+
+def weight_in(gradient: Tensor, scores: Tensor, labels: Tensor) -> float | None:
+    part = part_in(gradient, scores, labels, 1e-6)
+    return part.weight if part is not None else None
 
 
 def test_another_gradient_has_no_weight_in_it() -> None:
@@ -457,7 +485,7 @@ def test_another_gradient_has_no_weight_in_it() -> None:
         "nothing": torch.zeros(40, 7).double(),
         "more than all": right + 0.125 * scores.softmax(-1),
     }
-    found = {name: weight_in(gradient, scores, labels, 1e-6) for name, gradient in others.items()}
+    found = {name: weight_in(gradient, scores, labels) for name, gradient in others.items()}
     assert found == dict.fromkeys(others)
 
 

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from one_process import judged, record
 from torch import Tensor, nn
 
+from gradcheck_dist.events import Event, LossGradient, Tokens
+from gradcheck_dist.ledger.mispaired import mispaired
+from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.tokens import _on_device
 from gradcheck_dist.trace.run import read_run
@@ -77,6 +80,27 @@ def test_labels_of_another_pass_leave_the_verdict_open(
     report = judged(tmp_path)
     assert (report.verdict, report.findings) == ("undetermined" if make is of_the_next else "clean", [])
     assert all("labels are not those of the tokens that the model read" in reason for reason in report.reasons)
+
+
+def of_a_pass(words: np.ndarray, labels: np.ndarray) -> list[Event]:
+    base = {"t_ns": 0, "step": 0}
+    slot = {"accumulation_step": 0, "microbatch": 0}
+    return [
+        Tokens(seq=0, **slot, values=runs(words).tobytes(), **base),
+        Tokens(seq=1, **slot, values=runs(labels).tobytes(), loss_id=1, **base),
+        LossGradient(seq=2, **slot, loss_id=1, weight=1.0, **base),
+    ]
+
+
+def test_ranks_of_one_batch_may_each_look_up_a_part_of_the_words() -> None:
+    """Of an embedding that is parted, a rank whose part holds no word of the text looks up one and the same row."""
+    text = np.random.default_rng(0).integers(0, WORDS, 200)
+    masked = [text[:-1], np.zeros_like(text[:-1])]
+    events = {rank: of_a_pass(words, text[1:]) for rank, words in enumerate(masked)}
+    data = StepData(0, events, {}, {}, True)
+    assert mispaired(data, {0: 0, 1: 0}) == []
+    (one,) = mispaired(data, {0: 0, 1: 1})
+    assert (one.loss, one.meant) == ((1, (0, 0)), (0, (0, 0)))
 
 
 def test_a_device_keeps_the_same_runs() -> None:

@@ -19,7 +19,7 @@ FROZEN = {
     "loss_gradient": (
         "loss_id accumulation_step microbatch weight weight_min weight_max num_tokens stage other_losses computed "
         "label_share multipliers divisors sum_before num_samples sample_weight sample_spread shortest_sample "
-        f"longest_sample beside_weights num_kept part_of {REDUCED}"
+        f"longest_sample beside_weights num_kept part_of class_scale {REDUCED}"
     ),
     "backward": (
         "accumulation_step microbatch stage sync params duration_ns returned first_of_forward seq t_ns step site"
@@ -64,7 +64,7 @@ FROZEN = {
     "not_checked": "module what name reason seq t_ns step site",
     "recompute": "params seq t_ns step site",
     "metric": "name value seq t_ns step site",
-    "step_end": "duration_s probe_s num_events num_rows num_norms num_passes seq t_ns step site",
+    "step_end": "duration_s probe_s num_events num_rows num_norms num_passes num_before seq t_ns step site",
     "replica": "fingerprint after num_steps_later exchanged seq t_ns step site",
     "probe_status": "probe active reason seq t_ns step site",
     "probe_error": "probe message count seq t_ns step site",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from gradcheck_dist.ledger.contributions import Contributions
 from gradcheck_dist.ledger.mispaired import Mispaired, mispaired
 from gradcheck_dist.ledger.tracks import StepData
 
 
-def open_labels(data: StepData) -> list[str]:
+def open_labels(data: StepData, contributions: Contributions) -> list[str]:
     """Why the verdict on a step is open, where losses were evaluated on the labels of other tokens."""
-    found = mispaired(data)
+    found = mispaired(data, contributions.coordinate)
     if not found:
         return []
     more = f", and so have {len(found) - 1} more" if len(found) > 1 else ""

@@ -59,8 +59,11 @@ def never_arrived(
             missing.add(_slot(one))
     unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
     rest, culprits = [], dict[int, Culprit]()
+    place = contributions.coordinate
+    with_own = {_slot(one) for one in every if place.get(one.held.rank) == one.cell.key[0]}
     for one in wrong:
-        own = contributions.coordinate.get(one.held.rank) == one.cell.key[0]
+        # A rank without tokens in a pass has what its group brought there in the place of its own.
+        own = place.get(one.held.rank) == one.cell.key[0] or _slot(one) not in with_own
         if _slot(one) not in missing or (one.account.arrived and not own):
             rest.append(one)
             continue

@@ -41,7 +41,8 @@ FAR = 1e-3
 class HandNorm:
     """A clip by hand by a wrong norm. `factors` are the ranks' coefficients, `norm` is what the norm that it took is
     now, `truth` what the norm of all gradients is now, `meaning` what was taken (clips.SHARDS, SOME, COPIES or one of
-    COMBINED) over `over`. `event` is the line that scales, or the last event before it, on `rank`."""
+    COMBINED) over `over`. `event` is the line that scales, or the last event before it, on `rank`. `of_summands`: some
+    gradient is one, on each rank."""
 
     factors: dict[int, float]
     norm: float
@@ -50,6 +51,7 @@ class HandNorm:
     over: tuple[int, ...]
     event: Event | None
     rank: int
+    of_summands: bool = False
 
     @property
     def ratio(self) -> float:
@@ -60,6 +62,21 @@ class HandNorm:
     def of_copies(self) -> bool:
         """Whether each rank took a right norm, of copies that differ."""
         return self.meaning in (OWN, OWN_OF_SOME)
+
+    def in_one_model(self, coordinate: Mapping[int, int]) -> list[str]:
+        """Why a step is left open in which nothing is wrong that would make copies differ: ranks that share their
+        tokens took norms of summands, or each clipped by another coefficient."""
+        models: dict[int, list[float]] = defaultdict(list)
+        for rank, factor in self.factors.items():
+            models[coordinate.get(rank, rank)].append(factor)
+        apart = self.of_summands or any(max(of) > min(of) * (1 + FAR) for of in models.values())
+        if not self.of_copies or not apart or all(len(of) == 1 for of in models.values()):
+            return []
+        return [
+            "ranks of one model are clipped by hand by unlike coefficients, though nothing else is wrong that would "
+            "make their gradients differ: most likely the norm is taken of summands, of which the optimizer reads the "
+            "sum (a DTensor's Partial gradient: take its full_tensor())"
+        ]
 
     @property
     def text(self) -> str:
@@ -134,7 +151,8 @@ def _taken(
             culprit = next(iter(narrow or [case.culprit for case in unseen]), None)
             event = culprit.write or culprit.event if culprit is not None else None
             rank = culprit.rank if culprit is not None else min(factors)
-            return HandNorm(factors, norm, truth.middle, meaning, over, event, rank)
+            of_summands = any(part.partial for part in every)
+            return HandNorm(factors, norm, truth.middle, meaning, over, event, rank, of_summands)
     return None
 
 

@@ -28,6 +28,7 @@ from gradcheck_dist.events import (
     LossGradient,
     OptimizerStep,
     PipelineStep,
+    StepEnd,
 )
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData
@@ -134,6 +135,7 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             f"on {numbered('rank', alone)}, no optimizer steps, and other backward passes run than on the ranks where "
             "one does: which tokens from there belong to which step is not known"
         )
+    reasons += numbered_apart(data)
     if not contributions.by_key:
         tells = "call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
         reasons.append(f"no loss was seen: {marked_aside(data) or tells}")
@@ -190,6 +192,24 @@ def passes_unmatched(data: StepData) -> list[int]:
         for rank, events in data.events.items()
         if rank not in stepped and (mine := slots_of_rank(events)) and frozenset(mine) not in slots
     )
+
+
+def numbered_apart(data: StepData) -> list[str]:
+    """Why nothing of a step is judged: ranks of which some stepped an optimizer before their first loss (a rank that
+    had no batch and took part with zeros) number it otherwise."""
+    before = {
+        rank: event.num_before
+        for rank, events in data.events.items()
+        for event in events
+        if isinstance(event, StepEnd) and event.num_before is not None
+    }
+    if len(set(before.values())) < 2:
+        return []
+    late = sorted(rank for rank, count in before.items() if count > min(before.values()))
+    return [
+        f"optimizers stepped on {numbered('rank', late)} before any loss was seen there, and not as often on the "
+        "others: this step is another one there, and what was recorded of both does not belong together"
+    ]
 
 
 def leave_unmade_open(verdicts: Sequence[StepVerdict]) -> None:

@@ -3,21 +3,22 @@
 Of a function that gives one number for all labels, over a part of the vocabulary, the value tells nothing to one rank
 alone. Its gradient does: a label's row is weight * softmax(z), less the weight at the label's own logit, and softmax(z)
 is a multiple of exp(z). So the one entry that is no such multiple is the label's, what it is off by is the weight, and
-where the label lies in each row tells which part of the vocabulary this is.
+where the label lies in each row tells which part of the vocabulary this is. A part in which no label lies has that
+multiple alone, which is one number on all ranks of the loss (ledger/known_elsewhere.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.events import Loss, Site
+from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.losses.closed_form import Given, evenly, row
@@ -63,6 +64,14 @@ def begins_at(root: Root) -> None:
         node = operands[0]
 
 
+class Part(NamedTuple):
+    """What a part of the classes tells of a loss: each label's weight, None where too few labels lie in the part, and
+    what exp(z) is multiplied by in the gradient, as the mean of its logarithm."""
+
+    weight: float | None
+    scale: float
+
+
 @guarded("by_gradient")
 def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor) -> None:
     """A function gave one number, which is no sum of losses that are known: see whether its gradient is one's."""
@@ -102,38 +111,54 @@ def came(
     if current is None or not recorder.sampling or recorder.loss_seen_in == current.seq:
         return
     flat = labels.detach().reshape(-1)
-    weight = weight_in(row(gradient, index).double(), logits, flat[index], FITS.get(gradient.dtype, ROUNDED))
-    if weight is None:
+    part = part_in(row(gradient, index).double(), logits, flat[index], FITS.get(gradient.dtype, ROUNDED))
+    if part is None:
         return
+    weight, known = part.weight, part.weight is not None
     loss_id = recorder.next_seq()
     recorder.emit(
         Loss,
         seq=loss_id,
         site=site,
         loss_id=loss_id,
-        op=name,
-        reduction="none",
+        op=name if known else f"{FUNCTION}{name}",
+        reduction="none" if known else "unknown",
         num_labels=labels.numel(),
         label_hash=label_hash(labels),
     )
     if recorder.impulses is not None:
         recorder.label_hashes[loss_id] = label_hash(labels)
     labels_seen(recorder, labels, loss_id)
-    learns = (gradient != 0).reshape(len(flat), -1).any(1) & (flat >= 0)
-    log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id)
+    if weight is not None:
+        learns = (gradient != 0).reshape(len(flat), -1).any(1) & (flat >= 0)
+        log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id, class_scale=part.scale)
+        return
+    current.root_loss = None
+    recorder.loss_arrived(current, loss_id)
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=1.0,
+        stage=current.stage,
+        class_scale=part.scale,
+    )
 
 
-def weight_in(gradient: Tensor, logits: Tensor, labels: Tensor, fits: float) -> float | None:
-    """The weight of each label's cross-entropy in a gradient of logits, both (labels, classes) of float64.
+def part_in(gradient: Tensor, logits: Tensor, labels: Tensor, fits: float) -> Part | None:
+    """What a gradient of logits, both (labels, classes) of float64, tells of the labels' cross-entropies.
 
     The classes may be a part of all, one behind the other, to which some of the labels belong. None where the gradient
     is another function's, or labels have weights of their own.
     """
     learns = (gradient != 0).any(1)
     gradient, logits, labels = gradient[learns], logits[learns], labels[learns]
-    if not len(labels):
+    if len(labels) < MIN_HELD:
         return None
-    scores = (logits - logits.amax(1, keepdim=True)).exp()
+    highest = logits.amax(1, keepdim=True)
+    scores = (logits - highest).exp()
     base = (gradient / scores).median(1, keepdim=True).values
     rest = gradient - base * scores
     at = rest.abs().argmax(1, keepdim=True)
@@ -141,15 +166,18 @@ def weight_in(gradient: Tensor, logits: Tensor, labels: Tensor, fits: float) -> 
     size = gradient.square().sum(1).sqrt()
     others = rest.scatter(1, at, 0.0).square().sum(1).sqrt()
     held = off.abs() > fits * size
-    if (others > fits * size).any() or int(held.sum()) < MIN_HELD:
+    if (others > fits * size).any() or (base.sign() != base[0].sign()).any() or not base[0].any():
         return None
+    scale = float((base.abs().log() - highest).mean())
+    if int(held.sum()) < MIN_HELD or (labels[held] == labels[held][0]).all():
+        return Part(None, scale)
     starts = (labels - at.squeeze(1))[held]
     weights = -off[held]
     weight = float(weights.median())
     inside = (labels >= starts[0]) & (labels < starts[0] + logits.shape[1])
-    if (starts != starts[0]).any() or not torch.equal(inside, held) or (labels[held] == labels[held][0]).all():
+    if (starts != starts[0]).any() or not torch.equal(inside, held):
         return None
     # What is left of softmax(z) here, which is at most all of it.
     total = (base.squeeze(1) / weight) * scores.sum(1)
     alike = bool(((weights - weight).abs() <= fits * abs(weight)).all())
-    return weight if alike and bool(((total > 0) & (total <= 1 + fits)).all()) else None
+    return Part(weight, scale) if alike and bool(((total > 0) & (total <= 1 + fits)).all()) else None

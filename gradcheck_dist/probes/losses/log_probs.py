@@ -135,7 +135,9 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
 
 
 @guarded("log_probs")
-def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, known: Tensor | None = None) -> None:
+def gradient_arrived(
+    recorder: Recorder, grad: Tensor, loss_id: int, known: Tensor | None = None, class_scale: float | None = None
+) -> None:
     """`known`: whether the gradient tells what each token weighs, where that is still on an accelerator."""
     current = recorder.current
     if not recorder.recording or current is None or recorder.loss_seen_in == current.seq:
@@ -148,6 +150,7 @@ def gradient_arrived(recorder: Recorder, grad: Tensor, loss_id: int, known: Tens
         current.smoothed[loss_id] = weights
     else:
         samples = sequences(recorder, of_tokens) or {}
+        samples |= {"class_scale": class_scale}
         emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, known=known, **samples)
 
 

@@ -205,6 +205,8 @@ def _number(value: Any) -> float | None:
 def stepped(recorder: Recorder, optimizer: Optimizer) -> None:
     if recorder.trained:
         recorder.end_step()
+    else:
+        recorder.num_before += 1
 
 
 def _watch_zero(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:

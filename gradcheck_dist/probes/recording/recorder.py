@@ -108,6 +108,7 @@ class Recorder(Sampler):
         self._abandoned = 0  # evaluations that an optimizer repeated: steps of their own that nobody asked for
         self.without_pass = False  # whether this step began with a reduction or an optimizer
         self.trained = False  # whether a loss or a backward pass was seen at all
+        self.num_before = 0  # optimizer steps before that: of a rank without a batch, or to make the optimizer's state
         self.passes = PassCounts()
         self._begun = -1  # the last step in which a backward pass began
         self._seq = 0
@@ -193,7 +194,7 @@ class Recorder(Sampler):
                 self.gathered.tell(self)
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
-                    "num_passes": self.passes.begun}  # fmt: skip
+                    "num_passes": self.passes.begun, "num_before": self.num_before}  # fmt: skip
             self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
                       **(told if self.sampling else {}))  # fmt: skip
             if self.sampling:
