@@ -50,11 +50,64 @@ def test_zeros_may_follow_the_last_gradient() -> None:
 def test_what_is_no_copy_is_not_known() -> None:
     known = infos()
     whole = flat(known)
-    assert regions_by_value(whole.bfloat16(), known) == []
     assert regions_by_value(torch.zeros_like(whole), known) == []
     assert regions_by_value(whole + 0.01, known) == []
     assert regions_by_value(whole * torch.linspace(1, 1.01, len(whole)), known) == []
     assert regions_by_value(whole[:-1], known) == []
+
+
+COARSE = (torch.bfloat16, torch.float16)
+
+
+def mixed(dtype: torch.dtype, *indices: int) -> list[ParamInfo]:
+    """Some gradients of a coarser type than their neighbours'."""
+    known = infos()
+    for index in indices or range(len(known)):
+        param = known[index].param
+        grad, param.data = param.grad, param.data.to(dtype)
+        param.grad = grad.to(dtype) if grad is not None else None
+    return known
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 3e-4])  # float16 has five bits of the last one's smaller elements
+@pytest.mark.parametrize("dtype", COARSE)
+def test_copies_of_another_type_are_known_as_nearly_as_the_coarser_one_tells(dtype: torch.dtype, factor: float) -> None:
+    known = infos()
+    names = [info.name for info in known]
+    assert [region.info.name for region in regions_by_value((flat(known) * factor).to(dtype), known)] == names
+    assert [region.info.name for region in regions_by_value((flat(known[1:3]) * factor).to(dtype), known)] == names[1:3]
+    assert [region.info.name for region in regions_by_value(flat(known).double() * factor, known)] == names
+    known = mixed(dtype)
+    assert [region.info.name for region in regions_by_value(flat(known).float() * factor, known)] == names
+    known = mixed(dtype, 1, 3)
+    assert [region.info.name for region in regions_by_value(flat(known) * factor, known)] == names
+    assert [region.info.name for region in regions_by_value(flat([known[1], known[3]]), known)] == ["w1", "w3"]
+
+
+@pytest.mark.parametrize("dtype", COARSE)
+def test_what_is_no_copy_is_not_known_in_another_type_either(dtype: torch.dtype) -> None:
+    known = infos()
+    whole = flat(known)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(200):
+        assert regions_by_value(torch.randn(len(whole), generator=generator).to(dtype), known) == []
+        assert regions_by_value(torch.randn(7, generator=generator).to(dtype), known) == []
+    assert regions_by_value((whole * torch.linspace(1, 1.2, len(whole))).to(dtype), known) == []
+    assert regions_by_value(torch.zeros_like(whole).to(dtype), known) == []
+    assert regions_by_value((whole * 1e-7).half(), known) == []  # a few spacings of zero are anybody's
+    assert regions_by_value(whole.mul(100).to(torch.int32), known) == []
+
+
+@pytest.mark.parametrize("dtype", COARSE)
+def test_few_elements_of_another_type_are_known_behind_their_neighbour_s(dtype: torch.dtype) -> None:
+    """A token count is a multiple of any gradient of one element."""
+    known = many()
+    copies = FlatCopies(lambda: known)
+    assert copies.regions(torch.ones(1, dtype=dtype)) == []
+    for info in known[1:4]:
+        assert info.param.grad is not None
+        assert [region.info for region in copies.regions(info.param.grad.to(dtype))] == [info]
+    assert copies.regions(torch.ones(1, dtype=dtype)) == []
 
 
 def test_a_small_counter_that_is_reduced_before_any_gradient_is_there_is_no_copy() -> None:

@@ -3,15 +3,18 @@
 Hand-written trainers flatten gradients (`torch.cat`, torch._utils._flatten_dense_tensors), divide them, reduce the
 buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients (in the order of
 the model's parameters, or the other way round), whole and times one number: those of neighbours, or of some that a
-trainer picked out (what sequence parallelism has to sum). Buffers of another type than the gradients are left alone:
-rounding hides what they hold.
+trainer picked out (what sequence parallelism has to sum).
+
+A buffer of another type than the gradients (bfloat16, to send less) holds them as nearly as the coarser type tells. By
+chance an element is within a spacing of bfloat16 on either side of a multiple of a gradient's in less than one of 50
+cases. One of LEAST elements fixes the multiple, and all others are so near in one of 3e8.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +25,13 @@ from gradcheck_dist.probes.parameters.registry import ParamInfo
 Run = tuple[int, int, int]
 """Neighbours: 1 or -1 for the other way round, first, last + 1"""
 
+Orders = dict[int, list[ParamInfo]]
+"""Parameters in the model's order (1) and against it (-1)."""
+
 Result = tuple[list[Region], Tensor, Tensor]
 """What a copy held, and values of what its reduction gave: where they lie in the copy, and what they are."""
 
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NUM_COMPARED = 8
 """Elements of each gradient."""
 NUM_OF_RESULT = 32
@@ -51,8 +58,8 @@ class FlatCopies:
 
     def __init__(self, infos: Callable[[], list[ParamInfo]]) -> None:
         self._infos = infos
-        self._held: dict[torch.dtype, dict[int, list[ParamInfo]]] = {}  # in the model's order (1) and against it (-1)
-        self._next = (1, 0)  # direction, and behind how many parameters in it
+        self._held: dict[torch.dtype, Orders] = {}  # those among which the last copy of this type was found
+        self._next: dict[torch.dtype, tuple[int, int]] = {}  # direction, and behind how many parameters in it
         self._picked: list[ParamInfo] = []  # what was in the last buffer of such that are no neighbours
         self._left = MAX_COMPARED
         self._results: dict[int, deque[Result]] = {}  # by the size of the copy that was reduced
@@ -108,48 +115,51 @@ class FlatCopies:
         left = self._left
         if self._picked and self._is_copy(flat, self._picked):
             return _regions(self._picked)
-        if held is not None:
-            order, first = self._next
+        if held is not None and tensor.dtype in self._next:
+            order, first = self._next[tensor.dtype]
             run = order, first, _behind(held[order], first, flat.numel())
-            if run[2] and self._is_copy(flat, held[order][first : run[2]]):
-                return self._found(held, run, left)
+            if run[2] and self._is_copy(flat, held[order][first : run[2]], expected=True):
+                return self._found(held, run, left, tensor.dtype)
         if left <= 0:
             return []
         infos = self._infos()
-        own = [info for info in infos if _readable(_grad(info), tensor.dtype)]
-        held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
         self._left -= len(infos) // ASKED_LIKE_ONE_COMPARED
-        for run in _candidates(own, flat):
-            if self._left <= 0:
-                break
-            if self._is_copy(flat, held[run[0]][run[1] : run[2]]):
-                return self._found(held, run, left)
-        # Whatever has more dimensions is an activation: there are many, and each would be compared with all.
-        if (tensor.dim() == 1 or stacked) and (picked := self._pick(flat, held, _filled(flat) if stacked else None)):
-            self._left, self._picked = left, picked
-            return _regions(picked)
+        for own in _alike(infos, tensor.dtype):
+            held = self._held[tensor.dtype] = {1: own, -1: own[::-1]}
+            for run in _candidates(own, flat):
+                if self._left <= 0:
+                    break
+                if self._is_copy(flat, held[run[0]][run[1] : run[2]]):
+                    return self._found(held, run, left, tensor.dtype)
+            if not (tensor.dim() == 1 or stacked):
+                continue  # an activation: there are many, and each would be compared with all gradients
+            if picked := self._pick(flat, held, _filled(flat) if stacked else None):
+                self._left, self._picked = left, picked
+                return _regions(picked)
         return []
 
-    def _found(self, held: dict[int, list[ParamInfo]], run: Run, left: int) -> list[Region]:
+    def _found(self, held: Orders, run: Run, left: int, dtype: torch.dtype) -> list[Region]:
         order, first, last = run
-        self._next, self._left = (order, last), left
+        self._next[dtype], self._left = (order, last), left
         return _regions(held[order][first:last])
 
-    def _is_copy(self, flat: Tensor, mine: Sequence[ParamInfo]) -> bool:
+    def _is_copy(self, flat: Tensor, mine: Sequence[ParamInfo], expected: bool = False) -> bool:
+        """`expected`: behind the last copy of this type, so that few elements are no chance."""
         if sum(info.param.numel() for info in mine) > flat.numel():
             return False
-        if not all(_readable(_grad(info), flat.dtype) for info in mine):
+        if not all(_readable(_grad(info)) for info in mine):
             return False
-        allowed = 4 * torch.finfo(flat.dtype).eps
+        allowed, lost, same = _rounding(flat, mine)
         self._left -= 1
-        if len(mine) > 1 and not _agree(*_values(flat, mine[:1]), 2 * allowed):
+        if len(mine) > 1 and not _agree(*_values(flat, mine[:1]), 2 * allowed, lost):
             return False
         self._left -= len(mine) - 1
         grads, values = _values(flat, mine)
-        enough = int((values != 0).sum()) >= min(LEAST, flat.numel())
-        return enough and bool(grads.any()) and _agree(grads, values, allowed)
+        least = min(LEAST, flat.numel()) if same or expected else LEAST
+        enough = int((values.abs() * allowed > lost).sum()) >= least
+        return enough and bool(grads.any()) and _agree(grads, values, allowed, lost)
 
-    def _pick(self, flat: Tensor, held: dict[int, list[ParamInfo]], until: int | None) -> list[ParamInfo]:
+    def _pick(self, flat: Tensor, held: Orders, until: int | None) -> list[ParamInfo]:
         """The gradients that fill a buffer from end to end, or `until` there, whatever lies between them in the model;
         [] for none."""
         end = flat.numel() if until is None else until
@@ -166,7 +176,8 @@ class FlatCopies:
     def _walk(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
         """The first gradient and each later one that is what comes next in the buffer, times the same number."""
         picked: list[ParamInfo] = []
-        allowed, offset, factor = 8 * torch.finfo(flat.dtype).eps, 0, 0.0
+        allowed, lost, _ = _rounding(flat, own)
+        offset, factor = 0, 0.0
         for info in own:
             size = info.param.numel()
             if self._left <= 0 or (offset + size > flat.numel() and not picked):
@@ -175,7 +186,7 @@ class FlatCopies:
                 self._left -= 1
                 grads, values = _values(flat[offset:], [info])
                 told = factor or _multiple(grads, values)
-                if _are(values, grads, told, allowed) and (told or not grads.any()):
+                if _are(values, grads, told, 2 * allowed, lost) and (told or not grads.any()):
                     picked.append(info)
                     offset, factor = offset + size, told
                 elif not picked:
@@ -219,8 +230,31 @@ def _grad(info: ParamInfo) -> Tensor | None:
     return buffer_of(info) if grad is None else grad
 
 
-def _readable(grad: Tensor | None, dtype: torch.dtype) -> bool:
-    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype is dtype
+def _readable(grad: Tensor | None) -> bool:
+    return type(grad) is Tensor and grad.is_cpu and grad.layout is torch.strided and grad.dtype in TYPES
+
+
+def _alike(infos: list[ParamInfo], dtype: torch.dtype) -> Iterator[list[ParamInfo]]:
+    """Whose gradients a buffer of a type may hold: those of this type, or all."""
+    if dtype in TYPES:
+        every = [info for info in infos if _readable(_grad(info))]
+        same = [info for info in every if _type(info) is dtype]
+        yield from ([same, every] if same and len(same) < len(every) else [every])
+
+
+def _type(info: ParamInfo) -> torch.dtype | None:
+    grad = _grad(info)
+    return None if grad is None else grad.dtype
+
+
+def _rounding(flat: Tensor, mine: Sequence[ParamInfo]) -> tuple[float, float, bool]:
+    """How far apart elements of a copy and of gradients may be, relative and absolute (below float16's least normal
+    number each has fewer digits), and whether all are of one type."""
+    types = {flat.dtype, *map(_type, mine)}
+    if len(types) == 1:
+        return 4 * torch.finfo(flat.dtype).eps, 0.0, True
+    told = torch.finfo(flat.dtype)
+    return max(2 * torch.finfo(one).eps for one in types if one), told.tiny * told.eps, False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -265,10 +299,10 @@ def _values(flat: Tensor, run: Sequence[ParamInfo]) -> tuple[Tensor, Tensor]:
     return torch.cat(mine).double(), torch.cat(theirs).double()
 
 
-def _agree(grads: Tensor, values: Tensor, allowed: float) -> bool:
-    """Whether values are gradients times one number that is not zero, within `allowed`."""
+def _agree(grads: Tensor, values: Tensor, allowed: float, lost: float = 0.0) -> bool:
+    """Whether values are gradients times one number that is not zero, within `allowed` of each and `lost`."""
     factor = _multiple(grads, values)
-    return _are(values, grads, factor, allowed) and (factor != 0 or not bool(grads.any()))
+    return _are(values, grads, factor, allowed, lost) and (factor != 0 or not bool(grads.any()))
 
 
 def _multiple(grads: Tensor, values: Tensor) -> float:
@@ -277,9 +311,9 @@ def _multiple(grads: Tensor, values: Tensor) -> float:
     return float(values @ grads) / size if size else 0.0
 
 
-def _are(values: Tensor, grads: Tensor, factor: float, allowed: float) -> bool:
+def _are(values: Tensor, grads: Tensor, factor: float, allowed: float, lost: float) -> bool:
     # Element by element: a gradient much smaller than its neighbours is compared at its own size.
-    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs()).all())
+    return bool(((values - factor * grads).abs() <= allowed * (factor * grads).abs() + lost).all())
 
 
 def _regions(infos: Sequence[ParamInfo]) -> list[Region]:
