@@ -15,8 +15,9 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
 
     Args:
         how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "elastic" (towards a common
-            point), "never", "decay" (by hand; ranks tell one another a number), or "owner": each rank steps parameters
-            of its own and hands them to the others (ZeRO without its reduction).
+            point), "pickled" (parameters, as objects), "never", "decay" (by hand; ranks tell one another a number),
+            "logged" (a decay and what ranks log, as objects), or "owner": each rank steps parameters of its own and
+            hands them to the others (ZeRO without its reduction).
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
@@ -53,6 +54,15 @@ def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], ran
         elif how == "decay":
             param.mul_(0.99)
             dist.all_reduce(torch.zeros(()))
+        elif how == "logged":
+            param.mul_(0.99)
+            if not index:
+                logs: list[dict[str, float] | None] = [None] * world
+                dist.all_gather_object(logs, {f"loss/of step {one}": 0.5 * one for one in range(4)})
+        elif how == "pickled":
+            everyone: list[torch.Tensor] = [param] * world
+            dist.all_gather_object(everyone, param.clone())
+            param.copy_(torch.stack(everyone).mean(dim=0))
         elif how == "elastic":
             pull = 0.2 * (param - first)
             param.sub_(pull)

@@ -31,7 +31,14 @@ def train(
 
 @pytest.mark.parametrize(
     ("how", "every"),
-    [("parameters", 1), ("parameters", RECORDED), ("pseudo gradients", RECORDED + 2), ("neighbour", 2), ("elastic", 2)],
+    [
+        ("parameters", 1),
+        ("parameters", RECORDED),
+        ("pseudo gradients", RECORDED + 2),
+        ("neighbour", 2),
+        ("elastic", 2),
+        ("pickled", 1),
+    ],
 )
 def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, every: int) -> None:
     """Also where the first average comes behind the recorded steps, or right behind the last of them."""
@@ -71,9 +78,11 @@ def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, RECORDED + 1])
-def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, every: int) -> None:
-    """A weight decay by hand behind the optimizer was taken for local SGD."""
-    (finding,) = diagnose(read_run(train(tmp_path, "decay", every, of_all=True))).findings
+@pytest.mark.parametrize("how", ["decay", "logged"])
+def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, how: str, every: int) -> None:
+    """A weight decay by hand behind the optimizer was taken for local SGD. What ranks log has more bytes, pickled, than
+    a tiny model has parameters."""
+    (finding,) = diagnose(read_run(train(tmp_path, how, every, of_all=True))).findings
     assert finding.code == "GS103"
 
 
