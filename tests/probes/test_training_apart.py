@@ -110,3 +110,15 @@ def test_an_optimizer_that_hands_on_what_it_left_in_copies_averages_nothing(tmp_
     report = diagnose(read_run(run))
     assert [finding.code for finding in report.findings][:1] == ([] if averaged else ["GS103"])
     assert any("on its own tokens" in reason for reason in report.reasons) == bool(averaged)
+
+
+@pytest.mark.parametrize("read", ["buffer", "grad"])
+def test_an_update_by_hand_may_read_what_was_reduced_where_it_lies(tmp_path: Path, read: str) -> None:
+    """Copies that stay alike were moved by one gradient; those that part were moved by each rank's own."""
+    run = tmp_path / "run"
+    recorded = launch("apart_workers:train_flat", (read, str(run)), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train_flat", (read, None), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert [finding.code for finding in report.findings] == (["GS103"] if read == "grad" else [])
+    assert any("the result is not in .grad" in reason for reason in report.reasons) == (read == "buffer")
+    assert build(diagnose_run(run)) == build(report)
