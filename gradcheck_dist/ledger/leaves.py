@@ -48,6 +48,18 @@ class Basis:
         return [key[1:] for key in self.keys]
 
     @cached_property
+    def empty(self) -> frozenset[int]:
+        """Summands that are all zeros beside others of the same contribution that are not: a part of the sequence
+        without labels. In a sum they are there whether or not somebody added them."""
+        if all(number < 2 for number in self.summands.values()):
+            return frozenset()
+        zero = ~np.nan_to_num(self.values).any(axis=1)
+        there = {key for key, empty in zip(self.keys, zero, strict=True) if not empty}
+        return frozenset(
+            column for column, key in enumerate(self.keys) if zero[column] and key in there and self.summands[key] > 1
+        )
+
+    @cached_property
     def ranks_of(self) -> dict[int, list[int]]:
         """The ranks on which each column's gradient arrived. Asked for when the basis is built."""
         found: dict[int, list[int]] = {}

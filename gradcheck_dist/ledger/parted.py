@@ -39,6 +39,11 @@ def sizes_of(param: Param) -> set[int]:
     return {size for size in param.shape if size > 1}
 
 
+def _is_matrix(param: Param) -> bool:
+    """Whether a tensor has two dimensions or more, which may be of one size."""
+    return sum(size > 1 for size in param.shape) > 1
+
+
 class Parted:
     """What is known of tensors that began alike from those that ranks hold parts of: `parts` are sets of ranks that
     hold one tensor each."""
@@ -49,7 +54,7 @@ class Parted:
         self._parts = {key: sets for key, sets in apart.items() if _is_plain(params[key]) or _in_shards(params[key])}
         self._modules = {(stage, module_of(name)): (stage, name) for stage, name in self._parts}
         matrices = Counter((stage, module_of(name)) for (stage, name), of_rank in params.items()
-                           if (stage, name) in self._parts and len(sizes_of(_first(of_rank))) > 1)  # fmt: skip
+                           if (stage, name) in self._parts and _is_matrix(_first(of_rank)))  # fmt: skip
         self._of_several = {module for module, number in matrices.items() if number > 1}
         copies = [_first(of_rank) for key, of_rank in params.items() if self._are_copies(key)]
         parted = [_first(params[key]) for key in self._parts]

@@ -6,7 +6,8 @@ share their tokens by design (tensor, sequence, expert parallelism) hold shards 
 hold are copies, and most gradients that they compute in the same passes differ, each has a batch of its own, if their
 losses differ as well or they reduce most such gradients together. What nobody trains counts, too: adapters may be
 copies where what they adapt is parted. Shards that were drawn from one seed are no copies, but their ranks have one
-loss, and reduce what they hold alike only: a norm under sequence parallelism, and no matrix.
+loss, and reduce what they hold alike only: a norm under sequence parallelism, and no matrix. Ranks that part
+the sequence alone hold copies, have one loss, and reduce all but what sees the whole of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData, Track
 
 UNLIKE = 0.1
 """Relative difference of two ranks' gradients from which they are no copies; kernels and low precision leave less."""
+SAME_LOSS = 1e-5
 OTHER_LOSS = 1e-3
 """Relative difference of two losses from which they are not those of one batch; ranks of one model have equal bits."""
 
@@ -38,7 +40,9 @@ def strangers(data: StepData) -> dict[int, frozenset[int]]:
             continue
         computed = [key for key in shared if any(data.tracks[key][rank].leaves for rank in (one, other))]
         unlike = [key for key in computed if _unlike(data.tracks[key], one, other)]
-        if 2 * len(unlike) > len(computed) and (_losses_differ(data, one, other) or _reduced(data, unlike, one, other)):
+        alike = [key for key in computed if key not in unlike]
+        together = _reduced(data, unlike, one, other) and not _one_loss(data, alike, one, other)
+        if 2 * len(unlike) > len(computed) and (_losses_differ(data, one, other) or together):
             apart[one] |= {one, other}
             apart[other] |= {one, other}
     return {rank: frozenset(ranks) for rank, ranks in apart.items()}
@@ -73,10 +77,10 @@ def copies(of_rank: dict[int, Track], one: int, other: int) -> bool:
     return not any(leaf.partial or np.isnan(leaf.data).any() for leaf in leaves)  # NaN: where a shard has no elements
 
 
-def _losses_differ(data: StepData, one: int, other: int) -> bool:
+def _losses_differ(data: StepData, one: int, other: int, allowed: float = OTHER_LOSS) -> bool:
     mine, theirs = loss_values(data, one), loss_values(data, other)
     return any(
-        abs(first - second) > OTHER_LOSS * max(abs(first), abs(second))
+        abs(first - second) > allowed * max(abs(first), abs(second))
         for slot in mine.keys() & theirs.keys()
         for first, second in zip(mine[slot], theirs[slot], strict=False)
     )
@@ -88,6 +92,14 @@ def loss_values(data: StepData, rank: int) -> dict[Slot, list[float]]:
         slot: [loss.value for _, loss in pairs if loss is not None and loss.value is not None]
         for slot, pairs in losses_of_rank(data.events[rank]).items()
     }
+
+
+def _one_loss(data: StepData, alike: list[ParamKey], one: int, other: int) -> bool:
+    """Whether the two ranks have one loss, and what has one gradient on both is reduced by nothing: that is whole, and
+    what they reduce are summands, of parts of one sequence."""
+    known = any(loss_values(data, one).values()) and any(loss_values(data, other).values())
+    same = known and not _losses_differ(data, one, other, SAME_LOSS)
+    return same and bool(alike) and all(not _reduced(data, [key], one, other) for key in alike)
 
 
 def _reduced(data: StepData, params: list[ParamKey], one: int, other: int) -> bool:

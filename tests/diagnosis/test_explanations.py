@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from random_trainers import global_mean
@@ -115,6 +116,35 @@ def test_a_sum_loss_and_a_division_by_a_wrong_number_are_one_cause() -> None:
     quantities = {**QUANTITIES, "num_tokens": 48.0}
     best = Search([behind(48.0, 1 / 37)], [], quantities).best()[0]
     assert (best.loss, len(best.causes)) == (None, 1)
+
+
+def noisy(root: float, *factors: float, noise: float, allowed: float) -> Row:
+    """A weight after changes that nobody recorded, of which the first was measured with noise."""
+    gaps = tuple(
+        ((GAP, kind, 0, kind, None), factor) for kind, factor in zip(("backward", "reduce"), factors, strict=False)
+    )
+    (hand, factor), *others = gaps
+    return Row(
+        Account(root), root * prod(factors) * (1 + noise), allowed, 1e-7, ((hand, factor * (1 + noise)), *others)
+    )
+
+
+def test_each_rank_s_own_divisor_is_one_cause_in_bfloat16_as_well() -> None:
+    """No constant between both, though each may be off by a part of what they differ by."""
+    rows = [noisy(91.0, 1 / 49, noise=1e-4, allowed=0.036), noisy(91.0, 1 / 42, noise=2e-3, allowed=0.058)]
+    best = Search(rows, [], {"data_ranks": 2.0, "accumulation_steps": 3.0, "num_tokens": 91.0}).best()[0]
+    assert (best.loss, best.others) == (None, ())
+    assert [(edit.mode, edit.reference) for edit in best.edits] == [("elsewhere", pytest.approx(1 / 91))]
+
+
+def test_what_was_measured_beside_a_divisor_is_no_digit_of_it() -> None:
+    """A half before a sum over two ranks, and each rank's half a count behind it."""
+    rows = [noisy(91.0, 0.5, 2 / count, noise=6e-6, allowed=0.006) for count in (49, 42)]
+    best = Search(rows, [], {"data_ranks": 2.0, "accumulation_steps": 3.0, "num_tokens": 91.0}).best()[0]
+    assert [(edit.hand[1], edit.mode, edit.reference) for edit in best.edits] == [
+        ("reduce", "elsewhere", pytest.approx(2 / 91, rel=1e-4))
+    ]
+    assert (best.loss, best.others) == (None, ())
 
 
 @pytest.mark.parametrize(("scale", "divisor"), [(128.0, 64.0), (256.0, 128.0), (100.0, 50.0)])

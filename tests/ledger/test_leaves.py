@@ -23,3 +23,14 @@ def test_gradients_that_differ_by_rounding_are_copies(apart: float, columns: int
     of_one_batch = Contributions({}, coordinate={0: 0, 1: 0})
     basis = build_basis(tracks, of_one_batch)
     assert (len(basis), basis.summands[0, 0, 0]) == (columns, columns)
+
+
+def test_summands_of_zeros_beside_others_are_empty() -> None:
+    param = Param(id=0, name="w", shape=(64,), dtype="float32", num_positions=64)
+
+    def empty(*gradients: np.ndarray) -> frozenset[int]:
+        tracks = {rank: Track(param, rank, leaves={(0, 0): (1, Values(one))}) for rank, one in enumerate(gradients)}
+        return build_basis(tracks, Contributions({}, coordinate=dict.fromkeys(tracks, 0))).empty
+
+    assert empty(GRADIENT, NOISE, 0 * GRADIENT) == {2}
+    assert empty(GRADIENT, NOISE) == empty(GRADIENT) == empty(0 * GRADIENT) == frozenset()

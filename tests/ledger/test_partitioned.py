@@ -134,6 +134,17 @@ def test_a_matrix_of_one_seed_is_not_parted_as_others_in_its_module() -> None:
     assert {id for id in range(7) if names[0, id] == names[1, id]} == {0, 3, 4}
 
 
+@pytest.mark.parametrize("hidden", [24, 16])
+def test_a_square_part_is_a_matrix_as_well(hidden: int) -> None:
+    """Where the inner layer is as many times wider as there are ranks. An adapter's second factor is a copy."""
+    run = two_ranks(
+        word=((32, 16), True), mlp_up=((hidden, 16), False), mlp_down=((16, hidden), False),
+        mlp_a=((4, hidden), False), mlp_b=((16, 4), True),
+    )  # fmt: skip
+    names, _ = names_and_sizes(run)
+    assert {id for id in range(5) if names[0, id] == names[1, id]} == {0, 4}
+
+
 @pytest.mark.parametrize("combine", [True, False])
 def test_layers_of_two_stages_are_no_parts_of_one(combine: bool) -> None:
     """A pipeline by hand: the rank without a loss runs another stage, unless ranks combine activations. A loss that

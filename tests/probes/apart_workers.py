@@ -15,8 +15,9 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
 
     Args:
         how: "parameters", "pseudo gradients" (DiLoCo), "neighbour" (gossip), "elastic" (towards a common
-            point), "never", "decay" (by hand; ranks tell one another a number), or "owner": each rank steps parameters
-            of its own and hands them to the others (ZeRO without its reduction).
+            point), "pickled" (parameters, as objects), "never", "decay" (by hand; ranks tell one another a number),
+            "logged" (a decay and what ranks log, as objects), or "owner": each rank steps parameters of its own and
+            hands them to the others (ZeRO without its reduction).
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
@@ -53,6 +54,15 @@ def average(how: str, params: list[torch.Tensor], start: list[torch.Tensor], ran
         elif how == "decay":
             param.mul_(0.99)
             dist.all_reduce(torch.zeros(()))
+        elif how == "logged":
+            param.mul_(0.99)
+            if not index:
+                logs: list[dict[str, float] | None] = [None] * world
+                dist.all_gather_object(logs, {f"loss/of step {one}": 0.5 * one for one in range(4)})
+        elif how == "pickled":
+            everyone: list[torch.Tensor] = [param] * world
+            dist.all_gather_object(everyone, param.clone())
+            param.copy_(torch.stack(everyone).mean(dim=0))
         elif how == "elastic":
             pull = 0.2 * (param - first)
             param.sub_(pull)
@@ -123,3 +133,37 @@ def train_copies(averaged: str, run_dir: str | None) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return zlib.crc32(b"".join(param.detach().float().numpy().tobytes() for param in model.parameters()))
+
+
+def train_flat(read: str, run_dir: str | None) -> int:
+    """An update by hand. Gradients are reduced in a flat copy, and `read` is what the update reads: that "buffer" (a
+    part on each rank, which all gather), or "grad", whose owner forgot to write back."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with attach(run_dir, steps=range(RECORDED)) if run_dir else contextlib.nullcontext():
+        model = Net()
+        params = list(model.parameters())
+        num_tokens = sum(int((batch(one, 0)[1] >= 0).sum()) for one in range(world))
+        for _ in range(STEPS):
+            (token_sum(model, batch(rank, 0)) / num_tokens).backward()
+            grads = [param.grad for param in params if param.grad is not None]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            dist.all_reduce(flat)
+            sizes = [param.numel() for param in params]
+            if read == "buffer":
+                mine = torch.zeros_like(flat)
+                part = -(-len(flat) // world)
+                own = slice(rank * part, (rank + 1) * part)
+                mine[own] = torch.cat([param.detach().flatten() for param in params])[own] - 0.05 * flat[own]
+                dist.all_reduce(mine)
+                updated = mine.split(sizes)
+            else:
+                updated = [(param.detach() - 0.05 * grad).flatten() for param, grad in zip(params, grads, strict=True)]
+            for param, values in zip(params, updated, strict=True):
+                param.data.copy_(values.view_as(param))
+            model.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+    return zlib.crc32(b"".join(param.detach().numpy().tobytes() for param in params))

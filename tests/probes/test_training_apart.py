@@ -31,7 +31,14 @@ def train(
 
 @pytest.mark.parametrize(
     ("how", "every"),
-    [("parameters", 1), ("parameters", RECORDED), ("pseudo gradients", RECORDED + 2), ("neighbour", 2), ("elastic", 2)],
+    [
+        ("parameters", 1),
+        ("parameters", RECORDED),
+        ("pseudo gradients", RECORDED + 2),
+        ("neighbour", 2),
+        ("elastic", 2),
+        ("pickled", 1),
+    ],
 )
 def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, every: int) -> None:
     """Also where the first average comes behind the recorded steps, or right behind the last of them."""
@@ -71,9 +78,11 @@ def test_ranks_that_share_nothing_are_accused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [1, RECORDED + 1])
-def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, every: int) -> None:
-    """A weight decay by hand behind the optimizer was taken for local SGD."""
-    (finding,) = diagnose(read_run(train(tmp_path, "decay", every, of_all=True))).findings
+@pytest.mark.parametrize("how", ["decay", "logged"])
+def test_what_each_rank_does_to_its_own_parameters_is_no_average(tmp_path: Path, how: str, every: int) -> None:
+    """A weight decay by hand behind the optimizer was taken for local SGD. What ranks log has more bytes, pickled, than
+    a tiny model has parameters."""
+    (finding,) = diagnose(read_run(train(tmp_path, how, every, of_all=True))).findings
     assert finding.code == "GS103"
 
 
@@ -101,3 +110,15 @@ def test_an_optimizer_that_hands_on_what_it_left_in_copies_averages_nothing(tmp_
     report = diagnose(read_run(run))
     assert [finding.code for finding in report.findings][:1] == ([] if averaged else ["GS103"])
     assert any("on its own tokens" in reason for reason in report.reasons) == bool(averaged)
+
+
+@pytest.mark.parametrize("read", ["buffer", "grad"])
+def test_an_update_by_hand_may_read_what_was_reduced_where_it_lies(tmp_path: Path, read: str) -> None:
+    """Copies that stay alike were moved by one gradient; those that part were moved by each rank's own."""
+    run = tmp_path / "run"
+    recorded = launch("apart_workers:train_flat", (read, str(run)), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train_flat", (read, None), 2, timeout_s=60)
+    report = diagnose(read_run(run))
+    assert [finding.code for finding in report.findings] == (["GS103"] if read == "grad" else [])
+    assert any("the result is not in .grad" in reason for reason in report.reasons) == (read == "buffer")
+    assert build(diagnose_run(run)) == build(report)

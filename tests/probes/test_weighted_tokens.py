@@ -212,3 +212,42 @@ def test_tokens_of_no_weight_are_counted_where_a_mask_keeps_them(tmp_path: Path,
     report = judged(tmp_path / "run")
     assert (report.verdict, report.findings) == (verdict, [])
     assert verdict == "clean" or any("weigh x 0.5 of what they would" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("times", [1.0, 0.5])
+def test_a_teacher_s_likeliest_classes_are_one_token_together(tmp_path: Path, times: float, whole: bool) -> None:
+    """`whole`: their probabilities are made to sum to one."""
+    model, teacher = Net(), Net().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        data = [batch(0, k) for k in range(2)]
+        num_tokens = sum(int((labels >= 0).sum()) for _, labels in data)
+        for tokens, labels in data:
+            likely, classes = (3 * teacher(tokens)).softmax(-1).topk(3, -1)
+            likely = likely / likely.sum(-1, keepdim=True) if whole else likely
+            apart = likely.log() - model(tokens).log_softmax(-1).gather(-1, classes)
+            divergence = (likely * apart).sum(-1)
+            ((divergence * (labels >= 0)).sum() / num_tokens * times).backward()
+        optimizer.step()
+    report = judged(tmp_path / "run")
+    found = [(finding.code, finding.factor.exact) for finding in report.findings]
+    assert found == ([("GS303", "1/2")] if whole and times != 1 else [])
+    assert report.verdict == ("findings" if found else "clean" if times == 1 else "undetermined")
+
+
+@pytest.mark.parametrize("times", [1.0, 0.5])
+def test_labels_that_share_one_distribution_are_a_token_each(tmp_path: Path, times: float) -> None:
+    """Words around another one: several labels are picked from one row, which weigh alike."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(tmp_path / "run"):
+        data = [batch(0, k) for k in range(2)]
+        num_labels = sum(int((labels >= 0).sum()) for _, labels in data)
+        for tokens, labels in data:
+            log_probs = model(tokens)[:, 0].log_softmax(-1).gather(1, labels.clamp_min(0))
+            (-(log_probs * (labels >= 0)).sum() / num_labels * times).backward()
+        optimizer.step()
+    report = judged(tmp_path / "run")
+    assert [finding.code for finding in report.findings] == ([] if times == 1 else ["GS303"])
+    assert all(finding.factor.exact == "1/2" for finding in report.findings)

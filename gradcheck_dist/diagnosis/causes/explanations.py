@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from math import log2, prod
+from math import prod
 from statistics import median
 
 import numpy as np
@@ -49,7 +49,9 @@ from gradcheck_dist.diagnosis.causes.vocabulary import (
     effect,
     ends_step,
     follows_norm,
+    is_power_of_two,
     is_scale,
+    is_scaling,
     nameless,
     needed,
     over_averaged,
@@ -60,8 +62,6 @@ from gradcheck_dist.diagnosis.weights.factors import Name, name_number
 PASSES = RANKS | SCHEDULE
 """What a line divides tokens by behind losses that were divided by their passes (N/(R K)); not what names a factor
 that no clip would have."""
-EXACTLY = 1e-6
-"""A divisor that lies so near to a power of two, in its exponent, was written as one and not measured."""
 
 
 @dataclass
@@ -119,8 +119,11 @@ class Search:
 
     def _needed(self, hand: Hand) -> list[float]:
         value = needed(hand, self.rows)
-        # What was measured of the hand cancels in it, so it is known as well as what is recorded.
-        return [value] if value is not None and self._divisors(hand, 1 / value, self._exact, PASSES) else []
+        return [value] if value is not None and self._divisors(hand, 1 / value, self._beside(hand), PASSES) else []
+
+    def _beside(self, hand: Hand) -> float:
+        """How well what a hand should do is known: what was measured of the hand itself cancels in it."""
+        return max(self._exact, self._known({hand}))
 
     def effect(self, row: Row, edit: Edit) -> float:
         return effect(row.factors, edit)
@@ -158,7 +161,8 @@ class Search:
 
     def _cost_of(self, edit: Edit) -> float:
         if edit.mode == "elsewhere" and edit.reference in self._needed(edit.hand):
-            return MISSING + self.divisor_cost(edit.hand, 1 / edit.reference, PASSES)
+            tolerance = self._beside(edit.hand)
+            return MISSING + self.divisor_cost(edit.hand, 1 / edit.reference, PASSES, tolerance=tolerance)
         if edit.mode in ("missing", "elsewhere"):
             return MISSING
         if edit.mode == "clipped":
@@ -214,7 +218,7 @@ class Search:
             Explanation(others=((hand, row.documented),))
             for row in self.wrong
             for hand in row.factors
-            if hand not in known and _is_scaling(hand) and row.documented
+            if hand not in known and is_scaling(hand) and row.documented
         ]
         if not self.right:
             found += [Explanation(loss=row.documented) for row in self.wrong if row.documented]
@@ -238,7 +242,7 @@ class Search:
             yield Explanation(edits, cost=base)
             return
         edited = {edit.hand for edit in edits} | self.only_clips
-        free = [hand for hand in self.hands if hand not in edited and _is_scaling(hand) and self.factor_of[hand]]
+        free = [hand for hand in self.hands if hand not in edited and is_scaling(hand) and self.factor_of[hand]]
         sets: list[tuple[bool, tuple[Hand, ...]]] = [(True, ())]
         sets += [(with_loss, (hand,)) for with_loss in (False, True) for hand in free]
         sets += [(False, pair) for pair in combinations(free, 2)]
@@ -298,16 +302,26 @@ class Search:
         solution, _, rank, _ = np.linalg.lstsq(design * weights, np.log(rest) * weights[:, 0], rcond=None)
         if rank < len(columns) or np.any(np.abs(np.exp(design @ solution) / rest - 1) > 2 * allowed):
             return None
+        if _are_apart(design, rest, allowed):
+            return None
         constants = np.exp(solution)
         if with_loss:
             constants[0] *= sign
         return None if np.any(np.abs(constants - 1) <= allowed.min()) else constants.tolist()
 
-    def divisor_cost(self, hand: Hand, divisor: float, over: Set[str] = RANKS, *, may_scale: bool = True) -> float:
+    def divisor_cost(
+        self,
+        hand: Hand,
+        divisor: float,
+        over: Set[str] = RANKS,
+        *,
+        may_scale: bool = True,
+        tolerance: float | None = None,
+    ) -> float:
         """How natural it would be for a hand to divide by this number: reductions divide by ranks, schedules by
         microbatches, a line of the user's by anything that it can count, tokens over what `over` names, or by a loss
         scale. `may_scale`: not where other causes beside it would make one of any power of two."""
-        tolerance = self._exact
+        tolerance = self._exact if tolerance is None else tolerance
         if abs(divisor - 1) <= max(tolerance, SAME):
             return 0.0
         if may_scale and hand[0] == GAP and self._is_loss_scale(divisor):
@@ -359,7 +373,7 @@ class Search:
         if not all(self._named(hand) or self._undoes(hand) for hand in meant):
             return nameless(self._exact)
         # Freed of a hand that halves, any power of two is a larger one: 128 is no loss scale of 256 that is averaged.
-        halved = any(_is_power_of_two(1 / abs(self.factor_of.get(hand) or 1.0)) for hand in blamed)
+        halved = any(is_power_of_two(1 / abs(self.factor_of.get(hand) or 1.0)) for hand in blamed)
         return self._name_cost(loss, self._known(blamed), may_scale=not halved)
 
     def _known(self, blamed: Set[Hand]) -> float:
@@ -380,10 +394,9 @@ class Search:
         return self._names[key]
 
 
-def _is_power_of_two(divisor: float) -> bool:
-    return abs(log2(divisor) - round(log2(divisor))) <= EXACTLY
-
-
-def _is_scaling(hand: Hand) -> bool:
-    """Whether a hand multiplies by a constant of its own that could be another one."""
-    return hand[0] in ("Reduce", "ScaleGrads", "AmpUnscale", GAP)
+def _are_apart(design: np.ndarray, rest: np.ndarray, allowed: np.ndarray) -> bool:
+    """Whether rows that any constants change alike came out apart, by more than both may be off: each may be near
+    enough to a number between them, and none is that of both."""
+    alike = (design[:, None] == design).all(axis=-1)
+    most = (allowed[:, None] + allowed) * np.maximum(rest[:, None], rest)
+    return bool((alike & (np.abs(rest[:, None] - rest) > most)).any())

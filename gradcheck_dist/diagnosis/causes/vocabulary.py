@@ -44,6 +44,8 @@ GAP = "gap"
 LOSSES: Hand = ("loss",)
 LOSS_SCALE = 8
 """A power of two from this exponent on may be a loss scale."""
+EXACTLY = 1e-6
+"""A divisor that lies so near to a power of two, in its exponent, was written as one and not measured."""
 RANKS = frozenset(
     {"data_ranks", "dp_replicate", "dp_shard", "cp", "tp", "ep", "world_size"}
     | {RANKS_PER_BATCH, RANKS_PER_EXCHANGE, EXCHANGE_GROUPS}
@@ -69,6 +71,15 @@ def is_scale(value: float, near: float) -> bool:
     """Whether a number is a power of two as loss scales are, but for `near` in the exponent."""
     exponent = log2(value) if value > 0 else 0.0
     return round(exponent) >= LOSS_SCALE and abs(exponent - round(exponent)) <= near
+
+
+def is_power_of_two(divisor: float) -> bool:
+    return abs(log2(divisor) - round(log2(divisor))) <= EXACTLY
+
+
+def is_scaling(hand: Hand) -> bool:
+    """Whether a hand multiplies by a constant of its own that could be another one."""
+    return hand[0] in ("Reduce", "ScaleGrads", "AmpUnscale", GAP)
 
 
 def is_one_count(powers: Powers) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
-from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
+from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep, Replica
 from gradcheck_dist.ledger.tracks import StepData
 
 EXACT = 1e-6
@@ -64,6 +64,32 @@ def _holder(case: Case, data: StepData) -> str:
                 return ""
             words = f"{step.optimizer}, which is none of torch.optim, holds that number ({names[0]})"
     return words
+
+
+def read_elsewhere(case: Case, data: StepData) -> str | None:
+    """Why a reduction whose result is not in `.grad` accuses nobody: what steps is none of torch.optim, and may read
+    that result where it lies (a flat buffer). One that read `.grad` would have moved copies apart."""
+    aside = [held.replay.unwritten.get(held.rank) for held in case.held]
+    first = next((event for event in aside if event is not None), None)
+    if first is None or not all(aside) or not own_optimizer(data):
+        return None
+    if not _left_alike(data):
+        return None
+    line = f" at {first.site.short}" if first.site is not None else ""
+    return (
+        f"gradients are reduced{line} and the result is not in .grad, but what steps is no optimizer of torch.optim, "
+        "and parameters are alike on all ranks behind it: what it reads is not known. Write what was reduced back into "
+        ".grad to have that judged"
+    )
+
+
+def _left_alike(data: StepData) -> bool:
+    """Whether parameters are equal on all ranks behind the step, as far as they are looked at."""
+    left = {
+        next((e.fingerprint for e in reversed(events) if isinstance(e, Replica) and e.after), None)
+        for events in data.events.values()
+    }
+    return len(left) == 1 and None not in left
 
 
 def own_optimizer(data: StepData) -> bool:

@@ -178,7 +178,7 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
             continue
         root, weight = due.root, due.weight
         for group in groups:
-            if not any(held.visible[column] for column in group):
+            if not any(held.visible[column] and column not in held.replay.basis.empty for column in group):
                 continue
             seen, size, error = 0.0, weight, 0.0  # what is multiplied by zero at the loss needs no measurement
             if root:

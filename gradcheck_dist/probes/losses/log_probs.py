@@ -24,12 +24,14 @@ from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
-from gradcheck_dist.probes.recording.marks import mark_recorded
+from gradcheck_dist.probes.recording.marks import mark_recorded, mark_several
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
 
 MAX_HOPS = 6
+ALIKE = 0.01
+"""Relative difference of weights that are one, rounded to bfloat16."""
 PASS_THROUGH = ("View", "Reshape", "Unsafe", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias")
 LINEAR = (
     *PASS_THROUGH,
@@ -81,16 +83,18 @@ def _watch_gather(recorder: Recorder, clusters: Clusters, original: Callable[...
         if torch.compiler.is_compiling() or not recorder.recording or recorder.suspended or clusters.inside:
             return picked
         if picked.requires_grad:
-            gathered(recorder, input, picked, kwargs.get("index", args[1] if len(args) > 1 else None))
+            dim = kwargs.get("dim", args[0] if args else 0)
+            gathered(recorder, input, picked, kwargs.get("index", args[1] if len(args) > 1 else None), dim)
         return picked
 
     return gather
 
 
 @guarded("log_probs")
-def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor | None) -> None:
+def gathered(recorder: Recorder, source: Tensor, picked: Tensor, labels: Tensor | None, dim: int) -> None:
     if is_log_softmax(source):
-        evaluated(recorder, picked, labels, "log_softmax gather")
+        several = labels is not None and labels.dim() > 0 and labels.size(dim) > 1
+        evaluated(recorder, picked, labels, "log_softmax gather", dim if several else None)
 
 
 def is_log_softmax(tensor: Tensor) -> bool:
@@ -109,7 +113,10 @@ def is_log_softmax(tensor: Tensor) -> bool:
 
 
 @guarded("log_probs")
-def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: str) -> None:
+def evaluated(
+    recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: str, classes: int | None = None
+) -> None:
+    """`classes`: the dimension along which several classes of one token were picked."""
     recorder.ensure_step()
     if not recorder.recording:
         return
@@ -131,12 +138,19 @@ def evaluated(recorder: Recorder, log_probs: Tensor, labels: Tensor | None, op: 
     if labels is not None:
         labels_seen(recorder, labels, loss_id)
     mark_recorded(log_probs, loss_id)
-    when_reached(recorder, log_probs, functools.partial(gradient_arrived, recorder, loss_id=loss_id))
+    if classes is not None:
+        mark_several(log_probs)
+    when_reached(recorder, log_probs, functools.partial(gradient_arrived, recorder, loss_id=loss_id, classes=classes))
 
 
 @guarded("log_probs")
 def gradient_arrived(
-    recorder: Recorder, grad: Tensor, loss_id: int, known: Tensor | None = None, class_scale: float | None = None
+    recorder: Recorder,
+    grad: Tensor,
+    loss_id: int,
+    known: Tensor | None = None,
+    class_scale: float | None = None,
+    classes: int | None = None,
 ) -> None:
     """`known`: whether the gradient tells what each token weighs, where that is still on an accelerator."""
     current = recorder.current
@@ -145,6 +159,9 @@ def gradient_arrived(
     current.root_loss = None
     recorder.loss_arrived(current, loss_id)
     of_tokens = -getattr(grad, "_local_tensor", grad).detach().double()
+    if classes is not None and _are_apart(of_tokens):
+        of_tokens = of_tokens.sum(classes)
+        current.computed = current.computed or _are_apart(of_tokens)
     weights = summary(of_tokens)
     if loss_id in current.smoothed:
         current.smoothed[loss_id] = weights
@@ -152,6 +169,14 @@ def gradient_arrived(
         samples = sequences(recorder, of_tokens) or {}
         samples |= {"class_scale": class_scale}
         emit_weights(recorder, current, weights, loss_id, other_losses=current.other_losses, known=known, **samples)
+
+
+def _are_apart(weights: Tensor) -> bool:
+    """Whether a teacher's probabilities weigh a token's classes, of which only the likeliest were picked: labels weigh
+    alike. Together such classes have no one weight, either, but what the loss's mean or sum goes over has. An
+    accelerator's numbers are not read."""
+    used = weights[weights != 0] if weights.is_cpu else weights.new_empty(0)
+    return bool(len(used)) and bool(used.max() - used.min() > ALIKE * used.abs().max())
 
 
 def summary(weights: Tensor) -> TokenWeights:

@@ -26,6 +26,7 @@ from gradcheck_dist.probes.losses.reductions import (
     leads_to,
     num_factors,
     num_kept,
+    num_unmasked,
     numbers_at,
     only_body,
     reduced_at,
@@ -133,6 +134,10 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
         term.reduced_by = "mean" if found.is_mean else "sum"
         term.num_kept = num_kept(found)
+    elif found.masks_sums:
+        term.beneath = (weight / found.num if found.is_mean else weight).reshape(())
+        term.reduced_by = "mean" if found.is_mean else "sum"
+        term.num_kept, term.of_sums = num_unmasked(found), True
     has_target = name_of(node) in WITH_REDUCTION
     target = saved(node, "_saved_target") if has_target else None
     if has_target and target is None:  # a checkpoint's: what it holds is not known

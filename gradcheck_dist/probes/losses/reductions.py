@@ -71,6 +71,11 @@ class Reduced:
         return self.is_weighted and not (self.adds_up or self.numbers)
 
     @property
+    def masks_sums(self) -> bool:
+        """Whether elements are sums themselves (a divergence's over some classes), of which masks may keep some."""
+        return bool(self.weights) and self.adds_up and not self.numbers
+
+    @property
     def is_distance(self) -> bool:
         """Whether the elements are those of a loss that compares with targets."""
         name = name_of(self.body)
@@ -265,6 +270,16 @@ def num_kept(found: Reduced) -> Tensor | None:
         is_mask = (~used | (one.detach().reshape(-1) == 1)).all()
         kept = (used | ~is_mask) & (True if kept is None else kept)
     return None if kept is None else kept.sum()
+
+
+def num_unmasked(found: Reduced) -> Tensor:
+    """The same where all weights of what is reduced are masks; else 0."""
+    kept = torch.ones(())
+    for one in found.weights:
+        used = one.detach().reshape(-1) != 0
+        is_mask = (~used | (one.detach().reshape(-1) == 1)).all()
+        kept = kept.to(used.device) * used * is_mask
+    return kept.sum().to(torch.int64)
 
 
 def only_body(edge: Edge) -> Any:

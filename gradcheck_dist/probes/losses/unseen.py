@@ -28,7 +28,7 @@ from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.deferred import number
-from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED
+from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, has_several
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded, kept_away
 
@@ -97,7 +97,7 @@ def look(
         function = function_of(roots[0].grad_fn)
         nameless = f"{FUNCTION}{function}" if function else "unknown"
         current.root_loss = ", ".join(dict.fromkeys(found.others)) or nameless
-        if current.computed or not (found.known or picks):
+        if current.computed or not (found.known or picks) or any(map(has_several, found.known)):
             means.watch(recorder, current, roots[0], passes)
         elif recorder.sampling:
             means.watch_weighted(recorder, current, roots[0])

@@ -176,6 +176,8 @@ class OwnOptimizer:
             optimizer=OWN_OPTIMIZER,
             params=recorder.registry.param_set(infos),
         )
+        if recorder.replicas is not None:
+            recorder.replicas.is_over()
         recorder.end_step()
 
 

@@ -35,7 +35,7 @@ class ReducedTerm:
     """One mean or sum over elements, times `num_factors` numbers, of which some divide by whole ones (an int and a
     list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean that compares with
     targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each element beside a
-    weight of its own, `num_kept` how many masks keep."""
+    weight of its own, `num_kept` how many masks keep; `of_sums`: of elements that are sums themselves."""
 
     op: str
     num_factors: Any
@@ -46,6 +46,7 @@ class ReducedTerm:
     beneath: Tensor | None = None
     reduced_by: str | None = None
     num_kept: Tensor | None = None
+    of_sums: bool = False
 
     @property
     def told_of_weighted(self) -> dict[str, Any]:
@@ -210,7 +211,8 @@ class BackwardPass:
         if len(self.reduced) != 1:
             return {}
         only = self.reduced[0]
-        return only.told_of_weighted | (only.told if self.computed else {})
+        weighted = only.told_of_weighted if self.computed or not only.of_sums else {}
+        return weighted | (only.told if self.computed else {})
 
     def not_reduced(self) -> list[ParamInfo]:
         """The parameters whose gradient buffers hold what the pass itself has left in them."""

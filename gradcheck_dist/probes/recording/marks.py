@@ -10,6 +10,8 @@ RECORDED = "gradcheck"
 """The tensor that the node made is a loss that was recorded, with this id."""
 RECORDED_OUTPUT = "gradcheck_output"
 """Which of the node's outputs that is, where the others are none."""
+SEVERAL = "gradcheck_classes"
+"""The loss that was recorded has several classes of each token."""
 LABELLED = "gradcheck_labels"
 """What a function with labels was given and gave: label_functions.Labelled."""
 
@@ -32,6 +34,16 @@ def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> No
         node.metadata[RECORDED] = loss_id
         if output is not None:
             node.metadata.setdefault(RECORDED_OUTPUT, set()).add(output)
+
+
+def mark_several(tensor: Tensor) -> None:
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[SEVERAL] = True
+
+
+def has_several(node: Any) -> bool:
+    return SEVERAL in node.metadata
 
 
 def is_recorded(node: Any, output: int) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import Replica
@@ -46,6 +47,11 @@ MOVING = (
     "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
 )  # fmt: skip
 """Methods of ProcessGroup, some of them older names."""
+OBJECTS = (
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+)  # fmt: skip
+"""Functions that move what was pickled: a rank's log has hundreds of bytes, as many as a tiny model has parameters."""
 PACKED = 16
 """Whoever shares parameters may send as many times less: of signs, or of a part of them."""
 NUMBERS = 64
@@ -64,6 +70,7 @@ class Replicas:
         self._in_copies: int | None = None  # the same checksum of what an optimizer left in its own copies
         self.num_changes = 0
         self.moved = 0  # elements that collectives moved
+        self.pickled = 0  # calls of functions that move objects, one inside of another
         self._moved_before = 0  # up to the last change
         self._left_values: Tensor | None = None
 
@@ -81,6 +88,22 @@ class Replicas:
         for name in MOVING:
             if hasattr(dist.ProcessGroup, name):
                 patches.replace(dist.ProcessGroup, name, counted)
+
+        def of_objects(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def moving(*args: Any, **kwargs: Any) -> Any:
+                self.pickled += 1
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self.pickled -= 1
+
+            return moving
+
+        for name in OBJECTS:
+            for module in (distributed_c10d, dist):
+                if hasattr(module, name):
+                    patches.replace(module, name, of_objects)
 
     def begins(self) -> None:
         """A backward pass begins: note the first of each step."""
@@ -228,8 +251,9 @@ def over(recorder: Recorder, replicas: Replicas) -> None:
 
 @guarded("replicas")
 def count(_: Recorder, replicas: Replicas, args: tuple[Any, ...]) -> None:
-    """A collective is called with these arguments."""
-    replicas.moved += sum(one.numel() for one in _tensors(args))
+    """A collective is called with these arguments. Parameters that are pickled whole have more bytes than elements."""
+    elements = sum(one.numel() for one in _tensors(args))
+    replicas.moved += elements // PACKED if replicas.pickled else elements
 
 
 @guarded("replicas")
