@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 CHECKED := gradcheck_dist tests benchmarks examples docs
 
-.PHONY: help install demo test test-long test-torch test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu test-gpu bench-quick screenshots notebooks docs clean
+.PHONY: help install demo test test-long test-torch test-dask clients lint types layers unit test-kernels library simulate matrix bench bench-gpu test-gpu test-elsewhere bench-quick screenshots notebooks docs clean
 
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
@@ -16,7 +16,7 @@ help:
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
 	@echo "make bench    overhead, trace, statistics, scale, start, screens, reports, many ranks, detection; what is kept already is left out"
 	@echo "make bench-gpu  checks and times on a CUDA device;  make bench-quick  only shows that the benchmarks run"
-	@echo "make test-gpu  the probes' tests with their tensors on a CUDA device, which all ranks share"
+	@echo "make test-gpu  the probes' tests with their tensors on a CUDA device, which all ranks share;  make test-elsewhere  as if"
 	@echo "make test-dask  judging on a Dask cluster of two processes, byte for byte as without; fetches distributed"
 	@echo "make test-kernels  the Triton kernel, interpreted and compiled; fetches triton (1 GB) into $(VENV)/triton"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch; fetches it (5 GB) into $(VENV)/torch-2.15.0"
@@ -131,6 +131,10 @@ bench-gpu: install
 # The probes' tests with their tensors on a GPU, which ranks share over nccl: tests/support/on_cuda.py says why some fail.
 test-gpu: $(VENV)/.installed-dev
 	GRADCHECK_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 8 --dist loadfile tests/probes tests/verify $(PYTEST_ARGS)
+
+# Without a GPU: probes believe that the CPU's values lie on an accelerator (tests/support/elsewhere.py says more).
+test-elsewhere: $(VENV)/.installed-dev
+	GRADCHECK_TEST_DEVICE=elsewhere $(BIN)/python -m pytest -n 2 --dist loadfile tests/probes $(PYTEST_ARGS)
 
 screenshots: install
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \

@@ -37,8 +37,8 @@ WINDOW_BYTES = 128 << 20
 MIN_READ_BYTES, MAX_READ_BYTES = 64 << 10, 1 << 20
 HEADER_BYTES = 16 << 10
 LATE_STEPS = 3
-"""What an accelerator delivers late comes before the samples of the next recorded step; without samples to tell, this
-many later steps end a step."""
+"""What an accelerator delivers late comes before the end of its step, and before the samples of the next recorded one;
+without samples to tell, the ends of this many later steps end a step."""
 
 _PASSING = (Loss, LossGradient, Backward, Reduce, ScaleGrads, ZeroGrad, PipelineStep, OptimizerStep)
 """Kinds of which many belong to one step, and that no report shows as a series."""
@@ -128,7 +128,7 @@ class RankCursor(TraceTail):
         later = [other for other in self._steps if other > step]
         return (
             self.finished
-            or len(later) >= LATE_STEPS
+            or sum(other in self._ended for other in later) >= LATE_STEPS
             or any(other in self._sampled and other in self._ended for other in later)
         )
 

@@ -76,3 +76,17 @@ def test_a_number_that_a_tracer_holds_is_a_probes_error_and_nothing_is_lost(
     assert len(errors) == 2 and "no number that could be read later" in errors[0].message
     assert [event.value for event in events if isinstance(event, RootValue)].count(3.0) == 2
     assert diagnose_run(tmp_path / "run").verdict == "clean"
+
+
+def test_a_step_ends_in_the_trace_when_all_of_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training runs ahead of an accelerator by several steps, and the run is judged step by step."""
+    pretend(monkeypatch)
+    model = nn.Linear(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run", steps=range(8)):
+        for _ in range(8):
+            nn.functional.cross_entropy(model(torch.randn(6, 8)), torch.randint(5, (6,))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose_run(tmp_path / "run")
+    assert (report.verdict, report.reasons) == ("clean", [])

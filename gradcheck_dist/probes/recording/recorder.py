@@ -239,7 +239,9 @@ class Recorder(Sampler):
             self._deferred.append((functools.partial(kind, step=self.step, **rest), on_device))
         else:
             event = kind(step=self.step, **fields)
-            if self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd | Unrecorded):
+            if isinstance(event, StepEnd) and self.sampling:  # behind all that an accelerator still has of the step
+                self.copies.bring(NOTHING, lambda _: self.writer.append(event))
+            elif self.sampling or isinstance(event, ProbeStatus | ProbeError | RunEnd | Unrecorded):
                 self.writer.append(cast(AnyRecord, event))
             elif self.unsampled is not None:
                 self.unsampled.add(event)
