@@ -14,8 +14,12 @@ from probe_workers import Net, batch
 from torch import Tensor
 
 import gradcheck_dist
+from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.closed_form import evenly
+from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
 
 FACTORIES = {
     "arange",
@@ -43,6 +47,17 @@ def elsewhere() -> Iterator[None]:
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
+
+
+def test_a_collective_that_a_default_device_calls_again_is_one(tmp_path: Path) -> None:
+    """torch hands it to the mode that sets the device, which calls it by its name."""
+    launch("default_device_workers:train", (str(tmp_path),), 2, timeout_s=100)
+    run = read_run(tmp_path)
+    report = diagnose(run)
+    assert (report.verdict, report.coverage.problems) == ("clean", []), report.reasons
+    for trace in run.ranks.values():
+        reduced = [trace.param_sets[event.params] for event in trace.events if isinstance(event, Reduce)]
+        assert len(reduced) == 2 * len(set(reduced))
 
 
 @pytest.fixture

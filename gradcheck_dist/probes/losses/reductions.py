@@ -272,14 +272,14 @@ def num_kept(found: Reduced) -> Tensor | None:
     return None if kept is None else kept.sum()
 
 
-def num_unmasked(found: Reduced) -> Tensor:
+def num_unmasked(found: Reduced) -> int | Tensor:
     """The same where all weights of what is reduced are masks; else 0."""
-    kept = torch.ones(())
+    kept: Tensor | None = None
     for one in found.weights:
         used = one.detach().reshape(-1) != 0
         is_mask = (~used | (one.detach().reshape(-1) == 1)).all()
-        kept = kept.to(used.device) * used * is_mask
-    return kept.sum().to(torch.int64)
+        kept = used & is_mask if kept is None else kept & used & is_mask
+    return 1 if kept is None else kept.sum()
 
 
 def only_body(edge: Edge) -> Any:

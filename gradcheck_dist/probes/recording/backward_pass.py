@@ -45,7 +45,7 @@ class ReducedTerm:
     elements: dict[str, Any] = field(default_factory=dict)
     beneath: Tensor | None = None
     reduced_by: str | None = None
-    num_kept: Tensor | None = None
+    num_kept: int | Tensor | None = None
     of_sums: bool = False
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -155,11 +156,29 @@ def install(recorder: Recorder, patches: Patches) -> None:
     _replace(patches, next(name for name in names if hasattr(distributed_c10d, name)), watch_reduce_scatter)
 
 
-def _replace(patches: Patches, name: str, watch: Callable[..., Any]) -> None:
-    original = getattr(dist, name)
+def _replace(patches: Patches, name: str, watch_call: Callable[..., Any]) -> None:
+    original, watch = getattr(dist, name), functools.partial(_outermost, watch_call)
     patches.replace(distributed_c10d, name, watch)
     patched = getattr(distributed_c10d, name)
     patches.replace(dist, name, lambda found: patched if found is original else watch(found))
+
+
+def _outermost(watch: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that calls itself is watched once: where a mode for torch's functions is active
+    (torch.set_default_device), it hands itself to that mode, which calls it by its name."""
+    watched, here = watch(original), threading.local()
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or getattr(here, "inside", False):
+            return original(*args, **kwargs)
+        here.inside = True
+        try:
+            return watched(*args, **kwargs)
+        finally:
+            here.inside = False
+
+    return collective
 
 
 def op_name(op: Any) -> str:
