@@ -61,7 +61,7 @@ def test_right_ones_are_clean(trainer: str, tmp_path: Path) -> None:
         ("pipeline", "unreduced", "GS103", False),
         ("pipeline", "emptied", "GS401", False),
         ("hook", "never_reduced", "GS103", True),
-        ("cast", "averaged_again", "GS000", True),
+        ("cast", "averaged_again", "GS101", True),
         ("functional", "not_copied", "GS103", False),
         ("hook_over_nodes", "halved_in_hook", "GS000", True),
         ("sequence_hooks", "parts_left_out", "GS103", False),
