@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradcheck_dist.events import DATA_PARALLEL, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
+from gradcheck_dist.events import DATA_PARALLEL, FUNCTION, Backward, Event, Loss, LossGradient, PipelineStep, Reduce
 from gradcheck_dist.wording import numbered
 
 ContributionKey = tuple[int, int, int]
@@ -108,9 +108,13 @@ def losses_of_rank(events: list[Event]) -> LossesOfRank:
         loss = losses.get(event.loss_id) if isinstance(event, LossGradient) else None
         if isinstance(event, LossGradient) and (loss is None or loss.term == "main"):
             found[event.accumulation_step, event.microbatch].append((event, losses.get(event.loss_id)))
-    # A pass of its own for a regulariser is no contribution where others have a loss that counts tokens.
+    # A pass of its own for a regulariser is no contribution where others have a loss that counts tokens; a pass of the
+    # same function, of which it is not known what it counted there, is.
+    known = {loss.op for pairs in found.values() for _, loss in pairs if loss and loss.reduction != UNKNOWN}
     counted = {
-        slot: pairs for slot, pairs in found.items() if any(loss and loss.reduction != UNKNOWN for _, loss in pairs)
+        slot: pairs
+        for slot, pairs in found.items()
+        if any(loss and (loss.reduction != UNKNOWN or loss.op.removeprefix(FUNCTION) in known) for _, loss in pairs)
     }
     return counted or dict(found)
 

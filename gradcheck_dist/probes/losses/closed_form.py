@@ -24,10 +24,11 @@ MAX_PRODUCTS = {"cpu": 1 << 27}
 ELSEWHERE = 1 << 33
 MIN_ROWS, MAX_LOGITS = 2, 1 << 18
 """Of a large vocabulary fewer labels are looked at: what is kept of them stays until their backward pass."""
-MAX_TOTAL = 1 << 31
-"""Products, or logits, of all labels."""
-CHUNK = 1 << 20
-"""Logits that are computed at a time, and elements of a weight that are converted at a time."""
+MAX_TOTAL, TOTAL_ELSEWHERE = {"cpu": 1 << 31}, 1 << 38
+"""Products, or logits, of all labels, by the kind of device."""
+CHUNK, CHUNK_ELSEWHERE = {"cpu": 1 << 20}, 1 << 24
+"""Logits that are computed at a time, and elements of a weight that are converted at a time: 64 MiB on an accelerator,
+where each call takes longer to start."""
 FITS = {torch.float32: 2e-5, torch.float64: 2e-5}
 """Relative difference within which a sum of losses is what was computed here; of other types ROUNDED."""
 ROUNDED = 4e-3
@@ -68,7 +69,7 @@ class Given:
 
     def parts(self) -> Sequence[Tensor]:
         assert self.weight is not None
-        return self.weight.detach().split(max(1, CHUNK // self.weight.shape[1]))
+        return self.weight.detach().split(max(1, _chunk(self.weight) // self.weight.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,10 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
     """What a function's one result is; None where there are too many labels to tell. Waits for no accelerator."""
     given, flat = looked.given, looked.given.labels.detach().reshape(-1)
     size = flat.numel() * given.num_classes * (given.rows.shape[-1] if given.weight is not None else 1)
-    if output.device != flat.device or size > MAX_TOTAL:
+    if output.device != flat.device or size > MAX_TOTAL.get(flat.device.type, TOTAL_ELSEWHERE):
         return None
-    losses = torch.cat(list(_losses(given, flat.clamp(0, given.num_classes - 1))))
+    with torch.autocast(flat.device.type, enabled=False):
+        losses = torch.cat(list(_losses(given, flat.clamp(0, given.num_classes - 1))))
     fits = FITS.get(given.rows.dtype, ROUNDED)
     label = looked.labels.clamp(0, given.num_classes - 1)[:, None]
     before = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
@@ -202,9 +204,13 @@ def _losses(given: Given, labels: Tensor) -> Iterator[Tensor]:
     """The cross-entropy of every label, in pieces, as float64."""
     dtype = torch.float64 if given.rows.dtype == torch.float64 else torch.float32
     index = torch.arange(labels.numel(), device=labels.device)
-    for part in index.split(max(1, CHUNK // given.num_classes)):
+    for part in index.split(max(1, _chunk(labels) // given.num_classes)):
         logits = given.logits(part, dtype)
         yield (logits.logsumexp(1) - logits.gather(1, labels[part, None]).squeeze(1)).double()
+
+
+def _chunk(beside: Tensor) -> int:
+    return CHUNK.get(beside.device.type, CHUNK_ELSEWHERE)
 
 
 def evenly(found: Tensor, most: int) -> Tensor:
