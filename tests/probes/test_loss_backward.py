@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,108 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import judged_beside
-from elsewhere import pretend
-from loss_backward_workers import VARIANTS, derivative
+from loss_backward_workers import VARIANTS
+from own_losses import CLASSES, RIGHT, STEPS, Case, judged, only
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gradcheck_dist.diagnosis.finding import Finding, Report
-from gradcheck_dist.events import Loss, ProbeError
+from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import Loss
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.by_gradient import part_in
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
-
-CLASSES, IGNORED, STEPS = 13, -100, 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a loss function is written, and how a loop uses it.
-
-    `fused`: it computes the logits, from hidden states and a weight. `over`: what its one result is the sum divided by
-    ("nothing", "labels", "number"); "": it gives one number a label. `times`: what its backward multiplies by; None: it
-    passes by what arrives. `one`: backward takes one label's gradient for all. `shifted`: by how much its gradient
-    takes other labels. `loop`: what the loop multiplies the loss by beside 1 / tokens of the step; `masked`: it leaves
-    out every third label by a weight. `for_weight`: what the weight's gradient is multiplied by beside that; None: it
-    passes by what arrives. `spoils`: backward uses the memory of the hidden states for something else.
-    """
-
-    fused: bool = False
-    over: str = ""
-    times: float | None = 1.0
-    loop: float = 1.0
-    smoothing: float = 0.0
-    shifted: int = 0
-    dtype: torch.dtype = torch.float32
-    in_place: bool = False
-    bias: bool = False
-    masked: bool = False
-    one: bool = False
-    for_weight: float | None = 1.0
-    spoils: bool = False
-
-
-class Losses(Function):
-    """A cross-entropy as `case` writes it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        labels: Tensor,
-        ignored: int,
-        items: int,
-        case: Case,
-    ) -> Tensor:
-        logits = rows if weight is None else rows @ weight.T
-        logits = (logits if bias is None else logits + bias).float()
-        valid = labels != ignored
-        losses = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none", label_smoothing=case.smoothing)
-        of_labels = (labels + case.shifted) % CLASSES
-        gradient = derivative(logits, logits.logsumexp(-1), of_labels, valid)
-        wanted = F.one_hot(of_labels.clamp(min=0), CLASSES)
-        gradient = (gradient + case.smoothing * (wanted - 1 / CLASSES)) * valid[:, None]
-        divisor = {"": 1, "nothing": 1, "labels": int(valid.sum()), "number": items}[case.over]
-        ctx.case, ctx.has_bias = case, bias is not None
-        ctx.save_for_backward(rows, weight, gradient / divisor)
-        if case.in_place:
-            rows.detach().copy_(gradient)
-        return losses.sum() / divisor if case.over else losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        rows, weight, gradient = ctx.saved_tensors
-        grad = torch.ones_like(grad) if ctx.case.times is None else grad * ctx.case.times
-        grad = grad[-1].expand(len(grad)) if ctx.case.one else grad
-        gradient = (gradient * grad.reshape(-1, 1)).to(rows.dtype)
-        of_bias = gradient.sum(0) if ctx.has_bias else None
-        by = ctx.case.for_weight
-        by_itself = gradient * by if by is not None else ctx.saved_tensors[2].to(rows.dtype)
-        if weight is None:
-            return gradient, None, of_bias, None, None, None, None
-        given = gradient @ weight, by_itself.T @ rows
-        if ctx.case.spoils:
-            rows.numpy()[:] *= 2
-        return *given, of_bias, None, None, None, None
-
-
-def loss_of(case: Case, hidden: Tensor, head: nn.Linear, labels: Tensor, num_tokens: int) -> Tensor:
-    """The sum of a microbatch's losses over the tokens of the step, times what the loop adds to that."""
-    rows = hidden if case.fused else head(hidden)
-    weight, bias = (head.weight, head.bias) if case.fused else (None, None)
-    found: Tensor = Losses.apply(rows, weight, bias, labels, IGNORED, num_tokens, case)
-    count = int((labels != IGNORED).sum())
-    back = {"": 1 / num_tokens, "nothing": 1 / num_tokens, "labels": count / num_tokens, "number": 1.0}[case.over]
-    return (found * back * case.loop * kept(case, labels)).sum()
-
-
-def kept(case: Case, labels: Tensor) -> Tensor:
-    """Which labels have a loss that counts."""
-    by_loop = torch.arange(len(labels)) % 3 != 0 if case.masked else torch.tensor(True)
-    return by_loop & (labels != IGNORED) if not case.over else torch.tensor(1.0)
 
 
 class WithEntropy(Function):
@@ -132,109 +40,9 @@ class WithEntropy(Function):
         return wanted - log_probs.exp() * (log_probs + entropy) * of_entropy[:, None], None
 
 
-def judged(
-    folder: Path,
-    case: Case,
-    *,
-    steps: range | None = range(STEPS),
-    every_step: bool = False,
-    zeros: bool = False,
-    begins_with_zeros: bool = False,
-    verify: bool = False,
-) -> Report:
-    torch.manual_seed(0)
-    body = nn.Sequential(nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Tanh()).to(case.dtype)
-    model = nn.ModuleDict({"body": body, "head": nn.Linear(16, CLASSES, bias=case.bias).to(case.dtype)})
-    if zeros or begins_with_zeros:
-        nn.init.zeros_(model["head"].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if zeros else 20.0 if begins_with_zeros else 0.1)
-    with attach(folder / "run", objective="global-token-mean", steps=steps, every_step=every_step, verify=verify):
-        for _ in range(STEPS):
-            batches = [torch.randint(CLASSES, (2, size)) for size in (17, 5, 9)]
-            for _, labels in batches:
-                labels[:2] = IGNORED
-            num_tokens = sum(int(((labels != IGNORED) & (kept(case, labels) > 0)).sum()) for _, labels in batches)
-            for words, labels in batches:
-                loss_of(case, model["body"](words), model["head"], labels, num_tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert not [event for event in read_run(folder / "run").ranks[0].events if isinstance(event, ProbeError)]
-    return diagnose_run(folder / "run")
-
-
-class InMixedPrecision(Function):
-    """A sum of cross-entropies that is computed in float32, whatever surrounds it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, spoils: bool) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            logits = rows.float() @ weight.T
-            gradient = logits.softmax(-1) - F.one_hot(labels, CLASSES)
-            ctx.save_for_backward(gradient @ weight, gradient.T @ rows.float())
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-        if spoils:
-            rows.detach().zero_()
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        of_rows, of_weight = ctx.saved_tensors
-        return of_rows * grad, of_weight * grad, None, None
-
-
-def in_mixed_precision(folder: Path, spoiled: set[int]) -> Report:
-    """Two steps of three passes; in some of them the function writes over what it was given."""
-    torch.manual_seed(0)
-    body, head = nn.Sequential(nn.Embedding(CLASSES, 16), nn.LayerNorm(16)), nn.Linear(16, CLASSES, bias=False)
-    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with attach(folder, objective="global-token-mean"):
-        for _ in range(2):
-            for place, size in enumerate((17, 5, 9)):
-                words, labels = torch.randint(CLASSES, (2, size))
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = InMixedPrecision.apply(body(words), head.weight, labels, place in spoiled)
-                (loss / 31).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return diagnose_run(folder)
-
-
-def test_a_sum_is_known_whatever_autocast_makes_of_products(tmp_path: Path) -> None:
-    report = in_mixed_precision(tmp_path, set())
-    assert (report.verdict, report.findings) == ("clean", []), report.reasons
-
-
-def test_passes_of_one_function_that_count_nothing_leave_the_others_open(tmp_path: Path) -> None:
-    """What the step's tokens are is not known then: those that were counted are too few."""
-    report = in_mixed_precision(tmp_path, {1})
-    assert (report.verdict, report.findings) == ("undetermined", [])
-    assert any("the number of tokens of some contributions is unknown" in reason for reason in report.reasons)
-
-
-def only(report: Report) -> Finding:
-    (finding,) = report.findings
-    assert (finding.code, finding.steps) == ("GS803", [0, 1, 2])
-    event = finding.first_event
-    assert event is not None and event.file == __file__ and event.line is not None
-    assert "def backward" in "".join(Path(__file__).read_text().splitlines()[event.line - 2 : event.line + 1])
-    return finding
-
-
 def test_a_step_whose_logits_are_all_alike_tells_nothing_of_the_others(tmp_path: Path) -> None:
     (finding,) = judged(tmp_path, Case(times=0.25), begins_with_zeros=True).findings
     assert (finding.code, finding.steps) == ("GS803", [1, 2])
-
-
-RIGHT = {
-    "one a label": Case(),
-    "fused, one a label": Case(fused=True),
-    "fused with a bias": Case(fused=True, bias=True),
-    "sum": Case(over="nothing"),
-    "fused mean": Case(fused=True, over="labels"),
-    "over a number that it is given": Case(fused=True, over="number"),
-    "bfloat16": Case(fused=True, over="labels", dtype=torch.bfloat16),
-    "one a label, logits written over": Case(in_place=True),
-}
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -361,60 +169,6 @@ def test_what_else_a_function_gives_may_have_a_gradient_too(tmp_path: Path, shar
     report = diagnose_run(tmp_path / "run")
     assert report.findings == []
     assert ("GS803" in report.rules.passed) == (share == 0)
-
-
-def test_a_sum_whose_logits_were_written_over_is_not_counted(tmp_path: Path) -> None:
-    report = judged(tmp_path, Case(over="nothing", in_place=True))
-    assert (report.verdict, report.findings) == ("undetermined", [])
-
-
-@pytest.mark.parametrize("over", ["", "nothing", "labels"])
-def test_steps_without_samples_count_as_the_sampled_ones_did(tmp_path: Path, over: str) -> None:
-    report = judged(tmp_path, Case(fused=True, over=over), steps=range(1), every_step=True)
-    assert report.verdict == "clean", report.reasons
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        *((case, None) for case in RIGHT.values()),
-        (Case(fused=True, over="labels", times=0.25), 0.25),
-        (Case(over="nothing", times=3.0), 3.0),
-        (Case(fused=True, over="number", times=3.0, dtype=torch.bfloat16), 3.0),
-    ],
-)
-def test_an_accelerators_answer_may_come_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, expected: float | None
-) -> None:
-    pretend(monkeypatch)
-    if expected is not None:
-        assert only(judged(tmp_path, case)).factor.observed == pytest.approx(expected, rel=5e-3)
-        return
-    report = judged(tmp_path, case)
-    assert report.verdict == "clean", report.reasons
-    assert "GS803" in report.rules.passed
-    report = judged(tmp_path / "every", case, steps=range(1), every_step=True)
-    assert report.verdict == ("undetermined" if case.over == "number" else "clean"), report.reasons
-
-
-@pytest.mark.parametrize("case", [Case(over="labels", smoothing=0.1, times=2.0), Case(over="nothing", in_place=True)])
-def test_an_accelerators_answer_may_be_that_it_is_no_sum(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
-) -> None:
-    pretend(monkeypatch)
-    report = judged(tmp_path, case)
-    assert (report.verdict, report.findings) == ("undetermined", [])
-    assert report.reasons[0].startswith("what the loss (function Losses) counts is not known"), report.reasons
-    losses = [event for event in read_run(tmp_path / "run").ranks[0].events if isinstance(event, Loss)]
-    told = [event for event in losses if event.op != "cross_entropy"]  # which the function calls
-    assert "function Losses" in {event.op for event in told}
-    assert {(event.reduction, event.num_tokens, event.num_labels) for event in told} == {("unknown", None, None)}
-
-
-@pytest.mark.parametrize("over", ["", "nothing"])
-def test_a_step_behind_others_that_were_not_recorded_is_counted(tmp_path: Path, over: str) -> None:
-    report = judged(tmp_path, Case(over=over), steps=range(2, 3))
-    assert report.verdict == "clean", report.reasons
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,10 @@ alone. Its gradient does: a label's row is weight * softmax(z), less the weight 
 is a multiple of exp(z). So the one entry that is no such multiple is the label's, what it is off by is the weight, and
 where the label lies in each row tells which part of the vocabulary this is. A part in which no label lies has that
 multiple alone, which is one number on all ranks of the loss (ledger/known_elsewhere.py).
+
+A function that is given hidden states and the output layer's weight (a fused linear cross-entropy) gives the hidden
+states weight * (softmax(z) - onehot(label)), times that matrix. Of a few labels this is computed, however large the
+vocabulary is and whatever the function divides by.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
-from gradcheck_dist.probes.losses.closed_form import Given, evenly, row
+from gradcheck_dist.probes.losses.closed_form import Given, Looked, divisors, evenly, nearest, row, valid_in
 from gradcheck_dist.probes.losses.loss import label_hash
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
 from gradcheck_dist.probes.losses.tokens import labels_seen
-from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
+from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site
 
@@ -35,6 +40,8 @@ MIN_HELD, MIN_CLASSES = 2, 4
 FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Share of a row's gradient that is not explained; in other types ROUNDED."""
 ROUNDED = 2e-2
+NEAR, NEAR_ROUNDED = 1e-5, 4e-3
+"""Relative difference within which a function is taken to divide by a number that it was given."""
 MAX_LOGITS, MAX_KEPT = 1 << 24, 1 << 20
 MAX_HOPS = 16
 SUMMED = "gradcheck_sum"
@@ -94,6 +101,88 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
             came(recorder, cls.__name__, found.detach(), logits, index, labels, site)
 
     handle = node.register_hook(unserializable_hook(kept_away(recorder, "by_gradient", passed)))
+
+
+@guarded("by_gradient")
+def watch_fused(recorder: Recorder, cls: type[Function], looked: Looked, output: Tensor, args: Sequence[Any]) -> None:
+    """The same of a function that computes logits itself."""
+    given, site, number = looked.given, caller_site(), output.output_nr
+    label = looked.labels.clamp(0, given.num_classes - 1)[:, None]
+    valid = (looked.labels >= 0) & (looked.labels < given.num_classes)
+    with torch.no_grad():
+        of_logits = looked.logits.softmax(1)
+        of_logits.scatter_add_(1, label, torch.full_like(of_logits[:, :1], -1.0))
+        derivative = given.gradient(of_logits)
+        of_all = [*divisors(args, valid_in(given, args, ignores=True))]
+        numbers = torch.stack([derivative.new_full((), one) if isinstance(one, float) else one for _, one in of_all])
+    arrived: list[Tensor] = []
+
+    def arrives(grads: Sequence[Tensor | None]) -> None:
+        arriving.remove()
+        if (grad := grads[number]) is not None:
+            arrived.append(grad.detach().reshape(()).double())
+
+    node: Any = output.grad_fn
+    state = node.metadata[SUMMED] = State()
+    place, shape = given.place, given.rows.shape
+
+    def passed(grad_inputs: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
+        handle.remove()
+        found = grad_inputs[place] if place < len(grad_inputs) else None
+        current = recorder.current
+        if not state.alone or found is None or found.shape != shape or not is_plain(found):
+            return
+        if current is None or not recorder.sampling or recorder.loss_seen_in == current.seq:
+            return
+        weight = _weight_of(row(found, looked.index).double(), derivative, valid, FITS.get(found.dtype, ROUNDED))
+        weight = _exact(weight, arrived[0] if arrived else weight * torch.nan, numbers, found.dtype in FITS)
+        known = weight.isfinite()
+        if is_host(known) and not known:
+            return
+        labels = given.labels
+        loss_id = _record(recorder, cls.__name__, labels, site, known)
+        learns = (found.detach() != 0).reshape(labels.numel(), -1).any(1) & (labels.detach().reshape(-1) >= 0)
+        log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id, known=known)
+
+    arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "by_gradient", arrives)))
+    handle = node.register_hook(unserializable_hook(kept_away(recorder, "by_gradient", passed)))
+
+
+def _weight_of(got: Tensor, derivative: Tensor, valid: Tensor, fits: float) -> Tensor:
+    """The one number that labels' derivatives, (labels, features) of float64, are multiplied by in what a function
+    gave; not a number where there is none, or too few labels have a gradient."""
+    learns = (got != 0).any(1) & valid
+    got, derivative = got * learns[:, None], derivative * learns[:, None]
+    weight = (got * derivative).sum() / (derivative * derivative).sum()
+    off = (got - weight * derivative).square().sum(1) > fits * fits * got.square().sum(1)
+    return torch.where((learns.sum() >= MIN_HELD) & ~off.any() & (weight != 0), weight, torch.nan)
+
+
+def _exact(weight: Tensor, arrived: Tensor, numbers: Tensor, fine: bool) -> Tensor:
+    """What arrived over the number that the function divides by, as far as the measured weight tells which: a gradient
+    of a coarse type tells it in no other way."""
+    one, first = nearest(numbers.double(), weight / arrived, NEAR if fine else NEAR_ROUNDED)
+    return torch.where(one, arrived / numbers.take(first), weight if fine else torch.nan)
+
+
+def _record(recorder: Recorder, name: str, labels: Tensor, site: Site | None, known: Tensor) -> int:
+    """A loss of which every label has a number, or, where that is not `known`, a function of which nothing is."""
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        perhaps.loss,
+        seq=loss_id,
+        site=site,
+        loss_id=loss_id,
+        op=name,
+        reduction="none",
+        num_labels=labels.numel(),
+        label_hash=label_hash(labels),
+        known=known,
+    )
+    if recorder.impulses is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
+    labels_seen(recorder, labels, loss_id)
+    return loss_id
 
 
 @guarded("by_gradient")

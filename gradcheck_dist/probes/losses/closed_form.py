@@ -156,9 +156,7 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
         total = torch.where(valid, losses, 0.0).sum()
         names, numbers = zip(*divisors(args, valid), strict=True)
         tried = torch.stack([total.new_full((), one) if isinstance(one, float) else one.double() for one in numbers])
-        fitting = ((result * tried / total - 1).abs() <= fits) & (tried > 0)
-        first = fitting.to(torch.int8).argmax()
-        one = fitting.any() & ~(fitting & (tried != tried.take(first))).any()
+        one, first = nearest(tried, result / total, fits)
         first, empty = torch.where(one, first, 0), ~valid.any()  # over nothing, which is 1, where no label is valid
         case = found.case
         for place, name in enumerate(names):
@@ -167,6 +165,13 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
         mine = Sum(1 / tried.take(first), valid, case)
         found = Sum(*(torch.where(takes, new, old) for new, old in zip(mine, found, strict=True)))
     return found
+
+
+def nearest(numbers: Tensor, share: Tensor, fits: float) -> tuple[Tensor, Tensor]:
+    """Whether a share is one over one of some numbers, and where that stands among them."""
+    fitting = ((share * numbers - 1).abs() <= fits) & (numbers > 0)
+    first = fitting.to(torch.int8).argmax()
+    return fitting.any() & ~(fitting & (numbers != numbers.take(first))).any(), first
 
 
 def valid_in(given: Given, args: Sequence[Any], *, ignores: bool) -> Tensor:

@@ -148,8 +148,10 @@ def applied(
         elif output.numel() == 1:
             summed = None if calls else _sum(recorder, functions, cls, args, whole, looked, output.detach())
             if summed is None:
-                if looked is not None:
+                if looked is not None and looked.given.weight is None:
                     by_gradient.watch(recorder, cls, looked.given, output)
+                elif looked is not None and not calls:
+                    by_gradient.watch_fused(recorder, cls, looked, output, args)
                 continue
             labels, share, valid = summed
             left_out = ~valid.view(labels.shape)
