@@ -26,20 +26,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ON_DEVICE: Any = contextlib.nullcontext
-if os.environ.get("GRADCHECK_TEST_DEVICE") == "elsewhere":
+if os.environ.get("GRADCHECK_TEST_DEVICE"):
     import elsewhere
-
-    from gradcheck_dist.trainer import launch
-
-    launch.launch = elsewhere.through(launch.launch)
-    elsewhere.replace(setattr)
-elif os.environ.get("GRADCHECK_TEST_DEVICE"):
     import on_cuda
 
     from gradcheck_dist.trainer import launch
 
-    launch.launch = on_cuda.through(launch.launch)
-    ON_DEVICE = on_cuda.OnDevice
+    if on_cuda.DEVICE == "elsewhere":
+        launch.launch = on_cuda.through(launch.launch, "elsewhere:run")
+        elsewhere.replace(setattr)
+    else:
+        launch.launch = on_cuda.through(launch.launch)
+        ON_DEVICE = on_cuda.OnDevice
 
 ONE_BY_ONE = (
     "tests/boot/test_mishaps.py",

@@ -23,9 +23,10 @@ from gradcheck_dist.ledger.tracks import ParamKey, Slot, StepData, Track
 
 UNLIKE = 0.1
 """Relative difference of two ranks' gradients from which they are no copies; kernels and low precision leave less."""
-SAME_LOSS = 1e-5
 OTHER_LOSS = 1e-3
 """Relative difference of two losses from which they are not those of one batch; ranks of one model have equal bits."""
+SAME_LOSS = 1e-5
+"""Relative difference up to which two losses are one that both ranks computed."""
 
 
 def strangers(data: StepData) -> dict[int, frozenset[int]]:

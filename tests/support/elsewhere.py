@@ -6,7 +6,6 @@ accelerator, as far as no kernel and no stream of its own takes part.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -46,16 +45,6 @@ def replace(set_attribute: Callable[[Any, str, Any], None]) -> None:
         return Late(), tensor.clone()
 
     set_attribute(samples.HostCopies, "start", start)
-
-
-def through(launch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`launch`, of ranks that believe so too."""
-
-    @functools.wraps(launch)
-    def launch_there(target: str, args: tuple[Any, ...], nproc: int, **options: Any) -> list[Any]:
-        return launch("elsewhere:run", (target, args), nproc, **options)
-
-    return launch_there
 
 
 def run(target: str, args: tuple[Any, ...]) -> Any:

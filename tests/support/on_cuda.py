@@ -48,12 +48,12 @@ _there = OnDevice.__torch_function__
 _there.__code__ = _there.__code__.replace(co_filename=torch.utils._device.__file__)
 
 
-def through(launch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`launch`, of ranks that train on the device."""
+def through(launch: Callable[..., list[Any]], runner: str = "on_cuda:run") -> Callable[..., list[Any]]:
+    """`launch`, of ranks that do what they are to do by way of `runner`: on the device."""
 
     @functools.wraps(launch)
     def launch_there(target: str, args: tuple[Any, ...], nproc: int, **options: Any) -> list[Any]:
-        return launch("on_cuda:run", (target, args), nproc, **options)
+        return launch(runner, (target, args), nproc, **options)
 
     return launch_there
 

@@ -13,7 +13,7 @@ vocabulary is and whatever the function divides by.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,15 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.hooks import unserializable_hook
 
-from gradcheck_dist.events import FUNCTION, Loss, LossGradient, Site
+from gradcheck_dist.events import FUNCTION, Site
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
 from gradcheck_dist.probes.losses.closed_form import Given, Looked, divisors, evenly, nearest, row, valid_in
-from gradcheck_dist.probes.losses.loss import label_hash
+from gradcheck_dist.probes.losses.loss import tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
-from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
-from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site
 
@@ -90,6 +88,17 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
     valid = (flat >= 0).nonzero().squeeze(1)
     index = evenly(valid, num_rows)
     logits, labels, site = row(given.rows, index).double(), given.labels, caller_site()
+    _when_passed(
+        recorder,
+        given,
+        output,
+        lambda found: came(recorder, cls.__name__, found.detach(), logits, index, labels, site),
+    )
+
+
+def _when_passed(recorder: Recorder, given: Given, output: Tensor, came: Callable[[Tensor], None]) -> None:
+    """Call came(what a function gave for its rows) when a pass that begins at its result, times constants, has come
+    through it."""
     node: Any = output.grad_fn
     state = node.metadata[SUMMED] = State()
     place, shape = given.place, given.rows.shape
@@ -98,7 +107,7 @@ def watch(recorder: Recorder, cls: type[Function], given: Given, output: Tensor)
         handle.remove()
         found = grad_inputs[place] if place < len(grad_inputs) else None
         if state.alone and found is not None and found.shape == shape and is_plain(found):
-            came(recorder, cls.__name__, found.detach(), logits, index, labels, site)
+            came(found)
 
     handle = node.register_hook(unserializable_hook(kept_away(recorder, "by_gradient", passed)))
 
@@ -122,16 +131,8 @@ def watch_fused(recorder: Recorder, cls: type[Function], looked: Looked, output:
         if (grad := grads[number]) is not None:
             arrived.append(grad.detach().reshape(()).double())
 
-    node: Any = output.grad_fn
-    state = node.metadata[SUMMED] = State()
-    place, shape = given.place, given.rows.shape
-
-    def passed(grad_inputs: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> None:
-        handle.remove()
-        found = grad_inputs[place] if place < len(grad_inputs) else None
+    def passed(found: Tensor) -> None:
         current = recorder.current
-        if not state.alone or found is None or found.shape != shape or not is_plain(found):
-            return
         if current is None or not recorder.sampling or recorder.loss_seen_in == current.seq:
             return
         weight = _weight_of(row(found, looked.index).double(), derivative, valid, FITS.get(found.dtype, ROUNDED))
@@ -140,12 +141,13 @@ def watch_fused(recorder: Recorder, cls: type[Function], looked: Looked, output:
         if is_host(known) and not known:
             return
         labels = given.labels
-        loss_id = _record(recorder, cls.__name__, labels, site, known)
+        loss_id = tell_loss(recorder, cls.__name__, "none", labels, None, site, known)
         learns = (found.detach() != 0).reshape(labels.numel(), -1).any(1) & (labels.detach().reshape(-1) >= 0)
         log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id, known=known)
 
+    node: Any = output.grad_fn
     arriving = node.register_prehook(unserializable_hook(kept_away(recorder, "by_gradient", arrives)))
-    handle = node.register_hook(unserializable_hook(kept_away(recorder, "by_gradient", passed)))
+    _when_passed(recorder, given, output, passed)
 
 
 def _weight_of(got: Tensor, derivative: Tensor, valid: Tensor, fits: float) -> Tensor:
@@ -163,26 +165,6 @@ def _exact(weight: Tensor, arrived: Tensor, numbers: Tensor, fine: bool) -> Tens
     of a coarse type tells it in no other way."""
     one, first = nearest(numbers.double(), weight / arrived, NEAR if fine else NEAR_ROUNDED)
     return torch.where(one, arrived / numbers.take(first), weight if fine else torch.nan)
-
-
-def _record(recorder: Recorder, name: str, labels: Tensor, site: Site | None, known: Tensor) -> int:
-    """A loss of which every label has a number, or, where that is not `known`, a function of which nothing is."""
-    loss_id = recorder.next_seq()
-    recorder.emit(
-        perhaps.loss,
-        seq=loss_id,
-        site=site,
-        loss_id=loss_id,
-        op=name,
-        reduction="none",
-        num_labels=labels.numel(),
-        label_hash=label_hash(labels),
-        known=known,
-    )
-    if recorder.impulses is not None:
-        recorder.label_hashes[loss_id] = label_hash(labels)
-    labels_seen(recorder, labels, loss_id)
-    return loss_id
 
 
 @guarded("by_gradient")
@@ -203,37 +185,15 @@ def came(
     part = part_in(row(gradient, index).double(), logits, flat[index], FITS.get(gradient.dtype, ROUNDED))
     if part is None:
         return
-    weight, known = part.weight, part.weight is not None
-    loss_id = recorder.next_seq()
-    recorder.emit(
-        Loss,
-        seq=loss_id,
-        site=site,
-        loss_id=loss_id,
-        op=name if known else f"{FUNCTION}{name}",
-        reduction="none" if known else "unknown",
-        num_labels=labels.numel(),
-        label_hash=label_hash(labels),
-    )
-    if recorder.impulses is not None:
-        recorder.label_hashes[loss_id] = label_hash(labels)
-    labels_seen(recorder, labels, loss_id)
-    if weight is not None:
+    if part.weight is not None:
+        loss_id = tell_loss(recorder, name, "none", labels, None, site)
         learns = (gradient != 0).reshape(len(flat), -1).any(1) & (flat >= 0)
-        log_probs.gradient_arrived(recorder, torch.where(learns, -weight, 0.0), loss_id, class_scale=part.scale)
+        log_probs.gradient_arrived(recorder, torch.where(learns, -part.weight, 0.0), loss_id, class_scale=part.scale)
         return
+    loss_id = tell_loss(recorder, f"{FUNCTION}{name}", "unknown", labels, None, site)
     current.root_loss = None
     recorder.loss_arrived(current, loss_id)
-    recorder.emit(
-        LossGradient,
-        site=current.site,
-        loss_id=loss_id,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        weight=1.0,
-        stage=current.stage,
-        class_scale=part.scale,
-    )
+    tell_whole(recorder, current, loss_id, class_scale=part.scale)
 
 
 def part_in(gradient: Tensor, logits: Tensor, labels: Tensor, fits: float) -> Part | None:

@@ -19,14 +19,13 @@ from gradcheck_dist.probes.parameters.stand_ins import is_plain
 
 NUM_ROWS = 8
 """Labels of one application that are looked at."""
-MAX_PRODUCTS = {"cpu": 1 << 27}
-"""Products that logits of these rows take, by the kind of device."""
-ELSEWHERE = 1 << 33
+MAX_PRODUCTS = 1 << 27, 1 << 33
+"""Products that logits of these rows take: on the CPU, and on an accelerator."""
 MIN_ROWS, MAX_LOGITS = 2, 1 << 18
 """Of a large vocabulary fewer labels are looked at: what is kept of them stays until their backward pass."""
-MAX_TOTAL, TOTAL_ELSEWHERE = {"cpu": 1 << 31}, 1 << 38
-"""Products, or logits, of all labels, by the kind of device."""
-CHUNK, CHUNK_ELSEWHERE = {"cpu": 1 << 20}, 1 << 24
+MAX_TOTAL = 1 << 31, 1 << 38
+"""Products, or logits, of all labels."""
+CHUNK = 1 << 20, 1 << 24
 """Logits that are computed at a time, and elements of a weight that are converted at a time: 64 MiB on an accelerator,
 where each call takes longer to start."""
 FITS = {torch.float32: 2e-5, torch.float64: 2e-5}
@@ -69,7 +68,7 @@ class Given:
 
     def parts(self) -> Sequence[Tensor]:
         assert self.weight is not None
-        return self.weight.detach().split(max(1, _chunk(self.weight) // self.weight.shape[1]))
+        return self.weight.detach().split(max(1, _limit(CHUNK, self.weight) // self.weight.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def look(given: Given) -> Looked | None:
     """Some labels and their logits; those that are left out (below zero) come last. Nothing is read back from an
     accelerator."""
     size = given.weight.numel() * NUM_ROWS if given.weight is not None else 0
-    if size > MAX_PRODUCTS.get(given.rows.device.type, ELSEWHERE):
+    if size > _limit(MAX_PRODUCTS, given.rows):
         return None
     flat = given.labels.detach().reshape(-1)
     order = torch.argsort((flat < 0).to(torch.int8), stable=True)
@@ -141,7 +140,7 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
     """What a function's one result is; None where there are too many labels to tell. Waits for no accelerator."""
     given, flat = looked.given, looked.given.labels.detach().reshape(-1)
     size = flat.numel() * given.num_classes * (given.rows.shape[-1] if given.weight is not None else 1)
-    if output.device != flat.device or size > MAX_TOTAL.get(flat.device.type, TOTAL_ELSEWHERE):
+    if output.device != flat.device or size > _limit(MAX_TOTAL, flat):
         return None
     with torch.autocast(flat.device.type, enabled=False):
         losses = torch.cat(list(_losses(given, flat.clamp(0, given.num_classes - 1))))
@@ -209,13 +208,14 @@ def _losses(given: Given, labels: Tensor) -> Iterator[Tensor]:
     """The cross-entropy of every label, in pieces, as float64."""
     dtype = torch.float64 if given.rows.dtype == torch.float64 else torch.float32
     index = torch.arange(labels.numel(), device=labels.device)
-    for part in index.split(max(1, _chunk(labels) // given.num_classes)):
+    for part in index.split(max(1, _limit(CHUNK, labels) // given.num_classes)):
         logits = given.logits(part, dtype)
         yield (logits.logsumexp(1) - logits.gather(1, labels[part, None]).squeeze(1)).double()
 
 
-def _chunk(beside: Tensor) -> int:
-    return CHUNK.get(beside.device.type, CHUNK_ELSEWHERE)
+def _limit(limits: tuple[int, int], tensor: Tensor) -> int:
+    """The limit where a tensor lies."""
+    return limits[0] if tensor.is_cpu else limits[1]
 
 
 def evenly(found: Tensor, most: int) -> Tensor:

@@ -22,6 +22,7 @@ from gradcheck_dist.events import Loss, LossGradient
 from gradcheck_dist.probes.losses.loss import label_hash, when_reached
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
+from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.marks import mark_recorded, mark_several
@@ -175,7 +176,7 @@ def _are_apart(weights: Tensor) -> bool:
     """Whether a teacher's probabilities weigh a token's classes, of which only the likeliest were picked: labels weigh
     alike. Together such classes have no one weight, either, but what the loss's mean or sum goes over has. An
     accelerator's numbers are not read."""
-    used = weights[weights != 0] if weights.is_cpu else weights.new_empty(0)
+    used = weights[weights != 0] if is_host(weights) else weights.new_empty(0)
     return bool(len(used)) and bool(used.max() - used.min() > ALIKE * used.abs().max())
 
 

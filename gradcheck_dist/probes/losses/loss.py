@@ -21,7 +21,8 @@ from gradcheck_dist.events import Loss, LossGradient, Site
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_transformed
-from gradcheck_dist.probes.recording.backward_pass import TokenWeights
+from gradcheck_dist.probes.recording import perhaps
+from gradcheck_dist.probes.recording.backward_pass import BackwardPass, TokenWeights
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import mark_recorded
 from gradcheck_dist.probes.recording.patching import Patches
@@ -246,6 +247,51 @@ def gradient_arrived(
         whole=current.whole,
         **(samples | current.told_of_elements()),
         **current.told_of_sum(loss_id),
+    )
+
+
+def tell_loss(
+    recorder: Recorder,
+    op: str,
+    reduction: str,
+    labels: Tensor | None,
+    num_tokens: int | Tensor | None,
+    site: Site | None = None,
+    known: Tensor | None = None,
+) -> int:
+    """Record a loss that was found behind its evaluation; returns its id. `known`: whether it is one that counts
+    anything, where that is still on an accelerator."""
+    loss_id = recorder.next_seq()
+    recorder.emit(
+        Loss if known is None else perhaps.loss,
+        seq=loss_id,
+        site=site or (recorder.current.site if recorder.current is not None else None),
+        loss_id=loss_id,
+        op=op,
+        reduction=reduction,
+        num_tokens=num_tokens,
+        num_labels=labels.numel() if labels is not None else None,
+        label_hash=label_hash(labels) if labels is not None else None,
+        **({} if known is None else {"known": known}),
+    )
+    if recorder.impulses is not None and labels is not None:
+        recorder.label_hashes[loss_id] = label_hash(labels)
+    if labels is not None:
+        labels_seen(recorder, labels, loss_id)
+    return loss_id
+
+
+def tell_whole(recorder: Recorder, current: BackwardPass, loss_id: int, **fields: Any) -> None:
+    """Record the gradient of a loss of which the tokens are not known: it weighs 1 as a whole."""
+    recorder.emit(
+        LossGradient,
+        site=current.site,
+        loss_id=loss_id,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        weight=1.0,
+        stage=current.stage,
+        **fields,
     )
 
 

@@ -16,17 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcheck_dist.events import FUNCTION, Loss, LossGradient, RootValue, Site
+from gradcheck_dist.events import FUNCTION, RootValue
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
-from gradcheck_dist.probes.losses.loss import gradient_arrived, label_hash
+from gradcheck_dist.probes.losses.loss import gradient_arrived, tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
-from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host
-from gradcheck_dist.probes.recording import perhaps
 from gradcheck_dist.probes.recording.deferred import number
 from gradcheck_dist.probes.recording.marks import LABELLED, RECORDED, has_several
 from gradcheck_dist.probes.recording.patching import Patches
@@ -123,7 +121,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
     valid = target != node._saved_ignore_index
     counted = valid.sum()
     num_tokens: int | Tensor = int(counted) if is_host(counted) else counted
-    loss_id = _evaluated(recorder, "nll_loss", reduction, target, num_tokens)
+    loss_id = tell_loss(recorder, "nll_loss", reduction, target, num_tokens)
     arrived = functools.partial(
         gradient_arrived,
         recorder,
@@ -140,7 +138,7 @@ def _watch_cross_entropy(recorder: Recorder, node: Any) -> int:
 def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
     saved = getattr(node, PICKS[name_of(node)])
     labels = saved if isinstance(saved, Tensor) else saved[-1]
-    loss_id = _evaluated(recorder, op, "none", labels, None)
+    loss_id = tell_loss(recorder, op, "none", labels, None)
     _hook(recorder, node, functools.partial(log_probs.gradient_arrived, recorder, loss_id=loss_id))
     return loss_id
 
@@ -148,7 +146,7 @@ def _watch_picks(recorder: Recorder, node: Any, op: str) -> int:
 def _watch_labelled(recorder: Recorder, node: Any) -> None:
     given: Labelled = node.metadata[LABELLED]
     known = given.share.isfinite() if isinstance(given.share, Tensor) else None
-    loss_id = _evaluated(recorder, given.op, "none", given.labels, None, given.site, known)
+    loss_id = tell_loss(recorder, given.op, "none", given.labels, None, given.site, known)
 
     def arrived(grad: Tensor) -> None:
         weights = torch.where(given.left_out, 0, -given.sign * given.share * grad.detach())
@@ -159,7 +157,7 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
 
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:
     """Where targets sum to 1 over the classes, the gradients that arrive at log-probabilities sum to -weight."""
-    loss_id = _evaluated(recorder, "log_softmax", "none", None, None)
+    loss_id = tell_loss(recorder, "log_softmax", "none", None, None)
     dim = dim_of(node)
     _hook(recorder, node, lambda grad: log_probs.gradient_arrived(recorder, grad.sum(dim), loss_id=loss_id))
 
@@ -174,36 +172,6 @@ def _hook(recorder: Recorder, node: Any, arrived: Callable[[Tensor], None], inde
     handle = node.register_prehook(kept_away(recorder, "unseen", before))
 
 
-def _evaluated(
-    recorder: Recorder,
-    op: str,
-    reduction: str,
-    labels: Tensor | None,
-    num_tokens: int | Tensor | None,
-    site: Site | None = None,
-    known: Tensor | None = None,
-) -> int:
-    """`known`: whether it is a loss that counts anything, where that is still on an accelerator."""
-    loss_id = recorder.next_seq()
-    recorder.emit(
-        Loss if known is None else perhaps.loss,
-        seq=loss_id,
-        site=site or (recorder.current.site if recorder.current is not None else None),
-        loss_id=loss_id,
-        op=op,
-        reduction=reduction,
-        num_tokens=num_tokens,
-        num_labels=labels.numel() if labels is not None else None,
-        label_hash=label_hash(labels) if labels is not None else None,
-        **({} if known is None else {"known": known}),
-    )
-    if recorder.impulses is not None and labels is not None:
-        recorder.label_hashes[loss_id] = label_hash(labels)
-    if labels is not None:
-        labels_seen(recorder, labels, loss_id)
-    return loss_id
-
-
 @guarded("unseen")
 def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
     """A scalar was differentiated and no loss below it was recognised: the root itself is taken down as the loss."""
@@ -211,19 +179,9 @@ def nothing_seen(recorder: Recorder, current: BackwardPass) -> None:
         handle.remove()
     if current.root_loss is None or not current.touched or recorder.loss_seen_in == current.seq:
         return
-    loss_id = _evaluated(recorder, current.root_loss, "unknown", None, None)
+    loss_id = tell_loss(recorder, current.root_loss, "unknown", None, None)
     told = [term.told for term in current.reduced]
-    recorder.emit(
-        LossGradient,
-        site=current.site,
-        loss_id=loss_id,
-        accumulation_step=recorder.accumulation_step,
-        microbatch=current.microbatch,
-        weight=1.0,
-        stage=current.stage,
-        other_losses=0,
-        **(told[0] if len(told) == 1 else {}),
-    )
+    tell_whole(recorder, current, loss_id, **(told[0] if len(told) == 1 else {}))
     if current.whole is not None and current.reduced and all(term.arrived is not None for term in current.reduced):
         whole = number(current.whole)
         for ordinal, (term, fields) in enumerate(zip(current.reduced, told, strict=True)):

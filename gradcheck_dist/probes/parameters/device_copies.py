@@ -2,7 +2,7 @@
 
 In the first step that reduces any they are looked for by value, as on the CPU: that waits, as finding an optimizer's
 copies does. A trainer makes the same buffers in each step, so from then on the n-th of one size and type holds what it
-held then. Where that is not so, what reductions are measured to have done to these gradients is no combination of them.
+held then. Where that is not so, a reduction is told of other parameters than it went over.
 """
 
 from __future__ import annotations
