@@ -10,7 +10,7 @@ CHECKED := gradcheck_dist tests benchmarks examples docs
 help:
 	@echo "make demo     install and reproduce one real bug: gradcheck scenario ddp-accum"
 	@echo "make test     everything that must hold: lint, types, layers, tests"
-	@echo "make test-long  what takes long for what seldom breaks: restarts, notebooks, other sizes of scenarios"
+	@echo "make test-long  what takes long for what seldom breaks: restarts, notebooks, other sizes of scenarios, the trainer beside one process"
 	@echo "make clients  trains with transformers, accelerate, Lightning, TRL, sentence-transformers, ignite, DeepSpeed, torchtitan, Megatron Core; takes 6 GB in $(VENV)/clients"
 	@echo "make library  every scenario as a table, then again with another seed; make matrix  every correct configuration"
 	@echo "make simulate  sixty random trainers of every family, judged without any process"
@@ -71,7 +71,7 @@ WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-# Restarts, spawned ranks, notebooks, scenarios of other sizes: .ci/run runs these behind make test.
+# Restarts, spawned ranks, notebooks, scenarios of other sizes, the trainer beside one process: .ci/run runs these behind make test.
 test-long: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m long $(WORKERS) $(PYTEST_ARGS)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from trainer_checks import TOLERANCE, TOLERANCE_TP, assert_same, control, distance, norm_of, plan, run, small
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PIPELINE: dict[str, Any] = {"pp": 2, "microbatches": 4, "accum": 2}
 AVERAGE: dict[str, Any] = {"gradient_reduction": "average"}

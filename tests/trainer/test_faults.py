@@ -29,7 +29,7 @@ from gradcheck_dist.trainer.data import DataLoader
 from gradcheck_dist.trainer.faults import fault_names
 from gradcheck_dist.trainer.result import TrainResult
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 K, M = 3, 4
 DDP: dict[str, Any] = {"dp_replicate": 2, "accum": K}
