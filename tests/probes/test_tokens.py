@@ -18,7 +18,7 @@ from gradcheck_dist.ledger.tracks import StepData
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.tokens import _on_device
 from gradcheck_dist.trace.run import read_run
-from gradcheck_dist.trace.token_runs import NONE, NUM_KEPT, found_in, runs
+from gradcheck_dist.trace.token_runs import FACTOR, NONE, NUM_KEPT, NUM_TOKENS, found_in, runs
 
 PASSES, ROWS, LENGTH, WORDS = 3, 4, 24, 20
 
@@ -144,3 +144,17 @@ def test_a_matrix_of_which_rows_are_looked_up_is_an_embeddings(tmp_path: Path) -
             optimizer.zero_grad()
     params = read_run(tmp_path).ranks[0].params.values()
     assert {param.name: param.looked_up for param in params} == {"table": True, "mixing": False}
+
+
+@pytest.mark.parametrize("size", [0, NUM_TOKENS - 1, NUM_TOKENS, 50, 2000])
+@pytest.mark.parametrize("words", [1, 3, 1000])
+def test_runs_are_the_smallest_different_checksums(size: int, words: int) -> None:
+    tokens = np.random.default_rng(size).integers(words, size=size)
+    kept = tokens.copy()
+    found = runs(tokens)
+    sums = {
+        sum((int(token) + 1) * FACTOR**place for place, token in enumerate(tokens[at : at + NUM_TOKENS][::-1])) % 2**64
+        for at in range(size - NUM_TOKENS + 1)
+    }
+    assert found.tolist() == sorted(one - 2**64 if one >= 2**63 else one for one in sums)[:NUM_KEPT]
+    assert np.array_equal(tokens, kept)

@@ -198,12 +198,15 @@ def _put_together(node: Any) -> Any:
 
 def _place_taken(node: Any, output: int) -> int | None:
     """Which of the numbers that were put together in one tensor a node's output is; None where it is none of these."""
-    name, made = name_of(node), _put_together(node)
+    name = name_of(node)
+    if name not in ("UnbindBackward", "SelectBackward", "SliceBackward"):
+        return None
+    made = _put_together(node)
     if name_of(made) not in ("StackBackward", "CatBackward") or made._saved_dim != 0:
         return None
     if name == "UnbindBackward":
         return output if name_of(made) == "StackBackward" and node._saved_dim == 0 else None
-    if name not in ("SelectBackward", "SliceBackward") or node._saved_dim != 0:
+    if node._saved_dim != 0:
         return None
     size = node._saved_self_sym_sizes[0]
     begin = node._saved_index if name == "SelectBackward" else node._saved_start
