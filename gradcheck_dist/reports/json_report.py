@@ -12,6 +12,7 @@ import msgspec
 
 from gradcheck_dist.diagnosis.finding import REPORT_SCHEMA_VERSION, Report, ScenarioReport
 from gradcheck_dist.errors import GradcheckError
+from gradcheck_dist.utf8 import encodable
 
 # Beyond what JSON escapes anyway.
 _STEERING = re.compile("[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff]")
@@ -28,17 +29,9 @@ def encode(report: Report | ScenarioReport) -> bytes:
     try:
         data = msgspec.json.encode(report)
     except UnicodeEncodeError:  # a lone surrogate, out of a manifest: it has no UTF-8
-        data = msgspec.json.encode(_encodable(msgspec.to_builtins(report)))
+        data = msgspec.json.encode(encodable(msgspec.to_builtins(report)))
     text = msgspec.json.format(data, indent=1).decode()
     return _STEERING.sub(lambda match: json.dumps(match[0])[1:-1], text).encode() + b"\n"
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return [_encodable(item) for item in value] if isinstance(value, list) else value
 
 
 def render(report: Report | ScenarioReport) -> str:

@@ -31,7 +31,7 @@ from gradcheck_dist.events import (
     StepEnd,
     StepShape,
 )
-from gradcheck_dist.trace.frames import encoder
+from gradcheck_dist.trace.frames import Encoder
 
 CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (Loss, "num_tokens", "<i8"),
@@ -120,7 +120,7 @@ class ColumnWriter:
         self._write, self._max_shapes = write, MAX_SHAPES if max_shapes is None else max_shapes
         self._shapes: dict[bytes, _Shape] = {}
         self._open: _Open | None = None
-        self._encoder = encoder()
+        self._encoder = Encoder()
 
     def add(self, step: int, events: list[AnyEvent]) -> None:
         """One step, its events in order of seq."""

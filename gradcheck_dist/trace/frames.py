@@ -13,8 +13,11 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+
+from gradcheck_dist.utf8 import encodable
 
 MAGIC = b"GCTRACE\n"
 MARK = b"\xf7GC\x01"
@@ -96,7 +99,17 @@ def _next_frame(data: bytes, view: memoryview, search: int) -> int:
     return len(view)
 
 
-def encoder() -> msgspec.msgpack.Encoder:
+class Encoder:
     """Encodes records. Whole numbers of numpy's and others' types are written as int: a trainer may have made its
-    process groups from an array of ranks."""
-    return msgspec.msgpack.Encoder(enc_hook=operator.index)
+    process groups from an array of ranks. Bytes of a script's name that are no UTF-8 are written as escapes."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=operator.index)
+
+    def encode(self, records: Any) -> bytes:
+        """Raises TypeError, ValueError or OverflowError for what msgpack cannot hold."""
+        try:
+            return self._encoder.encode(records)
+        except UnicodeEncodeError:
+            plain = msgspec.to_builtins(records, builtin_types=(bytes, bytearray, memoryview), enc_hook=operator.index)
+            return self._encoder.encode(encodable(plain))

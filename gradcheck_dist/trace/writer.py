@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, Record, StepShape
-from gradcheck_dist.trace.frames import MAGIC, encoder, head
+from gradcheck_dist.events import AnyRecord, Backward, Header, Loss, ProbeError, Record, StepShape
+from gradcheck_dist.trace.frames import MAGIC, Encoder, head
 
 FLUSH_INTERVAL_S = 0.05
 
@@ -37,9 +37,8 @@ class TraceWriter:
         self.path = path
         self.error: Exception | None = None
         self.num_bytes = 0
-        self.num_unwritable = 0
         self._records: list[Record] = []
-        self._encoder = encoder()
+        self._encoder = Encoder()
         self._lock = threading.RLock()  # a signal's handler may detach in the midst of a write of the same thread
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -86,17 +85,19 @@ class TraceWriter:
                 self._fd = -1
 
     def _encode(self, records: list[Record]) -> bytes:
-        """All records; those that cannot be encoded are left out and counted, the others are not lost with them."""
+        """All records. The others are not lost with one that cannot be encoded, which is told in its place."""
         try:
             return self._encoder.encode(records)
         except (TypeError, ValueError, OverflowError):
-            raw = []
-            for record in records:
-                try:
-                    raw.append(msgspec.Raw(self._encoder.encode(record)))
-                except (TypeError, ValueError, OverflowError):
-                    self.num_unwritable += 1
-            return self._encoder.encode(raw)
+            return self._encoder.encode([msgspec.Raw(self._encode_one(record)) for record in records])
+
+    def _encode_one(self, record: Record) -> bytes:
+        try:
+            return self._encoder.encode(record)
+        except (TypeError, ValueError, OverflowError) as error:
+            message = f"a record ({type(record).__name__}) could not be written: {type(error).__name__}: {error}"[:500]
+            seq, t_ns, step = (_sound(getattr(record, name, 0)) for name in ("seq", "t_ns", "step"))
+            return self._encoder.encode(ProbeError(seq=seq, t_ns=t_ns, step=step, probe="trace", message=message))
 
     def _write(self, *parts: bytes) -> None:
         """Write parts one behind the other, without laying them together first."""
@@ -116,6 +117,11 @@ class TraceWriter:
         while not self._stop.wait(FLUSH_INTERVAL_S):
             if self._records:
                 self.flush()
+
+
+def _sound(number: object) -> int:
+    """A number of a record that could not be written, which may be the reason."""
+    return number if isinstance(number, int) and 0 <= number < 1 << 48 else 0
 
 
 class DeferredTraceWriter(TraceWriter):
