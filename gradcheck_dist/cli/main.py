@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.errors import GradcheckError
@@ -119,6 +120,14 @@ def overview() -> str:
     )
 
 
+def _has_folder() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def main() -> None:
     """The entry point."""
     gc.disable()  # until the command is loaded: looking through it as it grows takes an eighth of a `--help`
@@ -143,6 +152,12 @@ def main() -> None:
         )
         raise SystemExit(2) from None
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not _has_folder():
+            print(
+                "error E711: the folder that you are in was removed. Go to another one (cd), and run it again.",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from None
         if error.errno not in _NO_PLACE:
             raise
         print(

@@ -182,7 +182,7 @@ def attach(
     steps, degrees, sets = chosen_steps(steps), mesh_degrees(axes), rank_sets(same_data)
     only, meant = check_names("only", only, PROBES), check_names("meant", meant)
     if sample_size is None:
-        sample_size = sample_size_of(_rank_and_world_size()[1])
+        sample_size = sample_size_of(_world_size_so_far())
     sample_size = check_count("sample_size", sample_size, least=1)
     if objective is not None:
         check_objective(objective)
@@ -318,10 +318,26 @@ def availability() -> dict[str, str]:
     return found
 
 
+def _world_size_so_far() -> int:
+    """What is known before the first pass: the program may set the environment up until then."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 1
+
+
 def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise GradcheckError(
+            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r} in the environment; legal values are whole numbers, "
+            "RANK from 0 up to, not including, WORLD_SIZE. Unset both where one process trains alone, else start the "
+            "ranks with torchrun.",
+            code="E514",
+        )
+    return int(rank), int(world_size)
 
 
 def _join(folder: Path, rank: int, world_size: int, restart: int) -> int:

@@ -168,6 +168,13 @@ def test_a_variable_that_nobody_understands_is_told_and_harmless(tmp_path: Path)
     assert done.stderr.startswith("gradcheck: not recording: ")
 
 
+def test_ranks_that_the_environment_cannot_mean_are_told_and_harmless(run: Run) -> None:
+    done = run("train()\nprint('trained')\n", env={"RANK": "5", "WORLD_SIZE": "two"})
+    assert (done.code, done.stdout, done.traces) == (0, "trained\n", [])
+    assert "gradcheck: not recording: RANK is '5' and WORLD_SIZE is 'two' in the environment" in done.stderr
+    assert "or it said above why it was not recorded" in done.stderr
+
+
 def test_without_the_variable_nothing_of_ours_is_loaded() -> None:
     code = "import sys; print([name for name in sys.modules if name.startswith('gradcheck')])"
     environment = {name: value for name, value in os.environ.items() if name != "GRADCHECK_BOOT"}

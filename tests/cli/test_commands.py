@@ -99,6 +99,14 @@ def test_a_disk_that_is_full_is_told_without_a_traceback() -> None:
     assert done.stderr.startswith("error E711: cannot write the result: No space left on device.")
 
 
+def test_a_folder_that_was_removed_is_told_without_a_traceback(tmp_path: Path) -> None:
+    script = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m gradcheck_dist run -- true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error E711: the folder that you are in was removed.")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_doctor_names_what_works_and_what_is_needed(gradcheck: Gradcheck) -> None:
     outcome = gradcheck("doctor", "--format", "json")
