@@ -187,7 +187,8 @@ class OptimizerStep(Event, tag="optimizer_step"):
     `lr` and `hyperparameters` are those of the first parameter group; `groups` are all of them where there are
     several. `unreached` are parameters without any gradient whose module was called, with gradients enabled. `inside`:
     another optimizer's step called this one; that optimizer's `seq`. `numbers` are those that an optimizer which is
-    none of torch.optim holds or is given beside these, by which it may divide what it reads.
+    none of torch.optim holds or is given beside these, by which it may divide what it reads. `called` are parameters
+    with a gradient whose module was called like that: where no backward pass brought one, the program filled it in.
     """
 
     optimizer: str
@@ -199,6 +200,7 @@ class OptimizerStep(Event, tag="optimizer_step"):
     unreached: int | None = None
     inside: int | None = None
     numbers: dict[str, float] = {}
+    called: int | None = None
 
 
 class PipelineStep(Event, tag="pipeline_step"):

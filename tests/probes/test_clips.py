@@ -375,6 +375,30 @@ def test_a_part_that_is_cut_off_is_a_remark_and_the_verdict_stays_clean(tmp_path
     assert finding.num_parameters == 3
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_zeros_that_the_program_fills_in_are_no_gradient(cut: bool, tmp_path: Path) -> None:
+    """So do trainers that reduce every gradient, lest ranks wait for one another (a router that its gates cut off)."""
+
+    class Routed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(16, 4, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(tokens)
+            gates = self.router(hidden).softmax(-1)
+            return self.head(torch.tanh(self.inner(hidden)) * (gates.detach() if cut else gates).amax(-1, keepdim=True))
+
+    def fill(model: nn.Module) -> None:
+        for param in model.parameters():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    report = trained(tmp_path, fill, Routed())
+    assert (report.verdict, codes(report)) == ("clean", ["GS702"] if cut else [])
+    assert all("of router.weight was called" in finding.explanation for finding in report.findings)
+
+
 def test_hyperparameters_that_are_no_numbers_do_not_lose_the_step(tmp_path: Path) -> None:
     class Odd(torch.optim.SGD):
         def __init__(self, params: object, lr: float) -> None:

@@ -33,11 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
 from gradcheck_dist.diagnosis.words import in_short
 from gradcheck_dist.events import OptimizerStep, PipelineStep
-from gradcheck_dist.ledger.tracks import ParamKey
+from gradcheck_dist.ledger.tracks import ParamKey, Track
 from gradcheck_dist.wording import numbered, plural
 
 CODE = "GS702"
@@ -49,18 +51,17 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    reached = {key for key, of_key in facts.data.tracks.items() if any(t.leaves or t.points for t in of_key.values())}
+    reached = {key for key, of_key in facts.data.tracks.items() if any(_is_reached(t) for t in of_key.values())}
     if not facts.data.complete or not reached:
         return
     keys = {(rank, track.param.id): key for key, of_key in facts.data.tracks.items() for rank, track in of_key.items()}
     found: dict[ParamKey, list[int]] = {}
     events: list[tuple[int, OptimizerStep]] = []
     for rank, step in _steps(facts):
-        cut = [keys.get((rank, param)) for param in facts.data.params_of(rank, step.unreached)]
-        cut = [key for key in cut if key is not None and key not in reached] if step.unreached is not None else []
+        params = [*facts.data.params_of(rank, step.unreached), *_filled(facts, rank, step)]
+        cut = [key for param in params if (key := keys.get((rank, param))) is not None and key not in reached]
         for key in cut:
-            if key is not None:
-                found.setdefault(key, []).append(rank)
+            found.setdefault(key, []).append(rank)
         if cut:
             events.append((rank, step))
     if not found:
@@ -75,7 +76,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         else Answer(
             severity="info",
             explanation=f"The module of {shown} was called, but no backward pass reached it: the optimizer found no "
-            "gradient. Either its output is not used by the loss, which may be meant, or something cuts it off.",
+            "gradient, or zeros that the program filled in. Either its output is not used by the loss, which may be "
+            "meant, or something cuts it off.",
             fix="Look for a detach, item, numpy or no_grad after this module; freeze the parameter where it is meant.",
         ),
         pattern=f"{plural(len(names), 'parameter')} without a gradient",
@@ -84,6 +86,18 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         rank=rank,
         event=event,
     )
+
+
+def _is_reached(track: Track) -> bool:
+    """Whether a gradient came to a parameter: zeros that no backward pass brought are the program's own."""
+    return bool(track.leaves) or any(np.nan_to_num(point.values.data).any() for point in track.points)
+
+
+def _filled(facts: StepFacts, rank: int, step: OptimizerStep) -> list[int]:
+    """Parameters with a gradient that was sampled as the optimizer read it; those that take turns may have any."""
+    called = set(facts.data.params_of(rank, step.called))
+    tracks = (of_key[rank] for of_key in facts.data.tracks.values() if called and rank in of_key)
+    return [t.param.id for t in tracks if t.param.id in called and any(point.seq == step.seq for point in t.points)]
 
 
 def _whole_stages(facts: StepFacts, cut: set[ParamKey]) -> list[int]:

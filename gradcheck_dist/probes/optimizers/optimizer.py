@@ -124,8 +124,11 @@ def stepping(
     for info in without if kept else ():
         if info.id in kept:
             recorder.sample(seq, BEFORE, info, kept[info.id])
-    called = discovery.called() if missing else set()
-    unreached = [info for info in missing if id(info.param) in called and info.param.requires_grad]
+    modules_called = discovery.called()
+    called = [info for info in infos if id(info.param) in modules_called and info.param.requires_grad]
+    lacking = {info.id for info in missing} if called else set()
+    unreached = [info for info in called if info.id in lacking]
+    filled = [info for info in called if info.id not in lacking]
     recorder.emit(
         OptimizerStep,
         seq=seq,
@@ -139,6 +142,7 @@ def stepping(
         unreached=recorder.registry.param_set(unreached) if unreached else None,
         inside=inside,
         numbers={} if by_torch else _numbers(recorder, optimizer, {**first, **(given or {})}),
+        called=recorder.registry.param_set(filled) if filled else None,
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
