@@ -26,7 +26,7 @@ Seeds that draw data must not depend on the rank within a tensor-parallel group 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from statistics import median
 
@@ -45,13 +45,15 @@ from gradcheck_dist.ledger.tracks import Track
 
 CODE = "GS705"
 NAME = "unshared-batch"
-CONSEQUENCES = frozenset({"GS103", "GS301", "GS302", "GS303", "GS305"})
+CONSEQUENCES = frozenset({"GS000", "GS103", "GS301", "GS302", "GS303", "GS305"})
 """What such a step looks like while every rank's batch is taken for a part of one: the groups' token counts and
 reductions leave out the others."""
 EXCHANGES = "GS802"
 """What looks wrong behind a sum of activations with which every rank goes on to a loss of its own."""
 COPIES = "GS701"
 """What the ranks of one group show that read one batch."""
+Own = Mapping[ContributionKey, Fraction]
+"""The weights of a group's contributions."""
 SAME = 1e-3
 """Relative; weights that are right for a group's tokens alone are off by a whole factor else."""
 
@@ -61,22 +63,14 @@ def could_audit(facts: StepFacts) -> bool:
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
-    if "GS103" not in facts.found or not facts.found <= CONSEQUENCES:
+    if not facts.found & {"GS000", "GS103"} or not facts.found <= CONSEQUENCES:
         return
     groups = _groups(facts)
     laid_out = {key for key, of_rank in facts.data.tracks.items() if _laid_out(of_rank)}
     apart_by_name = {held.param for held in facts.held if plain_name(held.param[1]) != held.param[1]}
     shards = [held for held in facts.held if held.param in laid_out | apart_by_name]
     copies = [held for held in facts.held if held.param not in laid_out | apart_by_name]
-    own = {rank: _own_weights(facts, group) for group in groups for rank in group}
-    if not groups:
-        return
-    clips = _clips(facts, shards, own)
-    if not all(_right_alone(held, own[held.rank], clips[held.rank]) for held in shards):
-        return
-    if not all(
-        _right_alone(held, own[held.rank], clips[held.rank]) or _reaches_all(held, own[held.rank]) for held in copies
-    ):
+    if not groups or not any(_explains(facts, shards, copies, own) for own in _owns(facts, groups, apart_by_name)):
         return
     first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
     names = sorted({plain_name(held.param[1]) for held in shards})
@@ -91,7 +85,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     )
     yield Remark(
         answer=Answer(
-            explanation=f"Ranks {apart} each count tokens and reduce gradients among themselves. Under one name they "
+            explanation=f"Ranks {apart} each reduce gradients among themselves. Under one name they "
             f"hold {apart_by} of {shown}, as tensor-parallel shards do, while other parameters began alike on "
             f"all of them. Shards of one model work on one batch, but {labels}",
             fix="Feed ranks that hold shards of one model the same batch: give the sampler, and what seeds it, the "
@@ -100,7 +94,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
         ),
         pattern=f"ranks {apart} hold shards of one model and evaluate a batch each",
         params=frozenset(held.param for held in facts.held),
-        ranks=tuple(sorted(own)),
+        ranks=tuple(sorted(facts.data.events)),
         rank=first.loss_rank or 0,
         event=first.loss,
         explains=lambda finding: _is_consequence(finding) or (swapped and finding.code == COPIES),
@@ -149,16 +143,38 @@ def _laid_out(of_rank: dict[int, Track]) -> set[frozenset[int]]:
     return {frozenset(ranks) for ranks in found.values()} if len(found) > 1 else set()
 
 
-def _own_weights(facts: StepFacts, group: frozenset[int]) -> dict[ContributionKey, Fraction]:
+def _owns(facts: StepFacts, groups: list[frozenset[int]], by_name: Collection[object]) -> Iterator[dict[int, Own]]:
+    """What contributions should weigh on each rank were those of its group the only ones; also, where the parts are
+    DTensors', which nothing else explains, were tokens counted over all ranks, and divided by the groups or not."""
+    yield {rank: _own_weights(facts, group) for group in groups for rank in group}
+    if not by_name:
+        place = facts.contributions.coordinate
+        for times in (len(groups), 1):
+            weights = {key: times * weight for key, weight in _own_weights(facts, frozenset().union(*groups)).items()}
+            of_group = [{place[rank] for rank in group} for group in groups]
+            yield {
+                rank: {key: weight for key, weight in weights.items() if key[0] in places}
+                for group, places in zip(groups, of_group, strict=True)
+                for rank in group
+            }
+
+
+def _explains(facts: StepFacts, shards: list[Held], copies: list[Held], own: dict[int, Own]) -> bool:
+    """Whether all weights are right so; copies may be reduced over all ranks."""
+    clips = _clips(facts, shards, own)
+    return all(_right_alone(held, own[held.rank], clips[held.rank]) for held in shards) and all(
+        _right_alone(held, own[held.rank], clips[held.rank]) or _reaches_all(held, own[held.rank]) for held in copies
+    )
+
+
+def _own_weights(facts: StepFacts, group: frozenset[int]) -> Own:
     """What contributions should weigh were the group's the only ones."""
     place = {facts.contributions.coordinate[rank] for rank in group}
     counts = {key: c.num_tokens for key, c in facts.contributions.by_key.items() if key[0] in place and c.num_tokens}
     return expected_weights(facts.context.objective, counts) if counts else {}
 
 
-def _clips(
-    facts: StepFacts, shards: Iterable[Held], own: Mapping[int, Mapping[ContributionKey, Fraction]]
-) -> dict[int, float]:
+def _clips(facts: StepFacts, shards: Iterable[Held], own: Mapping[int, Own]) -> dict[int, float]:
     """What each rank's clip by hand multiplied by: copies that differ have other norms, so it tells another number than
     on the ranks of other groups. 1 where nothing of that kind is sure."""
     found: dict[int, list[float]] = defaultdict(list)
@@ -172,7 +188,7 @@ def _clips(
     return clips if sure else dict.fromkeys(own, 1.0)
 
 
-def _right_alone(held: Held, own: Mapping[ContributionKey, Fraction], clip: float) -> bool:
+def _right_alone(held: Held, own: Own, clip: float) -> bool:
     mine = [cell for cell in held.cells if cell.key in own]
     return all(_weighs(cell, clip * float(own[cell.key])) for cell in mine) and not _reaches_all(held, own)
 
@@ -181,6 +197,6 @@ def _weighs(cell: Cell, expected: float) -> bool:
     return abs(cell.observed / expected - 1) <= max(SAME, 2 * cell.tolerance)
 
 
-def _reaches_all(held: Held, own: Mapping[ContributionKey, Fraction]) -> bool:
+def _reaches_all(held: Held, own: Own) -> bool:
     """Whether other groups' contributions come to a gradient: it is reduced over all ranks."""
     return any(abs(cell.ratio) > max(SAME, cell.margin) for cell in held.cells if cell.key not in own)
