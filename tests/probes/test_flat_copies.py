@@ -187,6 +187,20 @@ def test_gradients_that_a_trainer_picks_out_are_known_where_they_are_no_neighbou
     assert copies.regions(flat([known[index] for index in chosen]).reshape(1, -1) + 1) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_known_in_an_order_of_the_trainer_s_own(dtype: torch.dtype) -> None:
+    """Sorted by size, by shape or by name, in one buffer or in several."""
+    known = many()
+    for order in ([4, 0, 7, 1, 8, 3, 5, 6, 2], [2, 6, 1, 3, 5, 8, 0, 4, 7], [3, 1, 4], [6, 0, 5]):
+        copies, mine = FlatCopies(lambda: known), [known[index] for index in order]
+        for buffer in (flat(mine), torch.cat([flat(mine), torch.zeros(3)])):
+            found = copies.regions((buffer / 3).to(dtype))
+            assert [region.info.id for region in found] == order
+            assert [region.offset for region in found] == [sum(r.length for r in found[:i]) for i in range(len(found))]
+        assert copies.regions(torch.cat([flat(mine), torch.ones(3)]).to(dtype)) == []
+        assert copies.regions((flat(mine) * torch.linspace(1, 1.5, len(flat(mine)))).to(dtype)) == []
+
+
 def test_an_optimizer_s_stack_of_gradients_may_end_with_zeros() -> None:
     known = alike(6)
     mine = [info.param.grad for info in (known[1], known[4]) if info.param.grad is not None]

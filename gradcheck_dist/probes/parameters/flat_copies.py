@@ -1,9 +1,9 @@
 """Copies of gradients, one after the other in a buffer that was made for one collective: known by their values.
 
 Hand-written trainers flatten gradients (`torch.cat`, torch._utils._flatten_dense_tensors), divide them, reduce the
-buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients (in the order of
-the model's parameters, or the other way round), whole and times one number: those of neighbours, or of some that a
-trainer picked out (what sequence parallelism has to sum).
+buffer and copy it back. Nothing tells at which addresses such a buffer will lie. It holds gradients, whole and times
+one number: in the order of the model's parameters, or the other way round, those of neighbours, or of some that a
+trainer picked out (what sequence parallelism has to sum), or in an order of its own (by size or name).
 
 A buffer of another type than the gradients (bfloat16, to send less) holds them as nearly as the coarser type tells. By
 chance an element is within a spacing of bfloat16 on either side of a multiple of a gradient's in less than one of 50
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ LEAST = 6
 """Elements that are not zero, in all: fewer are a multiple of others by chance."""
 MAX_TRIED = 64
 """Runs of parameters that are compared with one buffer."""
+LOOKED_AT_LIKE_ONE_COMPARED = 4
+"""Gradients of which two elements are looked up in that time."""
 MAX_COMPARED = 1024
 """Gradients of a step that are compared with what turns out to be no copy, some 50 us each."""
 ASKED_LIKE_ONE_COMPARED = 128
@@ -62,7 +65,7 @@ class FlatCopies:
         self._infos = infos
         self._held: dict[torch.dtype, Orders] = {}  # those among which the last copy of this type was found
         self._next: dict[torch.dtype, tuple[int, int]] = {}  # direction, and behind how many parameters in it
-        self._picked: list[ParamInfo] = []  # what was in the last buffer of such that are no neighbours
+        self._picked: dict[int, list[ParamInfo]] = {}  # what was in buffers of this size of such that are no neighbours
         self._left = MAX_COMPARED
         self._results: dict[int, deque[Result]] = {}  # by the size of the copy that was reduced
         self._elsewhere = DeviceCopies(self._search_elsewhere, _hold)
@@ -129,8 +132,12 @@ class FlatCopies:
             return again
         held = self._held.get(tensor.dtype)
         left = self._left
-        if self._picked and self._is_copy(flat, self._picked):
-            return _regions(self._picked)
+        if (
+            (known := self._picked.get(flat.numel()))
+            and self._is_copy(flat, known)
+            and not _behind_all(flat, known).any()
+        ):
+            return _regions(known)
         if held is not None and tensor.dtype in self._next:
             order, first = self._next[tensor.dtype]
             run = order, first, _behind(held[order], first, flat.numel())
@@ -150,7 +157,7 @@ class FlatCopies:
             if not (tensor.dim() == 1 or stacked):
                 continue  # an activation: there are many, and each would be compared with all gradients
             if picked := self._pick(flat, held, _filled(flat) if stacked else None):
-                self._left, self._picked = left, picked
+                self._left, self._picked[flat.numel()] = left, picked
                 return _regions(picked)
         return []
 
@@ -187,7 +194,46 @@ class FlatCopies:
                 if (picked := self._walk(flat, own[first:], end)) and self._is_copy(flat, picked):
                     return picked
                 total -= info.param.numel()
-        return []
+        picked = self._walk_in_any_order(flat, held[1], end)
+        return picked if picked and self._is_copy(flat, picked) else []
+
+    def _walk_in_any_order(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
+        """The gradients that fill a buffer, whichever comes next. Two elements of each tell which it may be."""
+        total = sum(info.param.numel() for info in own)
+        if self._left <= 0 or total + _padding(total) < end:
+            return []
+        self._left -= len(own) // LOOKED_AT_LIKE_ONE_COMPARED
+        # One element is a multiple of anything: the largest ones have the first word.
+        marks = [mark for info in own if (mark := _mark(info)) is not None]
+        marks.sort(key=lambda mark: -mark.info.param.numel())
+        if not marks:
+            return []
+        places, numbers = torch.tensor([mark.places for mark in marks]), torch.stack([mark.values for mark in marks])
+        sizes = torch.tensor([mark.info.param.numel() for mark in marks])
+        allowed, lost, _ = _rounding(flat, own)
+        left = torch.ones(len(marks), dtype=torch.bool)
+        picked: list[ParamInfo] = []
+        offset, factor = 0, 0.0
+        while offset < end:
+            (open_,) = (left & (sizes <= flat.numel() - offset)).nonzero(as_tuple=True)
+            values = flat.take((places[open_] + offset).to(flat.device)).double().cpu()
+            ratios = factor if factor else values[:, :1] / numbers[open_, :1]
+            meant = ratios * numbers[open_]
+            near = ((values - meant).abs() <= 4 * allowed * meant.abs() + 2 * lost).all(1) & (meant[:, 0] != 0)
+            for index in open_[near].tolist():
+                if self._left <= 0:
+                    return []
+                self._left -= 1
+                grads, values = _values(flat[offset:], [marks[index].info])
+                told = factor or _multiple(grads, values)
+                if told and _are(values, grads, told, 2 * allowed, lost):
+                    picked.append(marks[index].info)
+                    left[index], factor = False, told
+                    offset += picked[-1].param.numel()
+                    break
+            else:
+                return picked if flat.numel() - offset <= _padding(offset) and not flat[offset:].any() else []
+        return picked
 
     def _walk(self, flat: Tensor, own: Sequence[ParamInfo], end: int) -> list[ParamInfo]:
         """The first gradient and each later one that is what comes next in the buffer, times the same number."""
@@ -231,13 +277,42 @@ def _candidates(held: list[ParamInfo], flat: Tensor) -> list[Run]:
     sizes = tuple([info.param.numel() for info in held])
     runs = _runs(sizes, flat.numel())[:MAX_TRIED]
     padding = flat.numel() - sum(sizes)
-    if held and not runs and 0 < padding <= max(MAX_PADDING, sum(sizes) // 8) and not flat[-padding:].any():
+    if held and not runs and 0 < padding <= _padding(sum(sizes)) and not flat[-padding:].any():
         runs = [(order, 0, len(held)) for order in (1, -1)]  # all of them, filled up to what ranks can divide
     if held and not runs and flat.numel() and not flat[-1]:
         tail = flat[-MAX_PARTS:]
         zeros = len(tail) - _filled(tail) if tail.any() else len(tail) - 1
         runs = [run for few in range(1, zeros + 1) for run in _runs(sizes, flat.numel() - few)][:MAX_TRIED]
     return runs
+
+
+def _behind_all(flat: Tensor, mine: Sequence[ParamInfo]) -> Tensor:
+    return flat[sum(info.param.numel() for info in mine) :]
+
+
+def _padding(num_elements: int) -> int:
+    return max(MAX_PADDING, num_elements // 8)
+
+
+class _Mark(NamedTuple):
+    """Two elements of a gradient, the largest of those that are compared."""
+
+    info: ParamInfo
+    places: tuple[int, int]
+    values: Tensor
+
+
+def _mark(info: ParamInfo) -> _Mark | None:
+    """None for a gradient that is zero there."""
+    grad = _grad(info)
+    assert grad is not None
+    which = _compared(info, grad.detach())
+    values = grad.detach().take(which).cpu().double()
+    if not values.any():
+        return None
+    most = values.abs().topk(min(2, len(values))).indices
+    first, last = int(most[0]), int(most[-1])
+    return _Mark(info, (int(which[first]), int(which[last])), values[[first, last]])
 
 
 def _grad(info: ParamInfo) -> Tensor | None:
