@@ -115,7 +115,7 @@ class Plans:
                 found = info.plans[key] = self._new_plan(
                     info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
                 )
-                if type(tensor) is Tensor and tensor.is_cpu:
+                if type(tensor) is Tensor and tensor.is_cpu and not tensor.is_complex():
                     info.plain = found
             return found, tensor
         key = (tensor.placements, id(tensor.device_mesh))  # type: ignore[attr-defined]

@@ -285,7 +285,9 @@ class Sampler:
         self._keep_bytes(dtype, rows.tobytes(), values)
 
     def keep(self, seq: int, role: int, plan: LocalPlan, values: Tensor) -> None:
-        """Keep one row."""
+        """Keep one row. Of complex numbers the real part: weights are real, so it tells them as well."""
+        if values.is_complex():
+            values = values.real
         dtype = values.dtype
         rows = self._rows.get(dtype)
         if rows is None:
