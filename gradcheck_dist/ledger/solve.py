@@ -163,13 +163,15 @@ def solve(
         members = np.flatnonzero(member_of == group)
         if (sign[members] < 0).any():
             continue  # opposite columns cancel: their coefficients cannot be seen
-        if documented is not None and np.ptp(documented[seen[members]]) > 0:
+        error = float(np.sqrt(spread[group, group]))
+        absent = determined and abs(x[group]) <= SURE_SIGMAS * error  # their sum is nothing: none is in it
+        if documented is not None and np.ptp(documented[seen[members]]) > 0 and not absent:
             continue  # who of them is in it cannot be seen, and an equal share would put in what was left out
         # Any split of parallel columns gives the same sum: it is taken as documented, times one number.
         meant = np.ones(num_columns) if nominal is None or not (nominal[seen[members]] > 0).all() else nominal
         share = meant[column] / float(meant[seen[members]] @ norms[seen[members]])
         coefficients[column] = x[group] * share
-        stderr[column] = np.sqrt(spread[group, group]) * share
+        stderr[column] = error * share
         shares[column, group] = share
     covariance = shares @ spread @ shares.T if determined else None
     gate = RESIDUAL_FACTOR * epsilon * size  # below it each row to spare has to come by chance

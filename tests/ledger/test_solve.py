@@ -45,6 +45,14 @@ def test_parallel_columns_of_which_one_was_left_out_are_not_told_apart() -> None
     assert found.coefficients[2] == pytest.approx(2.0)
 
 
+def test_parallel_columns_whose_sum_is_not_there_are_none_of_them_there() -> None:
+    columns = np.stack([COLUMNS[:, 0], 3 * COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
+    found = solve(columns, columns @ [0.0, 0.0, 2.0], SINGLE, documented=np.array([1.0, 0.0, 1.0]))
+    assert found is not None
+    assert found.coefficients == pytest.approx([0.0, 0.0, 2.0], abs=1e-9)
+    assert np.all(found.stderr < 1e-6)
+
+
 def test_opposite_columns_are_not_told_apart() -> None:
     columns = np.stack([COLUMNS[:, 0], -COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
     found = solve(columns, columns @ [1.0, 1.0, 2.0], SINGLE)
