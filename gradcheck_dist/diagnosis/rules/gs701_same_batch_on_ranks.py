@@ -3,7 +3,8 @@
 ## What it does
 Compares, by a hash of the labels and by the loss and gradients that came out, what data-parallel ranks got in one
 step. Ranks that share their tokens by design (tensor, context and pipeline parallelism) are one data rank and not
-compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. Ranks
+compared with each other, nor are those that gather unequal parts, or each take a part of what they hold alike. Passes
+of which nothing is in what an optimizer reads (a held-out batch whose gradient is looked at) may be every rank's. Ranks
 that nothing but their labels makes one data rank are found by what they do: each computes the whole gradient with a
 copy of the whole model, nothing is exchanged among them, and their gradients are reduced together. The same batch in
 several steps is not looked at: a toy that overfits one batch is a fine test.
@@ -37,7 +38,8 @@ import numpy as np
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.diagnosis.answer import Answer
 from gradcheck_dist.diagnosis.audits.facts import Remark, StepFacts
-from gradcheck_dist.ledger.contributions import Contribution
+from gradcheck_dist.diagnosis.losses.returned import weighing
+from gradcheck_dist.ledger.contributions import Contribution, ContributionKey
 from gradcheck_dist.ledger.exchanges import GATHER, SLICE, SUM, passed
 from gradcheck_dist.ledger.repeated_batches import repeating
 from gradcheck_dist.wording import numbered
@@ -55,15 +57,15 @@ SAME_LOSS = 1e-4
 
 
 def could_audit(facts: StepFacts) -> bool:
-    return len({one.key[0] for one in facts.contributions.by_key.values() if _tells(one)}) > 1
+    return len({one.key[0] for one in _taking_part(facts) if _tells(one)}) > 1
 
 
 def audit(facts: StepFacts) -> Iterator[Remark]:
     yield from _repeated(facts)
     alike: dict[tuple[object, ...], list[Contribution]] = defaultdict(list)
-    for one in facts.contributions.by_key.values():
-        if _tells(one):
-            alike[one.label_hash, one.num_tokens].append(one)
+    taking_part = _taking_part(facts)
+    for one in filter(_tells, taking_part):
+        alike[one.label_hash, one.num_tokens].append(one)
     apart = _data_place(facts)
     # A sum of activations that differ between ranks makes sense for one batch alone, whose work they divide.
     by_design = [set(one.ranks) for one in passed(facts.data.events) if one.forward in (GATHER, SLICE, SUM)]
@@ -84,7 +86,7 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     data_ranks = sorted({one.key[0] for copies in shared for one in copies})
     ranks = sorted({rank for copies in shared for one in copies for rank in one.ranks})
     repeated = sum(len(copies) - 1 for copies in shared)
-    total = len(facts.contributions.by_key)
+    total = len(taking_part)
     first = shared[0][0]
     shown = ", ".join(f"(k={one.key[1]}, microbatch {one.key[2]})" for one in (copies[0] for copies in shared[:4]))
     more = f" and {len(shared) - 4} more" if len(shared) > 4 else ""
@@ -127,9 +129,28 @@ def _repeated(facts: StepFacts) -> Iterator[Remark]:
         )
 
 
+def _taking_part(facts: StepFacts) -> list[Contribution]:
+    """Contributions but for those of which surely nothing is in what an optimizer reads."""
+    weighs, seen = weighing(facts.held)
+    joined = {key for held in facts.held for key in held.replay.basis.keys}
+    nowhere = (seen - weighs) | (_with_gradients(facts) - joined)
+    return [one for key, one in facts.contributions.by_key.items() if key not in nowhere]
+
+
 def _tells(one: Contribution) -> bool:
     """Whether a batch can be recognised: labels and loss were seen, and it holds tokens."""
     return one.label_hash is not None and bool(one.value) and bool(one.num_tokens)
+
+
+def _with_gradients(facts: StepFacts) -> set[ContributionKey]:
+    """Contributions of which some gradient was seen, of whatever parameter."""
+    coordinate = facts.contributions.coordinate
+    return {
+        (coordinate.get(rank, rank), *slot)
+        for tracks in facts.data.tracks.values()
+        for rank, track in tracks.items()
+        for slot in track.leaves
+    }
 
 
 def _same_loss(one: Contribution, other: Contribution) -> bool:
