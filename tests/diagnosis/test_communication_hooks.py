@@ -13,10 +13,10 @@ from gradcheck_dist.diagnosis.finding import Report
 RANKS, REDUCE_LINE = 3, 16
 
 
-def judged(factor: float, *, num_reductions: int = 1) -> Report:
-    """Three ranks whose losses are multiplied by their number, and a hook that sums over them and multiplies by
-    `factor`, behind the last of two passes or behind both."""
-    world = World(Trainer(root=global_mean(RANKS), impl="none", data_ranks=RANKS, accumulation=2), 3)
+def judged(factor: float, *, num_reductions: int = 1, times: int = RANKS) -> Report:
+    """Three ranks whose losses are multiplied by their number, or by `times`, and a hook that sums over them and
+    multiplies by `factor`, behind the last of two passes or behind both."""
+    world = World(Trainer(root=global_mean(times), impl="none", data_ranks=RANKS, accumulation=2), 3)
     for k in range(2):
         _backward(world, k, 0)
         if k < 2 - num_reductions:
@@ -35,6 +35,13 @@ def judged(factor: float, *, num_reductions: int = 1) -> Report:
 def test_a_hook_that_averages_is_what_losses_times_the_ranks_ask_for() -> None:
     assert judged(1 / RANKS).verdict == "clean"
     assert judged(1 / RANKS, num_reductions=2).verdict == "clean"
+
+
+def test_a_hook_that_averages_what_is_divided_by_all_tokens_averages_twice() -> None:
+    (finding,) = judged(1 / RANKS, times=1).findings
+    assert (finding.code, finding.factor.expression) == ("GS101", "1/dp_replicate")
+    assert finding.first_event is not None and finding.first_event.line == REDUCE_LINE
+    assert "train.hook" in finding.explanation
 
 
 def test_a_hook_that_divides_twice_is_one_fault_and_the_losses_are_none() -> None:

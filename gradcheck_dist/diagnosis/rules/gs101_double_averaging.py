@@ -2,8 +2,9 @@
 
 ## What it does
 Finds a data-parallel reduction (DDP, FSDP, HSDP) whose operation divides by the number of ranks, or a sum that a line
-of the trainer's divides by it, or an average that is made of messages which nobody recorded, after a loss that was
-already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the size of the group.
+or a communication hook of the trainer's divides by it, or an average that is made of messages which nobody recorded,
+after a loss that was already divided by the tokens of all ranks. Every weight is 1/R of what it should be, R being the
+size of the group.
 
 ## Why it matters
 Adam divides a uniform factor away and clipping rescales it away, so the loss curve looks fine for weeks. But the clip
@@ -60,6 +61,8 @@ def judge(case: Case) -> Answer | None:
         return _by_hand(case, summed) if summed is not None else None
     if case.scaled_alike and case.combined_unseen:
         return _unseen(case)
+    if event is not None and (in_hook := _in_hook(case, event)) is not None:
+        return in_hook
     if event is None or not case.recorded or case.culprit.wrong_constant or case.pattern.kind != "uniform":
         return None
     factor = nominal_factor(event)
@@ -110,6 +113,22 @@ def _unseen(case: Case) -> Answer | None:
         explanation=f"{_loss(case)}, and between these two lines, by nothing recorded, gradients are averaged over "
         f"{size} ranks: they are 1/{size} of the objective's.",
         fix=f"Add them up without dividing by {size}, or multiply the loss by {size} (c = R/N) so that it undoes it.",
+    )
+
+
+def _in_hook(case: Case, event: Reduce) -> Answer | None:
+    """A communication hook of the trainer's that calls a sum, or what nobody knows, and makes an average of it."""
+    size, factor, tolerance = event.num_ranks, case.culprit.factor, max(1e-3, 2 * case.pattern.tolerance)
+    if event.impl != "ddp" or event.hook is None or not _divides_by(case, size):
+        return None
+    if factor is None or abs(factor * size - 1) > tolerance or case.culprit.nominal not in (None, 1):
+        return None
+    if any(abs(cell.root_ratio - 1) > tolerance for _, cell in case.cells):
+        return None
+    return Answer(
+        explanation=f"{_loss(case)}, and the communication hook {event.hook} then averages over {size} ranks: the "
+        f"gradient is {case.names[0].expression if case.names else f'1/{size}'} of the objective's.",
+        fix=f"Let the hook return the sum, or multiply the loss by {size} (c = R/N) so that its average undoes it.",
     )
 
 
