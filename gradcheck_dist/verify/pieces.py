@@ -64,6 +64,8 @@ def dense(tensor: Tensor) -> Tensor:
 def sample(tensor: Tensor) -> Tensor:
     """At most NUM_SAMPLES elements at fixed places of the local part, float64, shape (n,), on its device."""
     flat = dense(local(tensor).detach()).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
     stride = max(1, -(-flat.numel() // NUM_SAMPLES))
     return flat[::stride].to(torch.float64).clone()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,15 @@ class Filtered(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("verify", [False, True], ids=["recorded", "verified"])
 @pytest.mark.parametrize(("divided", "found"), [(1, []), (PASSES, ["GS303"])])
 def test_a_complex_parameter_is_judged_like_the_others(
-    dtype: torch.dtype, divided: int, found: list[str], tmp_path: Path
+    dtype: torch.dtype, divided: int, found: list[str], verify: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model = Filtered(dtype)
     optimizer = torch.optim.Adam(model.parameters())
-    with attach(tmp_path / "run"):
+    with warnings.catch_warnings(action="error"), attach(tmp_path / "run", verify=verify):
         for _ in range(3):
             batches = [torch.randint(WORDS, (2, 2, 9 + 4 * k)) for k in range(PASSES)]
             num_tokens = sum(labels.numel() for _, labels in batches)
