@@ -164,9 +164,10 @@ def solve(
         if (sign[members] < 0).any():
             continue  # opposite columns cancel: their coefficients cannot be seen
         error = float(np.sqrt(spread[group, group]))
-        absent = determined and abs(x[group]) <= SURE_SIGMAS * error  # their sum is nothing: none is in it
-        if documented is not None and np.ptp(documented[seen[members]]) > 0 and not absent:
-            continue  # who of them is in it cannot be seen, and an equal share would put in what was left out
+        if documented is not None and np.ptp(said := documented[seen[members]]) > 0:
+            least = np.min(np.abs(said * norms[seen[members]]), where=said != 0, initial=np.inf)
+            if not (determined and abs(x[group]) <= SURE_SIGMAS * error < least / 2):  # else surely none is in it
+                continue  # who of them is in it cannot be seen, and an equal share would put in what was left out
         # Any split of parallel columns gives the same sum: it is taken as documented, times one number.
         meant = np.ones(num_columns) if nominal is None or not (nominal[seen[members]] > 0).all() else nominal
         share = meant[column] / float(meant[seen[members]] @ norms[seen[members]])

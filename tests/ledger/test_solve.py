@@ -53,6 +53,13 @@ def test_parallel_columns_whose_sum_is_not_there_are_none_of_them_there() -> Non
     assert np.all(found.stderr < 1e-6)
 
 
+def test_parallel_columns_that_noise_may_hide_are_not_taken_for_absent() -> None:
+    columns = np.stack([COLUMNS[:, 0], 3 * COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
+    noise = 2.0 * np.random.default_rng(0).normal(size=len(columns))
+    found = solve(columns, columns @ [1.0, 0.0, 2.0] + noise, SINGLE, documented=np.array([1.0, 0.0, 1.0]))
+    assert found is not None and np.isnan(found.coefficients[:2]).all()
+
+
 def test_opposite_columns_are_not_told_apart() -> None:
     columns = np.stack([COLUMNS[:, 0], -COLUMNS[:, 0], COLUMNS[:, 1]], axis=1)
     found = solve(columns, columns @ [1.0, 1.0, 2.0], SINGLE)
