@@ -70,6 +70,8 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
     apart_by_name = {held.param for held in facts.held if plain_name(held.param[1]) != held.param[1]}
     shards = [held for held in facts.held if held.param in laid_out | apart_by_name]
     copies = [held for held in facts.held if held.param not in laid_out | apart_by_name]
+    if "GS103" not in facts.found and apart_by_name:
+        return  # parts by hand that are scaled by a number need not be shards: experts over their own ranks
     if not groups or not any(_explains(facts, shards, copies, own) for own in _owns(facts, groups, apart_by_name)):
         return
     first = min(facts.contributions.by_key.values(), key=lambda one: one.key)
