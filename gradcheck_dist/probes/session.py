@@ -335,7 +335,7 @@ def _rank_and_world_size() -> tuple[int, int]:
             f"RANK is {rank!r} and WORLD_SIZE is {world_size!r} in the environment; legal values are whole numbers, "
             "RANK from 0 up to, not including, WORLD_SIZE. Unset both where one process trains alone, else start the "
             "ranks with torchrun.",
-            code="E514",
+            code="E304",
         )
     return int(rank), int(world_size)
 

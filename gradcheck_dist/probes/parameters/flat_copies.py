@@ -208,10 +208,13 @@ class FlatCopies:
         marks.sort(key=lambda mark: -mark.info.param.numel())
         if not marks:
             return []
-        places, numbers = torch.tensor([mark.places for mark in marks]), torch.stack([mark.values for mark in marks])
-        sizes = torch.tensor([mark.info.param.numel() for mark in marks])
+        places, numbers = (
+            torch.tensor([mark.places for mark in marks], device="cpu"),
+            torch.stack([mark.values for mark in marks]),
+        )
+        sizes = torch.tensor([mark.info.param.numel() for mark in marks], device="cpu")
         allowed, lost, _ = _rounding(flat, own)
-        left = torch.ones(len(marks), dtype=torch.bool)
+        left = torch.ones(len(marks), dtype=torch.bool, device="cpu")
         picked: list[ParamInfo] = []
         offset, factor = 0, 0.0
         while offset < end:
