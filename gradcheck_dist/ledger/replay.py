@@ -44,8 +44,6 @@ HEALTHY = 0.75
 """Residual in units of epsilon up to which nothing but rounding speaks (measured: 0.25 at most on healthy runs)."""
 SELDOM = 1e-6
 """A run tries as many gradients as there are parameters, ranks, samples and steps; chance must hit none of them."""
-FITTED_SIGMAS = 3.0
-"""Standard errors by which fitted coefficients may be off."""
 AS_SAID = 1e-3
 """Difference up to which measured weights are those of a reading of the records."""
 LEAF_ORDER, BEFORE_ORDER, EVENT_ORDER, AFTER_ORDER = range(4)
@@ -322,8 +320,6 @@ class _Machine:
             if added is not None:
                 return added
             entry.given = tuple(one.as_one() for one in self.given if one.columns) if len(self.given) > 1 else ()
-        elif (rounded := self._rounded(point, everything, told)) is not None:
-            return rounded
         solution = chain[3] if chain is not None else direct[3] if direct is not None else None
         return None, None, None, solution
 
@@ -332,29 +328,6 @@ class _Machine:
         given = [one.as_one() for one in self.given if one.columns]
         added = self._solve(point, given, np.ones(len(given))) if len(self.given) > 1 else None
         return added if added is not None and added[3].fits and added[3].checked else None
-
-    def _rounded(self, point: Point, everything: list[Column], told: np.ndarray) -> Measured | None:
-        """What ranks put together by themselves, of parts that each of them sent in a coarser type (all_to_all, copies
-        that were gathered): off by a rounding of each rank's part and one of the sum, element by element, and by what
-        fitted coefficients are."""
-        y, origin = point.values.data, np.array([self.basis.origin[column] for column in self._arrived(point)])
-        for dtype in ("float16", "bfloat16"):
-            epsilon = EPSILON[dtype]
-            if epsilon <= self.result.epsilon:
-                continue
-            found = made_up_of(everything, y, epsilon, len(self.basis), told)
-            if found is None or not (found[3].fits and found[3].checked):
-                continue
-            # What is zero where it was sampled has no coefficient.
-            columns = np.array([column.data for column in everything])
-            summands = np.nan_to_num(found[3].coefficients)[:, None] * columns
-            parts = np.array([summands[origin == rank].sum(axis=0) for rank in np.unique(origin)])
-            off, room = np.abs(y - parts.sum(axis=0)), 0.5 * epsilon * (np.abs(parts).sum(axis=0) + np.abs(y))
-            room += FITTED_SIGMAS * np.nan_to_num(found[3].stderr) @ np.abs(columns)
-            rows = np.isfinite(off) & np.isfinite(room)
-            if rows.any() and len(parts) > 1 and (off[rows] <= room[rows]).all():
-                return found
-        return None
 
     def _everything(self, point: Point, buffer: Buffer) -> tuple[list[Column], np.ndarray]:
         """The contributions that can be in a buffer by now, as columns, and what its records say of these."""
