@@ -331,9 +331,11 @@ def _rank_and_world_size() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        names = ("RANK", "WORLD_SIZE")
+        given = [f"{name} is {os.environ[name]!r}" if name in os.environ else f"{name} is not set" for name in names]
         raise GradcheckError(
-            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r} in the environment; legal values are whole numbers, "
-            "RANK from 0 up to, not including, WORLD_SIZE. Unset both where one process trains alone, else start the "
+            f"{' and '.join(given)} in the environment; legal values are whole numbers, RANK from 0 up to, not "
+            "including, WORLD_SIZE (1 if it is not set). Unset both where one process trains alone, else start the "
             "ranks with torchrun.",
             code="E304",
         )

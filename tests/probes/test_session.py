@@ -240,3 +240,19 @@ def test_a_recorded_rank_is_never_overwritten(tmp_path: Path) -> None:
     record(healthy, tmp_path)
     with pytest.raises(GradcheckError, match="nothing recorded is ever overwritten"):
         attach(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "said"), [(None, "WORLD_SIZE is not set"), ("2", "WORLD_SIZE is '2'"), ("", "WORLD_SIZE is ''")]
+)
+def test_ranks_that_the_environment_cannot_mean_are_refused_as_it_says_them(
+    world_size: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(GradcheckError, match=f"RANK is '5' and {said} in the environment") as refused:
+        attach(tmp_path / "run")
+    assert refused.value.code == "E304"
+    assert not list(tmp_path.rglob("*.trace"))
