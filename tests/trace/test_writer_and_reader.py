@@ -217,8 +217,9 @@ def test_ranks_of_groups_that_were_made_from_an_array_are_numbers(tmp_path: Path
         columns.add(step, [msgspec.structs.replace(reduced, seq=step + 1, step=step)])
     columns.flush()
     writer.close()
-    [read, *_] = read_trace(path).events
+    read, *others = read_trace(path).events
     assert isinstance(read, Reduce) and read.group == (0, 1)
+    assert not [event for event in others if isinstance(event, ProbeError)]
 
 
 def test_a_forked_child_stays_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
