@@ -7,7 +7,6 @@ import gc
 import importlib
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradcheck_dist.errors import GradcheckError
@@ -121,6 +120,8 @@ def overview() -> str:
 
 
 def _has_folder() -> bool:
+    from pathlib import Path  # 3 ms, which `gradcheck --help` need not take
+
     try:
         Path.cwd()
     except FileNotFoundError:

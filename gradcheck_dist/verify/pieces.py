@@ -62,7 +62,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At most NUM_SAMPLES elements at fixed places of the local part, float64, shape (n,), on its device."""
+    """At most NUM_SAMPLES elements at fixed places of the local part, float64, shape (n,), on its device; of complex
+    numbers both parts are elements."""
     flat = dense(local(tensor).detach()).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
