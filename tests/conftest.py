@@ -39,6 +39,14 @@ if os.environ.get("GRADCHECK_TEST_DEVICE"):
         launch.launch = on_cuda.through(launch.launch)
         ON_DEVICE = on_cuda.OnDevice
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("GRADCHECK_TEST_DEVICE") == "elsewhere":
+        for item in items:
+            if item.name in elsewhere.LESS_IS_KNOWN:
+                item.add_marker(pytest.mark.xfail(reason=elsewhere.LESS_IS_KNOWN[item.name], strict=True))
+
+
 ONE_BY_ONE = (
     "tests/boot/test_mishaps.py",
     "tests/clients/test_clients.py",
