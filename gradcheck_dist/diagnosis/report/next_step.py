@@ -35,6 +35,11 @@ BRING = (
     "Ranks of another machine recorded into a folder there: copy its rank-*.trace files into this one, or give every "
     "machine the same --out on a shared file system. Otherwise record again."
 )
+NO_DISTRIBUTION_SAYS = (
+    "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on these ranks: numbers "
+    "and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of exponentials with SUM."
+)
+RECORD_WHOLE = "Record a whole optimizer step and judge again."
 SAYS = {
     NOT_EMPTIED: "Call optimizer.zero_grad() after every scaler.step(), also where it skips the step.",
     ALL_SKIPPED: "Record later steps, when the loss scale has come down: --steps 10:13 records these three.",
@@ -47,9 +52,7 @@ SAYS = {
     "final, and record again.",
     ONE_LOSS: "Compute the loss of one batch on one process, and on these ranks: all numbers are to be the same.",
     ONE_WEIGHT: "Multiply and divide the loss by the same numbers on all ranks of one model.",
-    NO_DISTRIBUTION: "Compute the loss of one batch from whole logits, by F.cross_entropy, and by this function on "
-    "these ranks: numbers and gradients are to be the same. The maximum has to be all-reduced with MAX, the sum of "
-    "exponentials with SUM.",
+    NO_DISTRIBUTION: NO_DISTRIBUTION_SAYS,
     OF_OTHERS: "Look at the order in which microbatches, or several tensors of one, are sent back, and to which output "
     "each gradient is given.",
     SOME_ALONE: "Give all of these gradients to backward, each with its output; hand on what is to be a constant "
@@ -91,10 +94,69 @@ SAYS = {
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
     FEW_SAMPLES: LARGER_SAMPLE,
+    "is empty (None or zeros) when the optimizer comes": "Nothing to do where these layers are to be frozen; else look "
+    "what the lines behind that one do to their `.grad`.",
+    "are not to count, that is meant": "Nothing to do where such ranks are not to count; else divide by all ranks.",
+    "degree or count makes these numbers": "Nothing to do where these numbers are meant; else look for a hook "
+    "(register_hook) on these parameters.",
+    "than the clip's norm tells": "Record a step whose gradients are shorter than the clip's norm (--steps 100:103), "
+    "or once with a larger norm.",
+    "if it divides by this number as well": "Nothing to do where these lines divide by it, too; else divide by it in "
+    "front of the clip, or multiply the norm that it clips to.",
+    "are means over these ranks' own tokens": "Nothing to do where these are heads of a task each; else divide what "
+    "they hold by the tokens of all ranks.",
+    "set_gradient_divide_factor": "Call set_gradient_divide_factor with the number of all ranks on these modules.",
+    "parts of one loss over one batch": "Nothing to do where each pass has a batch of its own; parts of one loss add "
+    "up, so nothing may divide by their number.",
+    "whether a batch was to be left out": "Nothing to do where that batch is to be left out; else look what multiplies "
+    "its loss by zero.",
+    "recorded without samples cannot be judged": "Record these steps with samples: without --every-step, or with "
+    "--steps.",
+    "clipped by hand by unlike coefficients": "Take the norm of whole gradients (full_tensor()), one on all ranks.",
+    "as it updates parameters is not known": "Nothing to do where the update divides by this number; else divide the "
+    "loss by it. Recorded with the division outside of the update, all is judged.",
+    "what it combines over ranks is not followed": "Compare the updates of one step with those of one process on the "
+    "same batches: what is reduced inside of an optimizer's step is not seen.",
+    "moved no parameter. Either": "Look what that optimizer divides by when it moves parameters; recorded with "
+    "accumulation in .grad, all is judged.",
+    "changed inside of the backward pass": "Record once with an optimizer that steps behind backward.",
+    "labels are not those of the tokens": "Look how tokens and labels come together (a shift, a queue, a batch that "
+    "was fetched ahead): both are to be of one pass.",
+    "is left from an earlier step": "Compute it by backward() while recording, or empty it before the step.",
+    "before any loss was seen there": "Record from a step on in which every rank has a batch (--steps N:M).",
+    "masked as a whole": "Nothing to do where these sequences are meant to count; else divide by those that have a "
+    "label.",
+    "another multiple of exp(logit)": NO_DISTRIBUTION_SAYS,
+    "none of those which left these": "Nothing to do where gradients are compressed on the way; else look what is sent "
+    "and received between these stages.",
+    "each should weigh is not known. `--objective sequence-mean`": "Divide by tokens, or judge with `--objective "
+    "sequence-mean`.",
+    "is a function of the data": "Where what multiplies is not to have a gradient, detach it and record again; else "
+    "compare one step's gradients with those of one process.",
+    "param.tensor_model_parallel = True": "Set `param.tensor_model_parallel = True` on each parameter that is a shard, "
+    "and record again; all-reduce the gradients of those that are copies.",
+    "one gradient two times": "Look whether that function runs its backward pass twice, or both accumulates and "
+    "returns a gradient.",
+    "start_localSGD_iter": "Record steps before it (--steps).",
+    "emptied before anybody saw": "Leave gradients until the next forward pass, or empty them with zero_grad(), and "
+    "record again.",
+    "was replayed from a CUDA graph": "Record steps before the capture (--steps).",
+    "where gradients are applied a step late": "Nothing to do where they are meant to be applied a step late; else let "
+    "the last pass of a step reduce, too.",
+    "follow no mean over its positions": "Nothing to do where these weights are meant; else multiply the term by one "
+    "number everywhere, or make it a mean over the microbatch.",
+    "lacks the last records": "Record again, and let the run come to its end.",
     "and is damaged: ": "Copy that rank's trace again from where it was recorded, or record again.",
+    "is no combination of the recorded contributions": "Look what makes these gradients besides backward and its "
+    "reductions (noise, a running mean, what an earlier step left); recorded without that, or from the first step on, "
+    "all is judged.",
+    "did not reach the optimizer": RECORD_WHOLE,
+    "no backward pass was recorded": RECORD_WHOLE,
+    "before the optimizer is not known": RECORD_WHOLE,
     "mark_loss": "Add mark_loss where the loss is computed and record again.",
 }
 """By what stands in a reason, the first that does."""
+OTHERWISE = "Nothing to do where what the reason names is meant; else change that, and record again."
 
 
 def next_step(report: Report) -> str:
@@ -107,4 +169,4 @@ def next_step(report: Report) -> str:
             return step
     if any(one.reason == TOO_FEW for one in report.coverage.unidentifiable):
         return LARGER_SAMPLE
-    return "Record a whole optimizer step and judge again."
+    return OTHERWISE
