@@ -110,8 +110,8 @@ SAYS = {
     "up, so nothing may divide by their number.",
     "whether a batch was to be left out": "Nothing to do where that batch is to be left out; else look what multiplies "
     "its loss by zero.",
-    "recorded without samples cannot be judged": "Record these steps with samples: without --every-step, or with "
-    "--steps.",
+    "recorded without samples cannot be judged": "Sample some of these steps (--every N), or add mark_loss where a "
+    "loss counts no tokens.",
     "clipped by hand by unlike coefficients": "Take the norm of whole gradients (full_tensor()), one on all ranks.",
     "as it updates parameters is not known": "Nothing to do where the update divides by this number; else divide the "
     "loss by it. Recorded with the division outside of the update, all is judged.",
