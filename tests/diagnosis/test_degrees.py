@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from random_trainers import global_mean
 from simulator import Trainer, World
 
@@ -33,3 +34,14 @@ def test_ranks_with_tokens_of_their_own_that_exchange_activations_are_a_degree()
 def test_a_group_of_all_ranks_is_the_world() -> None:
     context = judge_step(run_of(2, 2), 0, "global-token-mean", "given").context
     assert not {"ranks_per_exchange", "exchange_groups", "ranks_per_batch"} & context.quantities.keys()
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(2, 4.0), (1, None)])
+def test_axes_that_share_each_batch_together_are_one_degree(tp: int, expected: float | None) -> None:
+    """A count over the world has each token pp * tp times, which no single axis is."""
+    run = World(Trainer(root=global_mean(), data_ranks=4, stages=2)).run()
+    for trace in run.ranks.values():
+        trace.header.axes = {"dp_replicate": 4 // tp, "tp": tp, "pp": 2}
+        trace.header.same_data = ((0, 1, 4, 5), (2, 3, 6, 7)) if tp > 1 else ((0, 4), (1, 5), (2, 6), (3, 7))
+    context = judge_step(run, 0, "global-token-mean", "given").context
+    assert context.quantities.get("ranks_per_batch") == expected

@@ -16,7 +16,7 @@ from gradcheck_dist.trace.run import Run
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 """Axes along which ranks hold other tokens."""
 RANKS_PER_BATCH = "ranks_per_batch"
-"""How many ranks evaluate each batch, of all or of a reduction's group, where no axis is known to be that."""
+"""How many ranks evaluate each batch, of all or of a reduction's group, where no single axis is known to be that."""
 LOSS_SCALE = "loss_scale"
 EVALUATED = "evaluated_tokens"
 """The tokens of all losses of a step, also of those that never went backward; where there are any of these."""
@@ -103,8 +103,10 @@ def _unnamed_degrees(context: StepContext, events: dict[int, list[Event]]) -> di
     contributions, axes = context.contributions, context.axes
     data_ranks, found = contributions.num_coordinates, {}
     shares = {len(ranks) for ranks in contributions.ranks_of_coordinates()}
-    if len(shares) == 1 and context.num_stages == 1 and axes["tp"] == axes["pp"] == 1:
-        found[RANKS_PER_BATCH] = float(shares.pop())
+    shared = shares.pop() if len(shares) == 1 else 1
+    parted = [axes[name] for name in ("tp", "pp") if axes[name] > 1]
+    if (not parted and context.num_stages == 1) or (len(parted) > 1 and shared == prod(parted)):
+        found[RANKS_PER_BATCH] = float(shared)
     sizes = {size for size, own in exchanging(events, contributions) if own}
     if len(sizes) == 1 and axes["cp"] == axes["ep"] == 1 and data_ranks % max(sizes) == 0:
         found[RANKS_PER_EXCHANGE] = float(max(sizes))
