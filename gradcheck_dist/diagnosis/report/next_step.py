@@ -145,7 +145,8 @@ SAYS = {
     "the last pass of a step reduce, too.",
     "follow no mean over its positions": "Nothing to do where these weights are meant; else multiply the term by one "
     "number everywhere, or make it a mean over the microbatch.",
-    "lacks the last records": "Record again, and let the run come to its end.",
+    "whole frames are gone": "Copy that rank's trace again from where it was recorded; else record again, and let the "
+    "run come to its end.",
     "and is damaged: ": "Copy that rank's trace again from where it was recorded, or record again.",
     "is no combination of the recorded contributions": "Look what makes these gradients besides backward and its "
     "reductions (noise, a running mean, what an earlier step left); recorded without that, or from the first step on, "
