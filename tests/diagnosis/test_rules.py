@@ -218,6 +218,22 @@ def test_what_empties_gradients_unrecorded_is_named_and_its_place_is_a_gap() -> 
     assert culprit_of(finding) == Culprit("backward", True, "backward")
 
 
+@pytest.mark.parametrize(
+    ("beside", "codes"),
+    [
+        (replace(AVERAGING, root=global_mean()), {"GS401", "GS101"}),
+        (replace(HEALTHY, root=global_mean(3)), {"GS401", "GS303"}),
+        (replace(HEALTHY, not_reduced=frozenset({"norm.weight"})), {"GS401", "GS103"}),
+    ],
+)
+def test_what_empties_gradients_unrecorded_is_named_beside_another_fault_too(beside: Trainer, codes: set[str]) -> None:
+    """Of a contribution that was emptied nothing is left by which another hand could be measured."""
+    run = World(replace(beside, zero_between=True)).run()
+    for trace in run.ranks.values():
+        trace.events = [event for event in trace.events if not isinstance(event, ZeroGrad)]
+    assert {finding.code for finding in diagnose(run).findings} == codes
+
+
 def test_a_missing_reduction_is_named_after_ranks_also_where_as_many_passes_add_up() -> None:
     finding = judged(replace(AVERAGING, sync="never", accumulation=AVERAGING.data_ranks)).findings[0]
     assert (finding.code, finding.factor.exact) == ("GS103", "2")

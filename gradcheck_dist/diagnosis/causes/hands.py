@@ -288,6 +288,8 @@ def _culprit_of_hand(one: Judged, hand: Hand, mode: str, search: Search) -> Culp
     acting = steps[1:] if mode == "once" else steps
     step = next((step for step in acting if step.factor != 1), acting[0])
     measured = next((gap.factor for gap in one.account.gaps if gap.inside and gap.end is step.event), 1.0)
+    if any(not share for _, share in one.shares):
+        measured = 1.0  # of what something else emptied nothing was left to measure
     nominal = None if step.opaque else step.factor
     return Culprit(kind_of(step.event), step.rank, step.event, nominal=nominal, factor=step.factor * measured,
                    wrong_constant=mode == "other")  # fmt: skip

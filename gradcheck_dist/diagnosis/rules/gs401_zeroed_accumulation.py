@@ -91,10 +91,11 @@ def audit(facts: StepFacts) -> Iterator[Remark]:
 
 
 def _only_the_last(case: Case) -> bool:
-    """Whether all passes up to some accumulation step weigh nothing, and all later ones what they should."""
+    """Whether all passes up to some accumulation step weigh nothing, and all later ones what they should but for what
+    is told apart."""
     gone = {cell.key[1] for _, cell in case.cells if not cell.right}
     if case.terms or not gone or any(abs(cell.ratio) > GONE for _, cell in case.cells if not cell.right):
         return False
     last = max(gone)
-    every = [(cell, cell.key[1]) for held in case.held for cell in held.cells]
-    return last + 1 < case.context.num_accumulation and all(cell.right == (step > last) for cell, step in every)
+    every = [(abs(cell.ratio) > GONE, cell.key[1]) for held in case.held for cell in held.cells]
+    return last + 1 < case.context.num_accumulation and all(is_there == (step > last) for is_there, step in every)
