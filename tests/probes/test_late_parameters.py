@@ -1,4 +1,4 @@
-"""Parameters that are made, trained or filled late: lazy ones, frozen ones, sparse gradients."""
+"""Parameters that are made, trained or filled late: lazy ones, frozen ones, sparse gradients, those of other models."""
 
 from __future__ import annotations
 
@@ -74,3 +74,43 @@ def test_weights_that_are_computed_for_a_call_are_no_parameters(factor: float, t
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.coverage.unidentifiable) == ("clean" if factor == 1 else "findings", [])
     assert [one.factor.observed for one in report.findings] == ([] if factor == 1 else [pytest.approx(factor)])
+
+
+class Adapted(nn.Module):
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.side = inner, nn.Linear(DIM, VOCAB)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.side(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["a module that is put into the model", "another model"])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_what_an_optimizer_gets_behind_the_first_step_is_judged_at_once(
+    kind: str, factor: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    with attach(tmp_path / "run", steps=range(2 * STEPS)):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2 * STEPS):
+            late = step == STEPS
+            if late and kind == "another model":
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            elif late:
+                model.head = Adapted(model.head)  # type: ignore[assignment,arg-type]
+                optimizer.add_param_group({"params": model.head.side.parameters()})
+            tokens = torch.randint(VOCAB, (24,))
+            loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+            (loss * factor if late else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = read_run(tmp_path / "run")
+    report = diagnose(run)
+    assert (report.verdict, report.run.steps) == ("clean" if factor == 1 else "findings", list(range(2 * STEPS)))
+    assert [(one.step, one.factor.exact) for one in report.findings] == ([] if factor == 1 else [(STEPS, "1/4")])
+    names = {param.name for param in run.ranks[0].params.values()}
+    assert names > {"Net.head.weight" if kind == "another model" else "head.side.weight"}
+    assert not any(name.startswith("unnamed") for name in names)

@@ -198,11 +198,17 @@ class Discovery:
         self._frozen: list[ParamInfo] = []
         self.forwards = Forwards()
         self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
+        self._again = False  # whether the module that is called next may have got parameters since its last call
 
     def start(self) -> None:
         if self._handle is None:
             self._quiet.begin()
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
+
+    def look_again(self) -> None:
+        """Parameters have come after all had been found: the next outermost call names all below it once more."""
+        self._again |= self._handle is None
+        self.start()
 
     def has_hooked(self, param: Tensor) -> bool:
         return id(param) in self._hooked
@@ -233,7 +239,8 @@ class Discovery:
             for listener in CALL_LISTENERS:
                 listener(self._recorder, module)
         known = self._recorder.registry.known_modules
-        if id(module) not in known and next(module.parameters(), None) is not None:
+        if (self._again or id(module) not in known) and next(module.parameters(), None) is not None:
+            self._again = False
             add_root(self._recorder, module, None)
 
     def hook(self, info: ParamInfo, leaf: Tensor) -> None:

@@ -49,8 +49,17 @@ def install(recorder: Recorder, patches: Patches) -> None:
         def make(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             waiting.add(self)
+            comes(recorder, self.param_groups)
 
         return make
+
+    def watch_adding(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+            original(self, param_group)
+            comes(recorder, self.param_groups[-1:])
+
+        return add_param_group
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.captures.under_way:
@@ -74,6 +83,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         stepped(recorder, optimizer)
 
     patches.replace(Optimizer, "__init__", watch_making)
+    patches.replace(Optimizer, "add_param_group", watch_adding)
     patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
     patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
     patches.replace(Optimizer, "zero_grad", lambda original: untraced(_watch_zero(recorder, original)))
@@ -155,6 +165,14 @@ def stepping(
     else:
         discovery.start()
     return seq
+
+
+@guarded("optimizer")
+def comes(recorder: Recorder, groups: list[dict[str, Any]]) -> None:
+    """An optimizer has got parameters: those of another model, or of a module that was put into a known one."""
+    params = (param for group in groups for param in group["params"])
+    if not all(recorder.discovery.has_hooked(param) for param in params if param.requires_grad):
+        recorder.discovery.look_again()
 
 
 def _waits(discovery: Any, waiting: weakref.WeakSet[Optimizer]) -> bool:
