@@ -336,6 +336,11 @@ CUDA_GRAPHS = "cuda_graphs"
 """What is told under this probe's name, as not active, is a step of which a part was replayed from a CUDA graph."""
 
 
+THREADS = "threads"
+"""What is told under this probe's name, as not active, is a step in which several threads trained at once."""
+TRAIN_AT_ONCE = "several threads of this process train at once: which passes belong to whose step is not known"
+
+
 class ProbeStatus(Event, tag="probe_status"):
     """A probe became active, could not hook (`reason`) or was not needed."""
 

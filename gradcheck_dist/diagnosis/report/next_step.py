@@ -22,6 +22,7 @@ from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
 from gradcheck_dist.diagnosis.weights.cells import TOO_FEW
 from gradcheck_dist.diagnosis.words import OF_THE_DATA
+from gradcheck_dist.events import TRAIN_AT_ONCE
 from gradcheck_dist.ledger.transit import OF_OTHERS, SOME_ALONE
 from gradcheck_dist.trace.store import FORBIDDEN
 
@@ -60,6 +61,7 @@ SAYS = {
     NO_COUNT_TELLS: "Nothing to do where these passes are meant to weigh the term apart (a source or a task each); "
     "else multiply it by one coefficient on all ranks and in all passes. gradcheck_dist.mark_loss(..., term=, "
     "coefficient=) on the term tells what is meant.",
+    TRAIN_AT_ONCE: "Train each model in a process of its own, or one after the other, and record again.",
     ALONE: "Nothing to do where that is meant; else build the same parameters on all of these ranks, and reduce each "
     "over all of them, with zeros where a rank has no gradient.",
     NEVER_READ: "Give these parameters to an optimizer, or freeze them (requires_grad_(False)); where theirs steps "

@@ -22,6 +22,7 @@ from gradcheck_dist.events import (
     GATHERED,
     KEPT_BY_OPTIMIZER,
     OWN_OPTIMIZER_PROBE,
+    THREADS,
     UNNAMED,
     UPDATED_INSIDE,
     Loss,
@@ -136,6 +137,7 @@ def why_not(run: Run, data: StepData, contributions: Contributions) -> list[str]
             "one does: which tokens from there belong to which step is not known"
         )
     reasons += numbered_apart(data)
+    reasons += dict.fromkeys(data.told(THREADS))
     if not contributions.by_key:
         tells = "call gradcheck_dist.mark_loss(loss_sum, num_tokens) where the loss is computed"
         reasons.append(f"no loss was seen: {marked_aside(data) or tells}")
@@ -173,9 +175,9 @@ def replayed(data: StepData) -> bool:
 
 
 def out_of_sight(data: StepData) -> bool:
-    """Whether the step's gradients came out of a CUDA graph, or were read inside of the backward pass by no optimizer
-    of torch's: whatever is left of them says nothing."""
-    return replayed(data) or UPDATED_INSIDE in data.told(OWN_OPTIMIZER_PROBE)
+    """Whether the step's gradients came out of a CUDA graph, are those of several threads that train at once, or were
+    read inside of the backward pass by no optimizer of torch's: whatever is left of them says nothing."""
+    return replayed(data) or bool(data.told(THREADS)) or UPDATED_INSIDE in data.told(OWN_OPTIMIZER_PROBE)
 
 
 def passes_unmatched(data: StepData) -> list[int]:

@@ -25,6 +25,7 @@ from gradcheck_dist.probes.recording.captured import BACKWARD
 from gradcheck_dist.probes.recording.dynamo import QuietHooks
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
+from gradcheck_dist.probes.recording.threads import OUTSIDE, graph_task
 
 ROOT_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 """Called with every new root module; other probes use it to find their wrappers inside."""
@@ -38,11 +39,6 @@ CALL_LISTENERS: list[Callable[[Recorder, nn.Module], None]] = []
 
 HOOKS_REDUCE = 4
 """Reductions of one gradient, by hooks of the user's before a wrapper's own, that are told."""
-
-OUTSIDE = -1
-"""What stands for a backward pass where none runs on this thread."""
-
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: OUTSIDE)
 
 OF_GRAD = 2
 """Which positional argument of torch.autograd.grad holds the gradients to start from; of backward it is the second."""
@@ -107,7 +103,7 @@ def _watched_engine(recorder: Recorder, kind: Any) -> Any:
 
 @guarded("autograd")
 def pass_begins(recorder: Recorder) -> None:
-    recorder.passes.begun += _graph_task() == OUTSIDE
+    recorder.passes.begun += graph_task() == OUTSIDE
 
 
 def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +121,7 @@ def _watch_grad(recorder: Recorder, original: Callable[..., Any]) -> Callable[..
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)
         current = recorder.current
-        if current is None or _graph_task() == OUTSIDE:
+        if current is None or graph_task() == OUTSIDE:
             return run(*args, **kwargs)
         current.inner += 1
         try:

@@ -120,6 +120,10 @@ def stepping(
     seq = recorder.next_seq()
     recorder.sample_grads(seq, BEFORE, infos)
     recorder.read.note(recorder.step, infos)
+    if recorder.current is not None:
+        recorder.threads.beside(recorder.current.thread)
+    else:
+        recorder.threads.reads(original.id for info in infos for original in originals(info))
     clipped = recorder.clipped
     record_norms(recorder, seq, [info for info in infos if info.id not in clipped] if clipped else infos)
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,12 +131,14 @@ class BackwardPass:
         "start_ns",
         "started_from",
         "sync",
+        "thread",
         "touched",
         "whole",
     )
 
     def __init__(self, seq: int, microbatch: int, stage: int | None, site: Site | None) -> None:
         self.seq = seq
+        self.thread = get_ident()
         self.microbatch = microbatch
         self.stage = stage
         self.site = site

@@ -16,6 +16,8 @@ from gradcheck_dist.events import (
     AFTER,
     BEFORE,
     LEAF,
+    THREADS,
+    TRAIN_AT_ONCE,
     AnyRecord,
     Backward,
     Event,
@@ -38,6 +40,7 @@ from gradcheck_dist.probes.recording.guard import guarded, kept_away
 from gradcheck_dist.probes.recording.pass_counts import PassCounts
 from gradcheck_dist.probes.recording.samples import NOTHING, HostCopies, Sampler
 from gradcheck_dist.probes.recording.sites import caller_site
+from gradcheck_dist.probes.recording.threads import Threads
 from gradcheck_dist.probes.recording.unsampled import UnsampledSteps
 from gradcheck_dist.steps import end_of
 from gradcheck_dist.trace.writer import TraceWriter
@@ -115,6 +118,7 @@ class Recorder(Sampler):
         self.num_events = self.num_rows = self.num_norms = 0  # of this step: StepEnd tells, so that a loss shows
         self._flushed_ns = 0
         self.captures = Captures()
+        self.threads = Threads()
         self._deferred: Deferred = []
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
@@ -161,6 +165,7 @@ class Recorder(Sampler):
             self.covered.clear()
             self.labels.clear()
             self.places.step_begins()
+            self.threads.step_begins()
             asked = self.step - self._abandoned
             self.sampling = self._steps is None or asked in self._steps
             self.recording = self.sampling or self.unsampled is not None
@@ -192,6 +197,8 @@ class Recorder(Sampler):
                 self.group_names.tell()
             if self.gathered is not None:
                 self.gathered.tell(self)
+            if self.threads.at_once and self.sampling:
+                self.status(THREADS, False, TRAIN_AT_ONCE)
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
                     "num_passes": self.passes.begun, "num_before": self.num_before}  # fmt: skip
@@ -326,6 +333,8 @@ class Recorder(Sampler):
 
     def begin_backward(self, *, microbatch: int = 0, stage: int | None = None) -> BackwardPass | None:
         """Open a contribution; None when one is open already (nested backward) or nothing is recorded."""
+        if self.current is not None and not self.suspended:
+            self.threads.beside(self.current.thread)
         if self.current is not None or self.suspended:
             return None
         self.ensure_step()
@@ -385,6 +394,7 @@ class Recorder(Sampler):
         touched = list(current.touched.values())
         if not touched:
             return
+        self.threads.pass_over(current.touched)
         self.keep_leaves(current.seq, current.leaves)
         if current.forward is not None and self.discovery is not None:
             self.discovery.forwards.reached_parameters(current.forward, self.accumulation_step)
