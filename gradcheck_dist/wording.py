@@ -28,6 +28,12 @@ def numbered(noun: str, numbers: Iterable[int]) -> str:
     return f"{noun if len(known) == 1 else _several(noun)} {listed}"
 
 
+def sentence(words: str) -> str:
+    """With a capital, unless a name of the program's begins it: mark_loss, emb.weight."""
+    first = words.partition(" ")[0].rstrip(",:;.")
+    return words if any(not (sign.isalpha() or sign in "-'") for sign in first) else f"{words[:1].upper()}{words[1:]}"
+
+
 def _several(noun: str) -> str:
     return f"{noun}es" if noun.endswith(_HISSING) else f"{noun}s"
 

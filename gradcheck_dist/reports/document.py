@@ -11,7 +11,7 @@ from gradcheck_dist.reports.coverage import coverage_lines
 from gradcheck_dist.reports.culprit import Culprit, culprit, units_of, whereabouts
 from gradcheck_dist.reports.text import number, printable, prose, some, spans
 from gradcheck_dist.reports.weights import WeightTable, weight_tables
-from gradcheck_dist.wording import plural
+from gradcheck_dist.wording import plural, sentence
 
 MAX_CONSEQUENCES = 8
 MIN_HEADLINE, MAX_HEADLINE = 20, 140
@@ -153,7 +153,7 @@ def _why(report: Report) -> str:
         return "The trace does not hold what a judgement needs."
     # What the first reason begins with is the headline.
     rest = [part for part in (_in_two(report.reasons[0])[1], *report.reasons[1:]) if part]
-    sentences = [f"{reason[:1].upper()}{reason[1:].rstrip('.')}." for reason in rest]
+    sentences = [f"{sentence(reason).rstrip('.')}." for reason in rest]
     compared = (
         f"{seen} {'was' if num_weights == 1 else 'were'} compared; {largest}"
         if ratios

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcheck_dist.wording import MAX_RUNS, numbered, plural
+from gradcheck_dist.wording import MAX_RUNS, numbered, plural, sentence
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,19 @@ def test_counts(count: int, noun: str, words: str) -> None:
 )
 def test_numbers(numbers: list[int], words: str) -> None:
     assert numbered("rank", numbers) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        ("right where these are tasks", "Right where"),
+        ("mark_loss gives each its own term", "mark_loss gives"),
+        ("emb.weight, head.bias and 3 more are left", "emb.weight,"),
+        ("tokens: unknown", "Tokens:"),
+        ("well-known", "Well-known"),
+        ("", ""),
+    ],
+)
+def test_a_sentence_begins_with_a_capital_or_a_name(words: str, begins: str) -> None:
+    assert sentence(words).startswith(begins)
+    assert sentence(words).lower() == words.lower()
