@@ -274,3 +274,46 @@ def test_a_step_that_broke_off_accuses_no_common_factor(tmp_path: Path, divisor:
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("so far: whether more was to come" in reason for reason in report.reasons), report.reasons
+
+
+class Master(torch.optim.AdamW):
+    """Holds copies of a model's parameters in float32, and hands gradients on to them in its own step."""
+
+    def __init__(self, model: nn.Module, *, flat: bool) -> None:
+        self.model = list(model.parameters())
+        copies = [param.detach().float().clone() for param in self.model]
+        self.copies = [torch.cat([one.flatten() for one in copies])] if flat else copies
+        super().__init__(self.copies, lr=RATE / 10)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        grads = [grad(param).float() for param in self.model]
+        flat = len(self.copies) < len(grads)
+        for copy, one in zip(self.copies, [torch.cat([g.flatten() for g in grads])] if flat else grads, strict=True):
+            copy.grad = one
+        super().step(closure)
+        values = self.copies[0].split([param.numel() for param in self.model]) if flat else self.copies
+        with torch.no_grad():
+            for param, value in zip(self.model, values, strict=True):
+                param.copy_(value.view_as(param))
+                param.grad = None
+        for copy in self.copies:
+            copy.grad = None
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_copies_that_get_their_gradients_inside_of_the_step_are_judged_by_the_model_s(
+    flat: bool, divisor: float, tmp_path: Path
+) -> None:
+    with attach(tmp_path / "run", steps=range(STEPS)):
+        model = Net().bfloat16()
+        optimizer = Master(model, flat=flat)
+        for step in range(STEPS):
+            for k in range(ACCUMULATION):
+                tokens, labels = batch(k, step)
+                loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), labels.clamp_min(0).flatten())
+                (loss / ACCUMULATION / divisor).backward()
+            optimizer.step()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert report.verdict == ("clean" if divisor == 1 else "findings")
+    assert [(one.code, one.step) for one in report.findings] == ([] if divisor == 1 else [("GS303", 0)])

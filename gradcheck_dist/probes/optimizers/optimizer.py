@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.optimizers.updates import Updates, updates_begin, updates_end
 from gradcheck_dist.probes.parameters.regions import main_grad_of
-from gradcheck_dist.probes.parameters.registry import originals
+from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
 from gradcheck_dist.probes.parameters.stand_ins import is_host
 from gradcheck_dist.probes.recording.captured import OPTIMIZER
 from gradcheck_dist.probes.recording.dynamo import untraced
@@ -109,6 +109,8 @@ def stepping(
         return None
     recorder.between_passes = False
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]), owner=True)
+    by_torch = type(optimizer).__module__.startswith("torch.optim.")  # which read `.grad` of their own tensors alone
+    infos = infos if by_torch else list(_of_model(infos))
     if recorder.current is None and infos:
         recorder.begins_empty(infos)
     inside_pass, before = recorder.current is not None, recorder.read.in_step(recorder.step)
@@ -130,8 +132,7 @@ def stepping(
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
     without = [info for info in infos if info.param.grad is None and originals(info)]
-    # Megatron's, which an optimizer of its own reads; torch's read `.grad` alone.
-    by_torch = type(optimizer).__module__.startswith("torch.optim.")
+    # Megatron's, which an optimizer of its own reads.
     buffers = {} if by_torch else {info.id: main_grad_of(info) for info in without}
     kept = {key: buffer for key, buffer in buffers.items() if buffer is not None}
     missing = [info for info in without if info.id not in kept]
@@ -169,6 +170,14 @@ def stepping(
     else:
         discovery.start()
     return seq
+
+
+def _of_model(infos: list[ParamInfo]) -> Iterator[ParamInfo]:
+    """What an optimizer of the program's own reads: the model's gradients in the place of copies (in float32) that have
+    none yet, to which its step hands them on."""
+    for info in infos:
+        held = originals(info) if info.regions and info.param.grad is None else []
+        yield from held if held and all(one.param.grad is not None for one in held) else [info]
 
 
 @guarded("optimizer")
