@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from gradcheck_dist.axes import Axes
 from gradcheck_dist.errors import GradcheckError
@@ -193,6 +194,8 @@ def attach(
         sample_size = max(sample_size, SAMPLE_SIZE)
 
     def locate() -> tuple[Path, Header]:
+        if get_worker_info() is not None:
+            raise _DataWorkerError
         rank, world_size = _rank_and_world_size()
         number = _join(folder, rank, world_size, restart)
         return trace_path(folder, rank, number), Header(
@@ -244,8 +247,14 @@ def _open_trace(locate: Callable[[], tuple[Path, Header]]) -> TraceWriter:
         ) from error
 
 
+class _DataWorkerError(OSError):
+    """A process that prepares data, with gradients or without (hard examples, augmentation): no rank of the training,
+    whose file it would take."""
+
+
 def _not_recording(error: Exception) -> None:
-    _tell(f"not recording: {error}")
+    if not isinstance(error, _DataWorkerError):
+        _tell(f"not recording: {error}")
 
 
 def _tell(words: str) -> None:

@@ -83,6 +83,28 @@ if __name__ == "__main__":
     assert "not recording" not in done.stderr
 
 
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_data_loader_workers_that_compute_gradients_take_no_rank_s_place(run: Run, context: str) -> None:
+    body = f"""
+from torch.utils.data import DataLoader, Dataset
+class Hard(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        scores = torch.zeros(1, 3, requires_grad=True)
+        cross_entropy(scores, torch.tensor([1])).backward()
+        return scores.grad
+if __name__ == "__main__":
+    loader = DataLoader(Hard(), num_workers=1, persistent_workers=True, multiprocessing_context="{context}")
+    print(len(list(loader)))
+    train(divide=False)
+"""
+    done = run(body)
+    assert (done.code, done.stdout, done.traces) == (0, "4\n", ["rank-00000.trace"])
+    assert "GS303" in done.stderr
+    assert "not recording" not in done.stderr
+
+
 SPAWNED = """
 import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 from torch.nn.functional import cross_entropy
