@@ -114,3 +114,21 @@ def test_what_an_optimizer_gets_behind_the_first_step_is_judged_at_once(
     names = {param.name for param in run.ranks[0].params.values()}
     assert names > {"Net.head.weight" if kind == "another model" else "head.side.weight"}
     assert not any(name.startswith("unnamed") for name in names)
+
+
+@pytest.mark.parametrize("late", [1, STEPS - 1])
+def test_what_is_put_into_a_group_by_hand_is_told_by_later_steps(late: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with attach(tmp_path / "run", steps=range(STEPS)):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(STEPS):
+            if step == late:
+                model.head = Adapted(model.head)  # type: ignore[assignment,arg-type]
+                optimizer.param_groups[0]["params"] += list(model.head.side.parameters())
+            tokens = torch.randint(VOCAB, (24,))
+            nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("clean" if late == 1 else "undetermined", [])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.diagnosis.steps.unexplained import unexplained
 from gradcheck_dist.events import Reduce
 from gradcheck_dist.probes import attach
@@ -234,6 +235,7 @@ def test_a_gradient_that_no_pass_made_is_told(tmp_path: Path) -> None:
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("no recorded backward pass" in reason for reason in report.reasons)
+    assert next_step(report).endswith("compare them once with those of loss.backward() on the same batch.")
 
 
 def test_of_losses_that_count_nothing_the_documented_weights_are_the_right_ones(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
-from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED, UNREADABLE
+from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED, UNMADE, UNREADABLE
 from gradcheck_dist.diagnosis.steps.thrown_away import OR_LOST
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
@@ -95,6 +95,8 @@ SAYS = {
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
+    UNMADE: "Record from the first step on (--steps 0:3). Gradients that are computed by hand, or by torch.func, are "
+    "not judged: compare them once with those of loss.backward() on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
     "is empty (None or zeros) when the optimizer comes": "Nothing to do where these layers are to be frozen; else look "
     "what the lines behind that one do to their `.grad`.",

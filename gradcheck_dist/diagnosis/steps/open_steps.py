@@ -52,6 +52,7 @@ PARTS = (
 )
 NOT_FINITE = "are infinite or not a number"
 UNREADABLE = "gave nothing that can be read"
+UNMADE = "that no recorded backward pass of the step made"
 FEW_SAMPLES = "cannot be told from the samples"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
@@ -217,11 +218,14 @@ def numbered_apart(data: StepData) -> list[str]:
 def leave_unmade_open(verdicts: Sequence[StepVerdict]) -> None:
     """A reason for each step in which an optimizer read what no pass made. What belongs to no module is known from its
     first optimizer step on: of that, later steps tell."""
+    known: set[str] = set()
     for verdict in verdicts:
-        first = verdict is verdicts[0] is not verdicts[-1]
-        if names := [name for name in verdict.unmade if not (first and name.startswith(UNNAMED))]:
+        last = verdict is verdicts[-1]
+        names = [name for name in verdict.unmade if last or name in known or not name.startswith(UNNAMED)]
+        known.update(verdict.unmade)
+        if names:
             verdict.reasons.append(
-                f"the optimizer reads a gradient of {in_short(names)} that no recorded backward pass of the step made: "
+                f"the optimizer reads a gradient of {in_short(names)} {UNMADE}: "
                 "it was computed by hand, is left from an earlier step, or came on a way that no probe follows"
             )
 
