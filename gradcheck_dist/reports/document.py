@@ -14,6 +14,7 @@ from gradcheck_dist.reports.weights import WeightTable, weight_tables
 from gradcheck_dist.wording import plural, sentence
 
 MAX_CONSEQUENCES = 8
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 MIN_HEADLINE, MAX_HEADLINE = 20, 140
 """Characters of a reason that are read at a glance."""
 UNIFORM = "every contribution"
@@ -152,8 +153,13 @@ def _why(report: Report) -> str:
     if not report.reasons:
         return "The trace does not hold what a judgement needs."
     # What the first reason begins with is the headline.
-    rest = [part for part in (_in_two(report.reasons[0])[1], *report.reasons[1:]) if part]
+    alike = {NUMBER.sub("", reason): reason for reason in reversed(report.reasons)}
+    shown = [reason for reason in report.reasons if alike[NUMBER.sub("", reason)] is reason]
+    rest = [part for part in (_in_two(shown[0])[1], *shown[1:]) if part]
     sentences = [f"{sentence(reason).rstrip('.')}." for reason in rest]
+    if num_more := len(report.reasons) - len(shown):
+        differ = "differs" if num_more == 1 else "differ"
+        sentences.append(f"{plural(num_more, 'more reason')} {differ} from these in numbers alone (--format json).")
     compared = (
         f"{seen} {'was' if num_weights == 1 else 'were'} compared; {largest}"
         if ratios

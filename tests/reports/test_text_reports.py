@@ -209,6 +209,16 @@ def test_of_a_long_reason_the_first_clause_is_the_headline_and_the_rest_is_why()
     assert document.why.endswith("More. No weight could be compared.")
 
 
+def test_reasons_that_differ_in_numbers_alone_are_told_once() -> None:
+    reasons = [f"the loss at train.py:12 weighs x {number} of a mean" for number in (0.3, 0.3704, 1e-06)]
+    document = build(report([], [], verdict="undetermined", reasons=[*reasons, "rank 1 is missing"]))
+    assert document.headline == "COULD NOT JUDGE: the loss at train.py:12 weighs x 0.3 of a mean"
+    assert document.why == (
+        "Rank 1 is missing. 2 more reasons differ from these in numbers alone (--format json). No weight could be "
+        "compared."
+    )
+
+
 def test_one_rank_is_not_called_ranks_and_a_loss_multiplies_nothing() -> None:
     text = plain.render(build(report([finding(ranks=[3], first_event=first_event(kind="loss", nominal_factor=None))])))
     assert "on rank 3, step 0" in text and "multiplies by" not in text
