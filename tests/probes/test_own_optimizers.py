@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
@@ -169,6 +170,7 @@ def test_an_update_that_may_divide_by_itself_accuses_nobody(tmp_path: Path) -> N
     report = judged(tmp_path, dividing, divisor=1 / ACCUMULATION)
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("x 3 = accumulation_steps in .grad" in reason for reason in report.reasons), report.reasons
+    assert next_step(report).startswith("Look whether the update divides by that number")
 
 
 class Dividing(torch.optim.Optimizer):

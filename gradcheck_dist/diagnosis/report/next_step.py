@@ -95,6 +95,8 @@ SAYS = {
     ASIDE: f"Let backward go through what mark_loss returns: {ON_THE_WAY}.",
     "in an order that is not known": "Let that function give the ranks' parts one after the other, as all_gather and "
     "torch.cat do, and record again; or compare these parameters' gradients with those of one process.",
+    "as it updates parameters is not known": "Look whether the update divides by that number; recorded once with the "
+    "division on the loss's line or on .grad in its place, all is judged.",
     UNMADE: "Record from the first step on (--steps 0:3). Gradients that are computed by hand, or by torch.func, are "
     "not judged: compare them once with those of loss.backward() on the same batch.",
     FEW_SAMPLES: LARGER_SAMPLE,
