@@ -43,7 +43,7 @@ class Registry(Plans):
         self._by_param: dict[int, ParamInfo] = {}
         self._copies: dict[int, ParamInfo] = {}
         self._looked_up: set[int] = set()
-        self._tables: dict[int, weakref.ref[Tensor]] = {}  # by id, tensors of which rows were looked up
+        self._tables: dict[int, nn.Parameter | weakref.ref[Tensor]] = {}  # by id, tensors of which rows were looked up
         self._written: dict[int, Param] = {}
         self._trained: set[int] = set()  # ids of parameters that were trained when they were last looked at
         self._owned: set[int] = set()  # parameters that an optimizer owns itself
@@ -188,7 +188,8 @@ class Registry(Plans):
         """Rows of a tensor were looked up, whatever module it lies in."""
         if self._is_known_table(weight):
             return
-        self._tables[id(weight)] = weakref.ref(weight)
+        # Module.to cannot swap a parameter that somebody holds weakly; what is computed for a call is to be freed.
+        self._tables[id(weight)] = weight if isinstance(weight, nn.Parameter) else weakref.ref(weight)
         info = self.find(weight)
         if info is not None and info.id not in self._looked_up and info.id in self._written:
             self._looked_up.add(info.id)
@@ -196,7 +197,7 @@ class Registry(Plans):
 
     def _is_known_table(self, weight: Tensor) -> bool:
         known = self._tables.get(id(weight))
-        return known is not None and known() is weight
+        return (known() if isinstance(known, weakref.ref) else known) is weight
 
     def _write_param(self, info: ParamInfo, looked_up: bool) -> None:
         param = info.param
