@@ -10,7 +10,14 @@ from gradcheck_dist.ledger.tracks import StepData, Track
 
 
 def reduced_inside(data: StepData, rank: int) -> Iterator[tuple[OptimizerStep, Reduce, frozenset[int]]]:
-    """(step, reduction, which of the step's parameters it reduces), in the order in which they came."""
+    """(step, reduction, which of the step's parameters it reduces), in the order in which they came. Without those that
+    another step, inside of this one, reads behind it: there what came of them shows."""
+    last = {
+        param: event.seq
+        for event in data.events[rank]
+        if isinstance(event, OptimizerStep)
+        for param in data.params_of(rank, event.params)
+    }
     stepping: OptimizerStep | None = None
     mine: frozenset[int] = frozenset()
     for event in data.events[rank]:
@@ -19,7 +26,9 @@ def reduced_inside(data: StepData, rank: int) -> Iterator[tuple[OptimizerStep, R
         elif isinstance(event, StepEnd):
             stepping = None
         elif isinstance(event, Reduce) and stepping is not None:
-            params = mine & frozenset(data.params_of(rank, event.params))
+            params = frozenset(
+                one for one in data.params_of(rank, event.params) if one in mine and last[one] <= stepping.seq
+            )
             if params:
                 yield stepping, event, params
 

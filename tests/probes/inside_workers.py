@@ -104,6 +104,8 @@ HOW: dict[str, Callable[[list[Tensor]], Reduced]] = {
     "each alone": lambda params: each(params, group=ALONE[dist.get_rank()]),
     "behind the step": lambda params: lambda: mine(params),
     "not all": all_but_one,
+    "handed on": each,
+    "summed and handed on": each,
 }
 ALONE: list[Any] = []
 
@@ -127,6 +129,15 @@ class Parted(torch.optim.Optimizer):
                 dist.broadcast(param.data, index % dist.get_world_size())
 
 
+class HandedOn(torch.optim.SGD):
+    """Sums gradients in its own step, and lets its parent update what came."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            dist.all_reduce(param.grad)
+        return super().step(closure)
+
+
 def train(variant: str) -> int:
     model = Net()
     if variant in ("right as a list", "right as a stack"):  # of two that have one shape
@@ -134,14 +145,16 @@ def train(variant: str) -> int:
         model.head.bias.requires_grad_(False)
     if variant == "each alone":
         ALONE[:] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    optimizer = Parted([param for param in model.parameters() if param.requires_grad], HOW[variant])
+    params = [param for param in model.parameters() if param.requires_grad]
+    handed_on = variant.endswith("handed on")
+    optimizer = HandedOn(params, lr=0.1) if handed_on else Parted(params, HOW[variant])
     world = dist.get_world_size()
     for step in range(STEPS):
         data = [batch(dist.get_rank(), k + step) for k in range(ACCUMULATION)]
         count = torch.tensor(float(sum((labels >= 0).sum() for _, labels in data)))
         dist.all_reduce(count)
         for part in data:
-            (token_sum(model, part) * (1 if variant == "averaged twice" else world) / count).backward()
+            (token_sum(model, part) * (1 if variant in ("averaged twice", "handed on") else world) / count).backward()
         optimizer.step()
         if variant == "behind the step":
             for param in model.parameters():

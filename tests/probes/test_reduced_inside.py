@@ -21,6 +21,8 @@ EXPECTED = {
     "averaged twice": ("findings", [("GS101", 0.5)]),  # and multiplies by nothing
     "each alone": ("findings", [("GS103", 2.0)]),
     "behind the step": ("findings", [("GS103", 2.0)]),
+    "handed on": ("clean", []),
+    "summed and handed on": ("findings", [("GS303", 2.0)]),  # what divides behind it would have been seen
     "not all": ("undetermined", []),  # it may combine something else of that one
 }
 

@@ -42,21 +42,22 @@ def _taken_away(case: Case, data: StepData) -> bool:
 
 
 def _stepped_over(param: tuple[int, str], rank: int, data: StepData) -> bool:
-    """Whether the one optimizer of a parameter found nothing in its `.grad`, and gradients in others."""
+    """Whether the one optimizer of a parameter found nothing in its `.grad`, and gradients in others. What steps inside
+    of another's step reads last."""
     ids = {key: of_rank[rank].param.id for key, of_rank in data.tracks.items() if rank in of_rank}
     steps = [
-        (event.seq, listed, event.grads_missing)
+        (event, listed)
         for event in data.events[rank]
         if isinstance(event, OptimizerStep) and ids[param] in (listed := set(data.params_of(rank, event.params)))
     ]
-    if len(steps) != 1:
+    if sum(event.inside is None for event, _ in steps) != 1:
         return False
-    seq, listed, missing = steps[0]
+    last, listed = steps[-1]
     read = {
         key: bool(np.nan_to_num(point.values.data).any())
         for key in ids
         if ids[key] in listed
         for point in data.tracks[key][rank].points
-        if point.seq == seq and point.role == BEFORE
+        if point.seq == last.seq and point.role == BEFORE
     }
-    return any(read.values()) and (not read[param] if param in read else bool(missing))
+    return any(read.values()) and (not read[param] if param in read else bool(last.grads_missing))

@@ -16,6 +16,8 @@ from gradcheck_dist.events import BEFORE, OptimizerStep, ParamGroup, ZeroGrad
 from gradcheck_dist.probes.optimizers import clips
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.optimizers.params import params_of
+from gradcheck_dist.probes.optimizers.parent_steps import ParentSteps
+from gradcheck_dist.probes.optimizers.step_hooks import BehindHooks
 from gradcheck_dist.probes.optimizers.updates import Updates, updates_begin, updates_end
 from gradcheck_dist.probes.parameters.regions import main_grad_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
@@ -64,16 +66,40 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.captures.under_way:
             recorder.captures.holds(OPTIMIZER)
+        if parents.is_inside(optimizer):
+            if hooks.are_others(optimizer):  # they run once more, in front of the parent's step
+                hooks.call(optimizer, functools.partial(begins_again, optimizer))
+            return
         # With a closure the gradients are computed inside step: they are read after it.
         if _closure(args, kwargs):
             recorder.closure_passes = 0
         else:
-            around = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
-            seq = stepping(recorder, optimizer, waiting, around[-1][1] if around else None, kwargs)
-            under_way[:] = [*around, (optimizer, seq)]
-            updates_begin(recorder, updates, optimizer)
+            under_way[:] = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
+            comes(recorder, optimizer, kwargs)
+
+    @guarded("optimizer")
+    def comes(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+        if recorder.recording:
+            parents.watch(optimizer)
+            hooks.call(optimizer, functools.partial(begins, recorder, optimizer, kwargs))
+
+    @guarded("optimizer")
+    def begins(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+        seq = stepping(recorder, optimizer, waiting, under_way[-1][1] if under_way else None, kwargs)
+        under_way.append((optimizer, seq))
+        updates_begin(recorder, updates, optimizer)
+        if parents.may_follow(optimizer):
+            recorder.between_passes = recorder.sampling
+
+    def begins_again(optimizer: Optimizer) -> None:
+        seq = next((seq for outer, seq in under_way if outer is optimizer), None)
+        if seq is not None and recorder.sampling:  # without samples it tells nothing more
+            stepping(recorder, optimizer, waiting, seq)
 
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if parents.is_inside(optimizer):
+            return
+        hooks.remove(optimizer)
         recorder.closure_passes = None
         if _closure(args, kwargs):
             stepping(recorder, optimizer, waiting)
@@ -82,9 +108,11 @@ def install(recorder: Recorder, patches: Patches) -> None:
         under_way[:] = [(other, seq) for other, seq in under_way if other is not optimizer]
         stepped(recorder, optimizer)
 
+    untraced(before)
+    hooks, parents = BehindHooks(before), ParentSteps(patches, begins_again)
     patches.replace(Optimizer, "__init__", watch_making)
     patches.replace(Optimizer, "add_param_group", watch_adding)
-    patches.on_restore(register_optimizer_step_pre_hook(untraced(before)).remove)
+    patches.on_restore(register_optimizer_step_pre_hook(before).remove)
     patches.on_restore(register_optimizer_step_post_hook(untraced(after)).remove)
     patches.replace(Optimizer, "zero_grad", lambda original: untraced(_watch_zero(recorder, original)))
     patches.replace(torch.nn.Module, "zero_grad", lambda original: _watch_zero(recorder, original))
