@@ -115,6 +115,10 @@ def name_number(
                 miss = abs(number / value - 1.0) / max(tolerance, 1e-12)
                 cost = sum(abs(power) for _, power in powers) + 0.5 * (count - 1) + 0.4 * far + 0.3 * miss**2
                 found.append(Name(expression_of(powers), number, powers, cost))
+        # The square of one of the event's own degrees would stand before a product of two of them.
+        squared = any(abs(power) > 1 and part in near for name in found for part, power in name.powers)
+        if squared and count == 1 and len(near & usable.keys()) > 1:
+            continue
         if any(count > 1 or abs(power) == 1 for name in found for _, power in name.powers):
             break
     return sorted(found, key=_simplest)[:8]
