@@ -70,6 +70,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def every_reason_has_a_next_step() -> Iterator[None]:
+    import next_steps
+
+    with next_steps.demanded():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def on_device() -> Iterator[None]:
     with ON_DEVICE():

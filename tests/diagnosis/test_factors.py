@@ -58,7 +58,7 @@ def test_the_name_of_the_events_own_number_is_preferred() -> None:
 
 
 def test_the_product_of_two_own_numbers_is_preferred_to_the_square_of_one() -> None:
-    """HSDP of 2 x 2 ranks that lacks its division by 4: all ranks are no axis of the reduction's, and 2^2 is no group."""
+    """HSDP of 2 x 2 ranks that lacks its division by 4: all ranks are no axis of the reduction, and 2^2 is no group."""
     degrees = {"dp_replicate": 2.0, "dp_shard": 2.0, "world_size": 4.0, "accumulation_steps": 3.0}
     names = name_number(4.0, degrees, 1e-6, near=frozenset({"dp_replicate", "dp_shard"}))
     near = [name.expression for name in names if "world_size" not in name.expression]

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import next_steps
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,9 +16,3 @@ def detached() -> Iterator[None]:
 
     if session._session is not None:
         session._session.detach()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def every_reason_has_a_next_step() -> Iterator[None]:
-    with next_steps.demanded():
-        yield

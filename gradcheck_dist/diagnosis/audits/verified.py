@@ -15,8 +15,9 @@ from gradcheck_dist.wording import numbered, plural
 
 SHOWN = 3
 ALL_PARAMETERS = "all parameters"
+NOTHING_VERIFIED = "verify: no module's backward could be checked"
 SUMMAND = "is right only as a summand of"
-"""In the reason why such parameters leave a verdict open."""
+"""In reasons that leave a verdict open, the second of parameters."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def nothing_verified(events: Mapping[int, Iterable[Event]]) -> list[str]:
     """A reason for no verdict when verification was asked for and decided nothing at all."""
     asked = any(True for _ in _checks(events))
     modules = any(check.outcome in ("right", "wrong") for _, check in _checks(events) if check.target != "outside")
-    return ["verify: no module's backward could be checked"] if asked and not modules else []
+    return [NOTHING_VERIFIED] if asked and not modules else []
 
 
 def unsummed(data: StepData) -> dict[tuple[int, ...], set[str]]:

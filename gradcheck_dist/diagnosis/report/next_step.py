@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradcheck_dist.diagnosis.audits.exchanges import VERIFY
 from gradcheck_dist.diagnosis.audits.unequal_losses import ONE_LOSS, ONE_WEIGHT
-from gradcheck_dist.diagnosis.audits.verified import SUMMAND
+from gradcheck_dist.diagnosis.audits.verified import NOTHING_VERIFIED, SUMMAND
 from gradcheck_dist.diagnosis.audits.vocabulary import NO_DISTRIBUTION
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.losses.elements import DECLARE
@@ -85,6 +85,8 @@ SAYS = {
     SUMMAND: "Where these are copies, add after the sum over the ranks what every rank holds whole, or all-reduce its "
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
+    NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "
+    "--verify out: all else is judged without it.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
     OF_THE_DATA: "Nothing to do where the loss is meant to be scaled so; recorded once with a division by the tokens "
     "of the step in its place, all the rest is judged.",
@@ -119,8 +121,6 @@ SAYS = {
     "recorded without samples cannot be judged": "Sample some of these steps (--every N), or add mark_loss where a "
     "loss counts no tokens.",
     "clipped by hand by unlike coefficients": "Take the norm of whole gradients (full_tensor()), one on all ranks.",
-    "as it updates parameters is not known": "Nothing to do where the update divides by this number; else divide the "
-    "loss by it. Recorded with the division outside of the update, all is judged.",
     "what it combines over ranks is not followed": "Compare the updates of one step with those of one process on the "
     "same batches: what is reduced inside of an optimizer's step is not seen.",
     "moved no parameter. Either": "Look what that optimizer divides by when it moves parameters; recorded with "
@@ -128,7 +128,6 @@ SAYS = {
     "changed inside of the backward pass": "Record once with an optimizer that steps behind backward.",
     "labels are not those of the tokens": "Look how tokens and labels come together (a shift, a queue, a batch that "
     "was fetched ahead): both are to be of one pass.",
-    "is left from an earlier step": "Compute it by backward() while recording, or empty it before the step.",
     "before any loss was seen there": "Record from a step on in which every rank has a batch (--steps N:M).",
     "masked as a whole": "Nothing to do where these sequences are meant to count; else divide by those that have a "
     "label.",

@@ -66,22 +66,20 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if recorder.captures.under_way:
             recorder.captures.holds(OPTIMIZER)
+        step_comes(recorder, optimizer, kwargs, _closure(args, kwargs))
+
+    @guarded("optimizer")
+    def step_comes(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any], closure: bool) -> None:
         if parents.is_inside(optimizer):
             if hooks.are_others(optimizer):  # they run once more, in front of the parent's step
-                hooks.call(optimizer, functools.partial(begins_again, optimizer))
-            return
-        # With a closure the gradients are computed inside step: they are read after it.
-        if _closure(args, kwargs):
+                hooks.call(optimizer, functools.partial(begins_again, recorder, optimizer))
+        elif closure:  # the gradients are computed inside step: they are read after it
             recorder.closure_passes = 0
         else:
             under_way[:] = [(outer, seq) for outer, seq in under_way if outer is not optimizer]
-            comes(recorder, optimizer, kwargs)
-
-    @guarded("optimizer")
-    def comes(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
-        if recorder.recording:
-            parents.watch(optimizer)
-            hooks.call(optimizer, functools.partial(begins, recorder, optimizer, kwargs))
+            if recorder.recording:
+                parents.watch(optimizer)
+                hooks.call(optimizer, functools.partial(begins, recorder, optimizer, kwargs))
 
     @guarded("optimizer")
     def begins(recorder: Recorder, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
@@ -91,15 +89,23 @@ def install(recorder: Recorder, patches: Patches) -> None:
         if parents.may_follow(optimizer):
             recorder.between_passes = recorder.sampling
 
-    def begins_again(optimizer: Optimizer) -> None:
+    @guarded("optimizer")
+    def begins_again(recorder: Recorder, optimizer: Optimizer) -> None:
         seq = next((seq for outer, seq in under_way if outer is optimizer), None)
         if seq is not None and recorder.sampling:  # without samples it tells nothing more
             stepping(recorder, optimizer, waiting, seq)
 
+    @guarded("optimizer")
+    def goes_on(recorder: Recorder, optimizer: Optimizer) -> bool:
+        """Whether what ends is a parent's step, inside of the optimizer's own."""
+        inside = parents.is_inside(optimizer)
+        if not inside:
+            hooks.remove(optimizer)
+        return inside
+
     def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if parents.is_inside(optimizer):
+        if goes_on(recorder, optimizer):
             return
-        hooks.remove(optimizer)
         recorder.closure_passes = None
         if _closure(args, kwargs):
             stepping(recorder, optimizer, waiting)
@@ -109,7 +115,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         stepped(recorder, optimizer)
 
     untraced(before)
-    hooks, parents = BehindHooks(before), ParentSteps(patches, begins_again)
+    hooks, parents = BehindHooks(before), ParentSteps(recorder, patches, begins_again)
     patches.replace(Optimizer, "__init__", watch_making)
     patches.replace(Optimizer, "add_param_group", watch_adding)
     patches.on_restore(register_optimizer_step_pre_hook(before).remove)

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from gradcheck_dist.probes.recording.patching import Patches
+from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
 
 class ParentSteps:
-    """Calls `read(optimizer)` as a step that is under way hands on to that of a parent class."""
+    """Calls `read` as a step that is under way hands on to that of a parent class."""
 
-    def __init__(self, patches: Patches, read: Callable[[Optimizer], None]) -> None:
-        self._patches, self._read = patches, read
+    def __init__(self, recorder: Recorder, patches: Patches, read: Callable[[Recorder, Optimizer], None]) -> None:
+        self._recorder, self._patches, self._read = recorder, patches, read
         self._under_way: list[tuple[Optimizer, type]] = []
         self._watching: dict[type, Callable[..., Any]] = {}
 
@@ -43,18 +43,29 @@ class ParentSteps:
     def _watched(self, parent: type, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            known = (one is optimizer and of is parent for one, of in self._under_way)
-            if torch.compiler.is_compiling() or next(_definers(type(optimizer))) is parent or any(known):
+            if not enters(self._recorder, self, optimizer, parent):
                 return original(optimizer, *args, **kwargs)
-            self._under_way.append((optimizer, parent))
             try:
-                self._read(optimizer)
                 return original(optimizer, *args, **kwargs)
             finally:
                 self._under_way.pop()
 
         self._watching[parent] = step
         return step
+
+    def enter(self, optimizer: Optimizer, parent: type) -> bool:
+        """Whether the optimizer's own step is under way, and not that of this parent."""
+        known = any(one is optimizer and of is parent for one, of in self._under_way)
+        if known or next(_definers(type(optimizer))) is parent:
+            return False
+        self._read(self._recorder, optimizer)
+        self._under_way.append((optimizer, parent))
+        return True
+
+
+@guarded("optimizer")
+def enters(recorder: Recorder, parents: ParentSteps, optimizer: Optimizer, parent: type) -> bool:
+    return parents.enter(optimizer, parent)
 
 
 def _definers(kind: type) -> Iterator[type]:
