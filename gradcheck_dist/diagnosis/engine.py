@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judged_alone import judge_alone
@@ -39,7 +39,7 @@ from gradcheck_dist.diagnosis.steps.unrecorded import passes_of, tell_unlike, te
 from gradcheck_dist.diagnosis.steps.waiting import name_waiting
 from gradcheck_dist.diagnosis.steps.windows import tell_windows
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.ledger.tracks import skipped_steps, steps_of
+from gradcheck_dist.ledger.tracks import blind_steps, skipped_steps, steps_of
 from gradcheck_dist.objectives import DEFAULT_OBJECTIVE, check_objective
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -64,7 +64,8 @@ def diagnose(run: Run, *, objective: str | None = None, steps: Container[int] | 
     if recorded and not chosen_steps:
         raise not_recorded(recorded)
     verdicts = [judge_alone(run, step, chosen, chosen_from) for step in wanted]
-    return conclude(run, verdicts, skipped, chosen, chosen_from)
+    blind = [step for step in blind_steps(run) if steps is None or step in steps]
+    return conclude(run, verdicts, skipped, chosen, chosen_from, blind)
 
 
 def not_recorded(recorded: list[int]) -> GradcheckError:
@@ -75,7 +76,14 @@ def not_recorded(recorded: list[int]) -> GradcheckError:
     )
 
 
-def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objective: str, objective_from: str) -> Report:
+def conclude(
+    run: Run,
+    verdicts: list[StepVerdict],
+    skipped: list[int],
+    objective: str,
+    objective_from: str,
+    blind: Sequence[int] = (),
+) -> Report:
     """The report of a run whose steps were judged; of `run` only what belongs to no single step is read."""
     notes = [f"step {step}: the GradScaler found an overflow and skipped the optimizer" for step in skipped]
     problems = []
@@ -116,7 +124,7 @@ def conclude(run: Run, verdicts: list[StepVerdict], skipped: list[int], objectiv
     if len(inferred := {(one.context.objective, one.context.objective_from) for one in verdicts}) == 1:
         objective, objective_from = inferred.pop()  # the weights of all steps tell what is meant
         objective_from = with_lengths(objective_from, [one.contributions for one in verdicts])
-    report = report_of(run, verdicts, objective, objective_from, skipped)
+    report = report_of(run, verdicts, objective, objective_from, skipped, blind)
     report.run.skipped_steps = list(skipped)
     report.coverage.notes += [verdict.verified for verdict in verdicts if verdict.verified]
     unlike = tell_unlike(passes)

@@ -19,6 +19,7 @@ from gradcheck_dist.events import (
     ClipValue,
     Event,
     GradWrite,
+    LossGradient,
     OptimizerStep,
     Param,
     ProbeStatus,
@@ -142,6 +143,15 @@ def skipped_steps(run: Run) -> list[int]:
     }
     stepped = {e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, OptimizerStep)}
     return sorted(overflowed - stepped)
+
+
+def blind_steps(run: Run) -> list[int]:
+    """Steps with an optimizer's step in which losses went backward and no pass was seen to reach a parameter."""
+    of_kind: dict[type[Event], set[int]] = defaultdict(set)
+    for trace in run.ranks.values():
+        for event in trace.events:
+            of_kind[type(event)].add(event.step)
+    return sorted((of_kind[LossGradient] & of_kind[OptimizerStep]) - of_kind[Backward])
 
 
 def step_data(run: Run, step: int) -> StepData:

@@ -49,6 +49,17 @@ def is_sampled(event: Event) -> bool:
     return isinstance(event, StepEnd) and event.num_rows is not None
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a rank recorded of a step: a loss whose gradient was seen, an optimizer's step, a backward pass that reached
+    a parameter; `measured` where that came with samples, or could not do without (watched.py compares the others)."""
+
+    lost: bool = False
+    stepped: bool = False
+    trained: bool = False
+    measured: bool = False
+
+
 class RankCursor(TraceTail):
     """One rank's file, read forwards. `trace` holds tables and what belongs to the whole run; steps are taken out."""
 
@@ -56,6 +67,7 @@ class RankCursor(TraceTail):
         super().__init__(path)
         self._read_bytes = read_bytes
         self._steps: dict[int, list[AnyRecord]] = {}
+        self._lost: set[int] = set()
         self._trained: set[int] = set()
         self._ended: set[int] = set()
         self._sampled: set[int] = set()
@@ -123,6 +135,8 @@ class RankCursor(TraceTail):
             self.stepped.add(event.step)
         elif isinstance(event, Backward):
             self._trained.add(event.step)
+        elif isinstance(event, LossGradient):
+            self._lost.add(event.step)
 
     def _is_whole(self, step: int) -> bool:
         later = [other for other in self._steps if other > step]
@@ -142,10 +156,11 @@ class RankCursor(TraceTail):
                 return None
             self._read()
 
-    def trained(self, step: int) -> bool:
-        """Whether this rank recorded a backward pass in the step that comes next, and samples where it could do
-        without: steps without any are compared by watched.py."""
-        return step in self._trained and (step in self._sampled or step not in self._documented)
+    def seen(self, step: int) -> Seen:
+        """Of the step that comes next."""
+        trained = step in self._trained
+        measured = trained and (step in self._sampled or step not in self._documented)
+        return Seen(step in self._lost, step in self.stepped, trained, measured)
 
     def drop(self, step: int) -> None:
         """Go on behind a step in which no rank trained."""
@@ -161,7 +176,7 @@ class RankCursor(TraceTail):
         return part
 
     def _forget(self, step: int) -> None:
-        for kept in (self._ended, self._sampled, self._documented, self._trained):
+        for kept in (self._ended, self._sampled, self._documented, self._lost, self._trained):
             kept.discard(step)
         self._steps.pop(step, None)
 
@@ -226,6 +241,8 @@ class RunCursor:
             self._cursors[rank] = cursor
         note_problems(self.run, self._unreadable)
         self.marks: dict[int, dict[int, Mark]] | None = None
+        self.blind_steps: list[int] = []
+        """Steps read so far that are to be told as ledger.tracks.blind_steps does."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -256,7 +273,11 @@ class RunCursor:
             if not following:
                 return
             step = min(following)
-            if not any(cursor.trained(step) for cursor in self._cursors.values()):
+            seen = [cursor.seen(step) for cursor in self._cursors.values()]
+            if not any(one.measured for one in seen):
+                blind = not any(one.trained for one in seen) and any(one.lost for one in seen)
+                if blind and any(one.stepped for one in seen):
+                    self.blind_steps.append(step)
                 for cursor in self._cursors.values():
                     cursor.drop(step)
                 continue

@@ -16,7 +16,7 @@ from gradcheck_dist.diagnosis.judged_alone import judge_alone
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.events import AnyRecord, Event, NamedGroup, Param, ParamSet, ParamValues, Plan, Reduce, Wrapper
-from gradcheck_dist.stream.cursor import RankCursor, RunCursor
+from gradcheck_dist.stream.cursor import RankCursor, RunCursor, Seen
 from gradcheck_dist.stream.workers import Wanted
 from gradcheck_dist.trace.frames import HEAD_BYTES, Damage, payload_in
 from gradcheck_dist.trace.reader import RankTrace, decode_records
@@ -47,7 +47,7 @@ class Told:
     """What a rank's file told until its next step was whole, or until its end, where `step` is None."""
 
     step: int | None
-    trained: bool
+    seen: Seen
     frames: list[Frame]
     tables: list[_Tables]
     events: list[Any]
@@ -89,7 +89,7 @@ class PlacedRank(RankCursor):
         overflowed, stepped = self.overflowed - self._told[0], (self.stepped & self.overflowed) - self._told[1]
         told = Told(
             step,
-            step is not None and self.trained(step),
+            self.seen(step) if step is not None else Seen(),
             frames,
             self._tables,
             list(trace.events),
@@ -159,8 +159,8 @@ class ToldRank(RankCursor):
         self.overflowed.update(told.overflowed)
         self.stepped.update(told.stepped)
 
-    def trained(self, step: int) -> bool:
-        return self._head is not None and self._head.step == step and self._head.trained
+    def seen(self, step: int) -> Seen:
+        return self._head.seen if self._head is not None and self._head.step == step else Seen()
 
     def drop(self, step: int) -> None:
         self.take_frames(step)

@@ -96,31 +96,6 @@ def test_what_is_wrong_at_the_losses_that_count_is_found_all_the_same(tmp_path: 
     assert finding.code == "GS303"
 
 
-def test_tensors_that_get_a_gradient_can_be_swapped(tmp_path: Path) -> None:
-    """Module.to swaps parameters of a tensor subclass, which nobody else may hold then, not weakly either."""
-    model = nn.Linear(3, 4)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with attach(tmp_path):
-            model._apply(lambda tensor: torch.zeros_like(tensor).requires_grad_())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert not model.weight.any()
-
-
-def test_an_embedding_that_was_called_can_be_swapped(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4))
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with attach(tmp_path):
-            F.cross_entropy(model(torch.arange(5)), torch.randint(4, (5,))).backward()
-            model.zero_grad()
-            model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert model[0].weight.dtype == torch.float64
-
-
 def test_a_cut_holds_nothing_behind_the_pass(tmp_path: Path) -> None:
     model = nn.Linear(3, 4)
     with attach(tmp_path):

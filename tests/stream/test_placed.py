@@ -67,6 +67,7 @@ def test_the_runs_are_of_every_kind(tmp_path: Path) -> None:
     assert [finding.code for finding in reports["a parameter that is no copy"].findings] == ["GS105"]
     assert reports["named groups"].run.axes["cp"] == 2
     assert any("overflow" in note for note in reports["an overflow"].coverage.notes)
+    assert reports["a step that nobody saw"].reasons[0].startswith("step 2: losses went backward, and no gradient")
     assert sum(bool(reports[kind].coverage.problems) for kind in RUNS if "flipped" in kind or "forged" in kind) > 4
 
 

@@ -16,7 +16,7 @@ from simulator import Hand, Trainer, World
 from small_runs import write_run
 from spoiled import forge, spoil
 
-from gradcheck_dist.events import AmpUnscale, AnyRecord, NamedGroup, OptimizerStep, ParamSet, ParamValues
+from gradcheck_dist.events import AmpUnscale, AnyRecord, Backward, NamedGroup, OptimizerStep, ParamSet, ParamValues
 from gradcheck_dist.trace.run import create_run_dir
 from gradcheck_dist.trace.writer import TraceWriter, trace_path
 
@@ -28,10 +28,17 @@ AMP = Trainer(global_mean(2.0), accumulation=2, loss_scale=1024.0)
 
 
 def write_steps(
-    folder: Path, trainers: list[Trainer], *, skipped: int = -1, late: bool = False, tables: Tables = lambda rank: []
+    folder: Path,
+    trainers: list[Trainer],
+    *,
+    skipped: int = -1,
+    blind: int = -1,
+    late: bool = False,
+    tables: Tables = lambda rank: [],
 ) -> Path:
-    """One step of each trainer, samples included. `skipped`: a step that overflowed; `late`: samples come a step later,
-    as an accelerator delivers them; `tables`: more of them, by rank."""
+    """One step of each trainer, samples included. `skipped`: a step that overflowed; `blind`: one whose passes reached
+    no parameter that was watched; `late`: samples come a step later, as an accelerator delivers them; `tables`: more of
+    them, by rank."""
     worlds = [World(trainer, seed=step) for step, trainer in enumerate(trainers)]
     for world in worlds:
         world.run()
@@ -48,11 +55,12 @@ def write_steps(
             for event in sorted(trace.events, key=lambda event: event.seq):
                 if step == skipped and isinstance(event, AmpUnscale):
                     event = msgspec.structs.replace(event, found_inf=True)
-                if step != skipped or not isinstance(event, OptimizerStep):
+                unseen = OptimizerStep if step == skipped else Backward if step == blind else ()
+                if not isinstance(event, unseen):
                     writer.append(moved(event, step, 0))
             for sample in waiting:
                 writer.append(sample)
-            waiting = [msgspec.structs.replace(sample, step=step) for sample in trace.samples]
+            waiting = [msgspec.structs.replace(sample, step=step) for sample in trace.samples if step != blind]
             if not late:
                 for sample in waiting:
                     writer.append(sample)
@@ -106,6 +114,7 @@ RUNS: dict[str, Callable[[Path], Path]] = {
     "a parameter that is no copy": lambda folder: write_steps(folder, [SUMMED] * 3, tables=unlike),
     "named groups": lambda folder: write_steps(folder, [FSDP] * 3, tables=named),
     "an overflow": lambda folder: write_steps(folder, [AMP] * 5, skipped=2),
+    "a step that nobody saw": lambda folder: write_steps(folder, [RIGHT] * 4, blind=2),
     "late samples": lambda folder: write_steps(folder, [RIGHT, WRONG, RIGHT, RIGHT], late=True),
     "columns": lambda folder: one_wrong(folder),
     "columns beside a measured step": lambda folder: one_wrong(folder, samples_of=4),

@@ -11,7 +11,7 @@ from gradcheck_dist.diagnosis.report.coverage import gaps
 from gradcheck_dist.diagnosis.report.next_step import ALL_SKIPPED, NOT_EMPTIED, next_step
 from gradcheck_dist.diagnosis.report.run_info import metrics, overhead, run_info
 from gradcheck_dist.diagnosis.rules import all_rules
-from gradcheck_dist.diagnosis.steps.open_steps import no_step
+from gradcheck_dist.diagnosis.steps.open_steps import BLIND, no_step
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, merged, recorded_norms
 from gradcheck_dist.diagnosis.steps.units import unit_list
 from gradcheck_dist.events import AmpUnscale
@@ -20,7 +20,12 @@ from gradcheck_dist.wording import numbered
 
 
 def report_of(
-    run: Run, verdicts: list[StepVerdict], objective: str, objective_from: str, skipped: Sequence[int]
+    run: Run,
+    verdicts: list[StepVerdict],
+    objective: str,
+    objective_from: str,
+    skipped: Sequence[int],
+    blind: Sequence[int],
 ) -> Report:
     """One finding a cause, what was covered and how it was compared; of `run` only what belongs to no single step."""
     findings = merged(verdicts)
@@ -28,6 +33,8 @@ def report_of(
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     reasons += _left_by_overflow(run)
+    if verdicts and blind:
+        reasons.append(f"{numbered('step', blind)}: {BLIND}")
     if not verdicts and skipped:
         reasons.append(f"the GradScaler found an overflow in {numbered('step', skipped)}: {ALL_SKIPPED}")
     elif not verdicts:

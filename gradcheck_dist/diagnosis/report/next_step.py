@@ -16,7 +16,15 @@ from gradcheck_dist.diagnosis.steps.changed_in import LINES
 from gradcheck_dist.diagnosis.steps.hand_clip import AS_EVER
 from gradcheck_dist.diagnosis.steps.lone import ALONE
 from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
-from gradcheck_dist.diagnosis.steps.open_steps import FEW_SAMPLES, NOT_FINITE, PARTS, UNCOUNTED, UNMADE, UNREADABLE
+from gradcheck_dist.diagnosis.steps.open_steps import (
+    BLIND,
+    FEW_SAMPLES,
+    NOT_FINITE,
+    PARTS,
+    UNCOUNTED,
+    UNMADE,
+    UNREADABLE,
+)
 from gradcheck_dist.diagnosis.steps.thrown_away import OR_LOST
 from gradcheck_dist.diagnosis.steps.unfollowed import NOT_ATTACHED
 from gradcheck_dist.diagnosis.steps.waiting import SELDOM
@@ -85,6 +93,8 @@ SAYS = {
     SUMMAND: "Where these are copies, add after the sum over the ranks what every rank holds whole, or all-reduce its "
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
+    BLIND: "Record some of these steps alone (--steps): what put them out of sight (parameters that Module.to swapped, "
+    "hooks that were removed) is then behind.",
     NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "
     "--verify out: all else is judged without it.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",

@@ -48,6 +48,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     patches.replace(torch.autograd, "backward", lambda original: _watch(recorder, original, 1))
     patches.replace(torch.autograd, "grad", lambda original: _watch_grad(recorder, original))
     patches.replace(Variable, "_execution_engine", lambda engine: _watched_engine(recorder, type(engine)))
+    patches.replace(torch.utils, "swap_tensors", lambda original: _watch_swap(recorder, original))
     captured.install(recorder, patches)
     discovery = Discovery(recorder)
     recorder.discovery = discovery
@@ -99,6 +100,23 @@ def _watched_engine(recorder: Recorder, kind: Any) -> Any:
         return run_backward(*args, **kwargs)
 
     return Engine()
+
+
+def _watch_swap(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    """Module.to, double and half swap parameters of a tensor subclass, and all where torch is told so."""
+
+    @functools.wraps(original)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        original(t1, t2)
+        swapped(recorder, t1, t2)
+
+    return swap_tensors
+
+
+@guarded("autograd")
+def swapped(recorder: Recorder, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        recorder.discovery.hook_again(tensor)
 
 
 @guarded("autograd")
@@ -190,6 +208,7 @@ class Discovery:
         self._handle: Any = None
         self._quiet = QuietHooks()
         self._hooks: list[Any] = []
+        self._own: dict[int, tuple[ParamInfo, Any]] = {}  # by leaf, its parameter and our hook
         self._hooked: set[int] = set()
         self._frozen: list[ParamInfo] = []
         self.forwards = Forwards()
@@ -226,6 +245,7 @@ class Discovery:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._own.clear()
 
     def _on_call(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -247,6 +267,17 @@ class Discovery:
         handle = leaf.register_hook(unserializable_hook(functools.partial(arrived, self._recorder, info)))
         put_first(leaf, handle.id)
         self._hooks.append(handle)
+        self._own[id(leaf)] = info, handle
+
+    def hook_again(self, leaf: Tensor) -> None:
+        """A tensor was swapped: its dict of hooks stays, and nothing calls what is in it, or will be, until it is made
+        anew. Where the user's are in it, they are as dead without ours, and stay so."""
+        own = self._own.get(id(leaf))
+        if own is not None and list(leaf._backward_hooks or ()) == [own[1].id]:
+            own[1].remove()
+            leaf._backward_hooks = None
+            self._hooked.discard(id(leaf))
+            self.hook(own[0], leaf)
 
     def hook_flat(self, flat: Tensor, infos: list[ParamInfo], on_arrival: Callable[[Tensor], Tensor | None]) -> None:
         """Watch a tensor through which autograd delivers the gradients of several parameters."""
