@@ -33,8 +33,11 @@ def report_of(
     reasons = list(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons))
     reasons += gaps([(verdict.context.step, verdict.held) for verdict in verdicts])
     reasons += _left_by_overflow(run)
-    if verdicts and blind:
-        reasons.append(f"{numbered('step', blind)}: {BLIND}")
+    unseen = [step for step in blind if verdicts and step > verdicts[0].context.step]
+    if unseen:
+        reasons.append(f"{numbered('step', unseen)}: {BLIND}")
+    if verdicts and len(unseen) < len(blind):  # parameters may not have been known before the first step that was seen
+        coverage.notes.append(f"{numbered('step', [step for step in blind if step not in unseen])}: {BLIND}")
     if not verdicts and skipped:
         reasons.append(f"the GradScaler found an overflow in {numbered('step', skipped)}: {ALL_SKIPPED}")
     elif not verdicts:

@@ -54,7 +54,7 @@ NOT_FINITE = "are infinite or not a number"
 UNREADABLE = "gave nothing that can be read"
 UNMADE = "that no recorded backward pass of the step made"
 FEW_SAMPLES = "cannot be told from the samples"
-BLIND = "losses went backward, and no gradient of a parameter was seen, so that these steps are not judged"
+BLIND = "losses went backward, and no gradient of a parameter was seen: not judged"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
 
