@@ -23,6 +23,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bce": lambda output, target: F.binary_cross_entropy_with_logits(
         output, (target > 0).float(), pos_weight=torch.full((4,), 2.0)
     ),
+    "triplet": lambda output, target: F.triplet_margin_loss(output, target, target.roll(1, 0)),
+    "ranking": lambda output, target: F.margin_ranking_loss(output[:, 0], output[:, 1], target[:, 0].sign()),
+    "hinge": lambda output, target: F.relu(1 - output * target.sign()).mean(),
+    "likeness": lambda output, target: (1 - F.cosine_similarity(output, target)).mean(),
 }
 
 

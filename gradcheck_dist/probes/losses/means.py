@@ -1,4 +1,4 @@
-"""Losses that are means over elements: mean squared error, binary cross-entropy, a distance with `.mean()`.
+"""Losses that are means over elements: mean squared error, binary cross-entropy, a distance or margin with `.mean()`.
 
 A root may be one of them or a sum of several. They count no tokens. What multiplies a mean in the backward root is
 known all the same, by the gradient that arrives at it: 1 where the trainer divides by nothing and weighs it by nothing.
@@ -149,7 +149,7 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         weight = torch.where(one_kind, torch.nan, weight)
     if not found.is_mean:
         term.arrived = weight
-    elif found.is_distance:
+    elif found.is_distance or found.is_margin:
         term.mean_weight = weight
 
 

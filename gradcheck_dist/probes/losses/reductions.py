@@ -29,6 +29,7 @@ WITH_REDUCTION = {
 }
 _OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
 DISTANCES = {"PowBackward", "AbsBackward"}
+MARGINS = {"ReluBackward", "ClampBackward", "ClampMinBackward", "RsubBackward"}
 _JOINS = ("Stack", "Cat")
 """Losses that were put side by side: each may be a mean of its own."""
 _IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
@@ -80,6 +81,11 @@ class Reduced:
         """Whether the elements are those of a loss that compares with targets."""
         name = name_of(self.body)
         return self.body is None or self.of_torch or name in DISTANCES or name in OTHERS
+
+    @property
+    def is_margin(self) -> bool:
+        """Whether the elements are what a margin is missed by (triplets, rankings), or one less a likeness."""
+        return name_of(self.body) in MARGINS
 
 
 def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:

@@ -34,8 +34,8 @@ class TokenWeights(NamedTuple):
 @dataclass
 class ReducedTerm:
     """One mean or sum over elements, times `num_factors` numbers, of which some divide by whole ones (an int and a
-    list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean that compares with
-    targets, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each element beside a
+    list, or a Later of them). `arrived` is its gradient, `mean_weight` the same where it is a mean of errors, distances
+    or margins, `elements` what it goes over: fields of a ReducedGradient. `beneath`: what multiplies each beside a
     weight of its own, `num_kept` how many masks keep; `of_sums`: of elements that are sums themselves."""
 
     op: str
