@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan, nan, prod
 
+from gradcheck_dist.diagnosis.losses.elements import whole
 from gradcheck_dist.diagnosis.weights.cells import systematic
 from gradcheck_dist.events import (
     OWN_OPTIMIZER,
@@ -68,7 +69,8 @@ class ShapeWays:
 
     `slots` in order of arrival; `weight_rows`, `token_rows`, `hash_rows`, `value_rows`, `is_mean`, `slot_of` and
     `sites` have an entry for every gradient that arrived at a main loss; `num_rows` counts all rows. `spread_rows` are
-    pairs of rows (least and largest weight of a token), `norm_rows` those of norms that were clipped.
+    pairs of rows (least and largest weight of a token), `norm_rows` those of norms that were clipped. `of_elements`:
+    the losses count no tokens, and what stands for these are the elements of each one's mean or sum.
     """
 
     slots: list[Slot]
@@ -86,6 +88,7 @@ class ShapeWays:
     scale_rows: list[int] = field(default_factory=list)
     tolerance: float = 0.0
     optimized: bool = False
+    of_elements: bool = False
     reasons: list[str] = field(default_factory=list)
     sites: list[Site | None] = field(default_factory=list)
     scaling: list[AnyEvent] = field(default_factory=list)
@@ -173,6 +176,7 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
         find_columns(events, LossGradient, name) for name in ("weight", "weight_min", "weight_max", "num_tokens")
     )
     tokens_given, hashes, values = (find_columns(events, Loss, name) for name in ("num_tokens", "label_hash", "value"))
+    elements, element_weights = (find_columns(events, LossGradient, name) for name in ("num_reduced", "reduced_weight"))
     norms = find_columns(events, Clip, "total_norm")
     result.norm_rows = [row for index, row in norms.items() if not getattr(events[index], "partial", True)]
     result.scale_rows = list(find_columns(events, AmpUnscale, "scale").values())
@@ -188,8 +192,11 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
         slot = (event.accumulation_step, event.microbatch)
         if passes.setdefault(event.loss_id, slot) != slot:
             result.reasons.append("a loss goes backward in several passes")
-        tokens = tokens_seen.get(index, tokens_given.get(at))
-        if tokens is None:
+        tokens, weight = tokens_seen.get(index, tokens_given.get(at)), weights[index]
+        of_elements = tokens is None and index in elements and (event.element_share is None or whole(event))
+        if of_elements:
+            tokens, weight = elements[index], element_weights[index]
+        if tokens is None or (result.weight_rows and of_elements != result.of_elements):
             result.reasons.append(UNCOUNTED)
         elif slot not in result.slots:
             result.reasons.append("a loss received its gradient in a pass that reached no parameter")
@@ -198,7 +205,8 @@ def _find_losses(events: list[AnyEvent], result: ShapeWays) -> None:
                 "several losses share one backward pass, or tokens are weighted by class or by the data"
             )
         else:
-            result.weight_rows.append(weights[index])
+            result.of_elements = of_elements
+            result.weight_rows.append(weight)
             result.token_rows.append(tokens)
             result.hash_rows.append(hashes.get(at))
             result.value_rows.append(values.get(at))

@@ -76,7 +76,7 @@ class Block:
         unscaled = {way.num_unscaled for way in self.shape.ways}
         if unscaled == {1} and self.shape.scale_rows:
             weights = weights / self.rows(self.shape.scale_rows[:1], "<f8")
-        return weights
+        return np.abs(weights) if self.shape.of_elements else weights  # of a gain the sign is the program's
 
     def normalised(self, objective: str) -> np.ndarray:
         """q without the documented factor, shape (num_losses, num_steps); NaN where there are no tokens."""
@@ -316,7 +316,7 @@ def rounds(
 
 def _identity(shape: ShapeWays) -> tuple[object, ...]:
     return (tuple(shape.slots), tuple(shape.ways), shape.pipeline, tuple(shape.slot_of), tuple(shape.reasons),
-            shape.tolerance, shape.optimized, bool(shape.weight_rows))  # fmt: skip
+            shape.tolerance, shape.optimized, shape.of_elements, bool(shape.weight_rows))  # fmt: skip
 
 
 def summarise(rank: int, number: int, block: Block, objective: str) -> Summary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.stream.plain import MeasuredReader
 from gradcheck_dist.stream.shares import ReadShares
-from gradcheck_dist.stream.watch import EMPTIED, Deviation, Watch
+from gradcheck_dist.stream.watch import EMPTIED, OF_ELEMENTS, Deviation, Watch
 from gradcheck_dist.trace.run import Run
 
 PIECE_BYTES = 64 << 10
@@ -34,7 +34,7 @@ class Records:
                 f"and so they are in step {self._off}, which was measured and in which nothing was found: not all that "
                 "makes up the weights of this trainer is recorded"
             )
-        return "" if self._any_measured and deviation.excuse != EMPTIED else deviation.excuse
+        return "" if self._any_measured and deviation.excuse not in (EMPTIED, OF_ELEMENTS) else deviation.excuse
 
 
 def _first_off(run: Run, objective: str, steps: list[int], read: ReadShares) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gradcheck_dist.diagnosis.weights.cells import SAFEGUARD
-from gradcheck_dist.stream.documented import ShapeWays, Way
+from gradcheck_dist.stream.documented import UNCOUNTED, ShapeWays, Way
 from gradcheck_dist.stream.series import Series
 from gradcheck_dist.stream.summaries import Round, Summary
 
@@ -25,6 +25,7 @@ MAX_CELLS, MAX_AHEAD = 1 << 24, 1 << 16
 EMPTIED = "where passes count nothing, or are emptied before an optimizer reads them, that may be meant"
 DIVIDED = "where all weights of a rank are too large by one number, its own lines may divide gradients by it"
 SEVERAL = "where losses are computed at several lines, each may be an objective of its own"
+OF_ELEMENTS = "where losses count no tokens, a coefficient or a mean of unequal numbers may be meant"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Setting:
 
     `coordinates` has shape (num_ranks,): True for the ranks whose tokens count. `owner` is the index of the rank that
     evaluates a rank's loss, `relative` the least and the largest factor of its ways over those of its owner. `several`:
-    losses are computed at several lines, or train parameters of their own.
+    losses are computed at several lines, or train parameters of their own. `of_elements`: as in ShapeWays.
     """
 
     coordinates: np.ndarray
@@ -56,6 +57,7 @@ class Setting:
     relative: np.ndarray
     tolerance: float
     several: bool
+    of_elements: bool
     reasons: tuple[str, ...]
 
 
@@ -272,6 +274,8 @@ def _excuse(low: np.ndarray, high: np.ndarray, right: np.ndarray, setting: Setti
     (num_ranks,)."""
     if (low[~right] == 0).any():
         return EMPTIED
+    if setting.of_elements:
+        return OF_ELEMENTS
     if setting.several:
         return SEVERAL
     alike = np.abs(high - low) <= setting.tolerance * np.abs(high)
@@ -331,6 +335,9 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
         shape = of_rank[copy]
         if shape is not None and not any(first in group for way in shape.ways for group in way.groups):
             coordinates[copy] = False
+    losses = {shape.of_elements for shape in of_rank.values() if shape is not None and shape.weight_rows}
+    if len(losses) > 1:
+        reasons.append(UNCOUNTED)
     relative = np.ones((len(ranks), 2))
     for index, shape in of_rank.items():
         if shape is None:
@@ -341,14 +348,16 @@ def find_setting(ways: np.ndarray, shapes: list[ShapeWays], ranks: list[int], sa
         elif any(way.num_joined != coordinates.sum() for way in shape.ways):
             # Where a loss counts no tokens nobody knows who a data rank is.
             if not any(one.reasons for one in of_rank.values() if one is not None):
-                reasons.append("no recorded reduction joins the gradients of exactly all data ranks")
+                joins = "no recorded reduction joins the gradients of exactly all data ranks"
+                reasons.append(UNCOUNTED if True in losses else joins)
         else:
             last = of_rank[int(owner[index])]
             if index != owner[index] and last is not None:
                 relative[index] = _relative(shape, last)
     tolerance = max((shape.tolerance for shape in of_rank.values() if shape is not None), default=0.0)
     several = any(shape.several for shape in of_rank.values() if shape is not None)
-    return Setting(coordinates, owner, relative, tolerance, several, tuple(dict.fromkeys(reasons)))
+    reasons = list(dict.fromkeys(reasons))
+    return Setting(coordinates, owner, relative, tolerance, several, True in losses, tuple(reasons))
 
 
 def _relative(shape: ShapeWays, last: ShapeWays) -> tuple[float, float]:

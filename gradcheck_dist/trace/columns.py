@@ -55,6 +55,9 @@ CHANGING: tuple[tuple[type[Event], str, str], ...] = (
     (AmpScale, "scale", "<f8"),
     (LossGradient, "hooks_factor", "<f8"),
     (LossTerm, "hooks_factor", "<f8"),
+    (LossGradient, "num_reduced", "<i8"),
+    (LossGradient, "num_rows", "<i8"),
+    (LossGradient, "reduced_weight", "<f8"),
 )
 """Fields that differ from step to step, in the order of the columns; each has a column for every event of its kind in
 which it is not None. The file format: append only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradcheck_dist
+from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.events import Clip, Loss, LossGradient, OptimizerStep
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.columns import expand
@@ -77,14 +79,55 @@ def test_without_a_fault_the_run_is_clean(tmp_path: Path) -> None:
         assert [step for step, _ in report.series(name)] == list(range(6))
 
 
-def test_a_loss_that_counts_no_tokens_is_the_one_reason_where_there_are_no_samples(tmp_path: Path) -> None:
+def without_tokens(
+    run_dir: Path, loss: Callable[[torch.Tensor], torch.Tensor], divisors: Sequence[float], last_size: int = 4
+) -> Report:
+    """Steps of three passes, each step's losses divided by a number where it is not 1; the first two steps are sampled.
+    `last_size`: of the last batch of the last step."""
+    torch.manual_seed(0)
     model = nn.Linear(8, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradcheck_dist.attach(tmp_path / "run", steps=range(2), every_step=True):
-        for _ in range(4):
-            (model(torch.randn(4, 8)) ** 2).mean().backward()
+    with gradcheck_dist.attach(run_dir, steps=range(2), every_step=True):
+        for step, divisor in enumerate(divisors):
+            for size in (4, 4, last_size if step == len(divisors) - 1 else 4):
+                value = loss(model(torch.randn(size, 8)))
+                (value if divisor == 1 else value / divisor).backward()
             optimizer.step()
             optimizer.zero_grad()
-    [reason] = diagnose_run(tmp_path / "run").reasons
+    return diagnose_run(run_dir)
+
+
+MEANS = {
+    "errors": lambda output: (output**2).mean(),
+    "a sum": lambda output: (output**2).sum() / output.numel(),
+    "margins": lambda output: F.relu(1 - output).mean(),
+    "a gain": lambda output: -output.sigmoid().mean(),
+}
+
+
+@pytest.mark.parametrize("loss", MEANS)
+def test_a_mean_that_counts_no_tokens_is_judged_by_its_elements(loss: str, tmp_path: Path) -> None:
+    report = without_tokens(tmp_path / "right", MEANS[loss], [3.0] * 4)
+    assert (report.verdict, report.reasons) == ("clean", [])
+    assert any(
+        "documented weights of 2 steps (6 contributions) were compared" in note for note in report.coverage.notes
+    )
+    assert report.metrics["num_tokens"] == [60.0] * 4
+    for off in (
+        without_tokens(tmp_path / "wrong", MEANS[loss], [3.0, 3.0, 1.0, 3.0]),
+        without_tokens(tmp_path / "unequal", MEANS[loss], [3.0] * 4, last_size=2),
+    ):
+        assert (off.verdict, off.findings) == ("undetermined", [])
+        assert "off as documented, where losses count no tokens" in off.reasons[0]
+
+
+def test_steps_that_lack_the_division_of_measured_ones_belong_to_their_finding(tmp_path: Path) -> None:
+    (finding,) = without_tokens(tmp_path, MEANS["errors"], [1.0] * 5).findings
+    assert finding.steps == [0, 1, 2, 3, 4]
+
+
+def test_losses_that_count_no_tokens_are_the_one_reason_where_there_are_no_samples(tmp_path: Path) -> None:
+    report = without_tokens(tmp_path, lambda output: (output**2).mean() + output.abs().mean(), [3.0] * 4)
+    [reason] = [one for one in report.reasons if "without samples" in one]
     assert reason.startswith("2 steps recorded without samples cannot be judged: a loss counts no tokens")
     assert "--every N" in reason

@@ -28,6 +28,7 @@ from gradcheck_dist.probes.losses.reductions import (
     num_kept,
     num_unmasked,
     numbers_at,
+    of_reduction,
     only_body,
     reduced_at,
     summands,
@@ -75,7 +76,9 @@ def watch(recorder: Recorder, current: BackwardPass, root: Root, passes: Passes)
         term = ReducedTerm(op_of(body), num_factors(numbers, len(found.numbers)), divisors)
         current.reduced.append(term)
         _hook(recorder, current, found.node, functools.partial(_arrived, term, found))
-        if elements:
+        if not elements:
+            _hook(recorder, current, found.node, functools.partial(_told_without_samples, term, found))
+        else:
             _hook(recorder, current, body, functools.partial(_reached, term, found))
     if len(parts) > 1:
         _hook(recorder, current, top[0], functools.partial(_summed, current))
@@ -151,6 +154,13 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         term.arrived = weight
     elif found.is_distance or found.is_margin:
         term.mean_weight = weight
+
+
+def _told_without_samples(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
+    """What each element weighs where nothing but numbers multiplies them."""
+    unseen_target = name_of(found.node) in WITH_REDUCTION and saved(found.node, "_saved_target") is None
+    if grads[0] is not None and grads[0].numel() == 1 and not (found.is_weighted or found.numbers or unseen_target):
+        term.elements = of_reduction(found, grads[0].detach())
 
 
 def _reached(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:

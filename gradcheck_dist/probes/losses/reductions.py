@@ -238,16 +238,21 @@ def _descend(found: Reduced, edge: Edge) -> bool:
     return False
 
 
-def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, Any]:
-    """Fields of a LossGradient: what the gradients that arrive at the reduction and at the body tell of elements."""
-    weight = arrived.reshape(()).double() / (max(found.num, 1) if found.is_mean else 1)
-    told: dict[str, Any] = {
+def of_reduction(found: Reduced, arrived: Tensor) -> dict[str, Any]:
+    """Fields of a LossGradient: what the gradient that arrives at the reduction tells."""
+    return {
         "reduced_by": "mean" if found.is_mean else "sum",
         "compares": found.is_distance,
         "num_reduced": found.num,
         "num_rows": found.num_rows,
-        "reduced_weight": weight,
+        "reduced_weight": arrived.reshape(()).double() / (max(found.num, 1) if found.is_mean else 1),
     }
+
+
+def element_weights(found: Reduced, arrived: Tensor, grad: Tensor) -> dict[str, Any]:
+    """The same, and what the gradient that arrives at the body tells of elements."""
+    told = of_reduction(found, arrived)
+    weight = told["reduced_weight"]
     local = getattr(grad, "_local_tensor", grad).detach()
     if found.body is None or not local.numel():
         return told | {"num_elements": found.num, "element_min": weight, "element_max": weight, "element_share": 1.0}
