@@ -50,8 +50,7 @@ def test_run_live_shows_the_fault_beside_torchrun_and_closing_the_screens_leaves
         shown.send("\x0f")
         shown.expect(r"trained step \d+")
         shown.send("q")  # the output
-        shown.send("q")
-        shown.expect("the command goes on")
+        press_until_seen(shown, "q", "the command goes on")
         shown.expect("trained step 0")
         log = tmp_path / "runs" / "output.log"
         before, deadline = log.read_text().count("trained step"), time.monotonic() + 60
