@@ -45,11 +45,13 @@ def trained(
     behind: bool = False,
     over: float = 1.0,
     seen: bool = False,
+    twice: float = 1.0,
 ) -> Report:
     """Two steps of token sums times a factor; before the optimizer gradients are divided by all tokens, or not, and
     clipped to a norm, one for both steps or one for each. Where `hooked` is not 1, a hook multiplies each gradient by
     it as it arrives. `behind`: their norm is taken before the division, and divided as well. `over`: what tokens are
-    divided by before gradients are divided by them. `seen`: that is done where gradients lie."""
+    divided by before gradients are divided by them. `seen`: that is done where gradients lie; `twice`: a second line
+    divides by this of it."""
     model = Net()
     for param in model.parameters() if hooked != 1.0 else ():
         param.register_hook(lambda grad: grad * hooked)
@@ -65,7 +67,9 @@ def trained(
             for param in model.parameters():
                 assert param.grad is not None
                 if seen:
-                    param.grad /= total / over if divides else 1
+                    param.grad /= total / over / twice if divides else 1
+                    if twice != 1:
+                        param.grad /= twice
                 else:
                     param.grad = param.grad / (total / over if divides else 1)
             grads = [param.grad for param in model.parameters() if param.grad is not None]
@@ -88,6 +92,10 @@ def test_a_clip_that_may_divide_besides_is_open(tmp_path: Path) -> None:
 def test_a_line_that_is_seen_shows_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
     report = trained(tmp_path, 1.0, divides=True, max_norm=0.25, seen=True)
     assert (report.verdict, report.findings) == ("clean", [])
+
+
+def test_lines_that_are_seen_show_together_what_a_clip_divides_by_besides(tmp_path: Path) -> None:
+    assert trained(tmp_path, 1.0, divides=True, max_norm=1e-3, seen=True, twice=NUM_BATCHES).verdict == "clean"
 
 
 def test_a_step_without_a_clip_shows_what_its_lines_divide_by(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import combinations
 from math import inf, prod
 
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, kind_of
@@ -18,6 +19,8 @@ from gradcheck_dist.ledger.tracks import StepData
 EXACT = 1e-6
 MEASURED = 1e-5
 """Relative; how well a factor is known of which a recorded number is taken out."""
+MOST_LINES = 3
+"""Lines that divide by one number together: by ranks, passes and tokens."""
 
 
 def behind_bare_sum(
@@ -182,17 +185,19 @@ def params_on(data: StepData, held: Iterable[Held], rank: int) -> set[int]:
 
 
 def is_divided(data: StepData, culprit: Culprit, held: Sequence[Held], divisor: float) -> bool:
-    """Whether a line was seen that divides all of these gradients by a number between the events of an unrecorded
-    change."""
+    """Whether lines were seen that divide all of these gradients by a number between the events of an unrecorded
+    change: one of them, or several together (by ranks, then by passes)."""
     if culprit.event is None or culprit.before is None:
         return False
     rank = rank_of(data, culprit.before)
     params = params_on(data, held, rank)
-    lines: dict[tuple[str, int] | None, set[int]] = {}
+    lines: dict[tuple[tuple[str, int] | None, float], set[int]] = {}
     for event in _writes(data, culprit, rank):
-        if _is(event.factor, 1 / divisor, 0.0) and event.params is not None:
-            lines.setdefault(line_of(event), set()).update(data.params_of(rank, event.params))
-    return any(params <= of_line for of_line in lines.values())
+        if event.factor and event.params is not None:
+            lines.setdefault((line_of(event), event.factor), set()).update(data.params_of(rank, event.params))
+    numbers = [number for (_, number), of_line in lines.items() if params <= of_line]
+    some = (chosen for size in range(1, MOST_LINES + 1) for chosen in combinations(numbers, size))
+    return any(_is(prod(chosen), 1 / divisor, 0.0) for chosen in some)
 
 
 def lines_without_number(data: StepData, culprit: Culprit, held: Sequence[Held]) -> tuple[str, ...]:
