@@ -118,3 +118,23 @@ def test_a_buffer_that_never_becomes_the_gradient_is_told(tmp_path: Path) -> Non
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert any("`.grad` is empty" in reason for reason in report.reasons)
+
+
+def test_gradients_that_come_back_out_of_a_buffer_are_unscaled_like_the_others(tmp_path: Path) -> None:
+    """Of all passes but the last, the emptied `.grad` is full again only where the optimizer reads it."""
+    model, optimizer, params = with_buffers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with attach(tmp_path):
+        data = [batch(0, k) for k in range(2)]
+        count = sum((labels >= 0).sum() for _, labels in data)
+        for part in data:
+            scaler.scale(token_sum(model, part)).backward()  # type: ignore[no-untyped-call]
+            for param in params:
+                add_to_buffer(param)
+        for param in params:
+            param.grad = param.main_grad
+            param.grad.div_(count)
+        params[0].grad.mul_(3.0)
+        scaler.step(optimizer)
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert (finding.code, round(finding.factor.observed or 0, 4), finding.num_parameters) == ("GS000", 3.0, 1)

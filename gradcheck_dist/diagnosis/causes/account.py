@@ -216,6 +216,7 @@ def _walk(
     measured, nominal, since, spread = arrived, 1.0, 1.0, 0.0
     opaque: Step | None = None
     kept: tuple[int, int, float] | None = None  # steps, gaps and the weight before the buffer was emptied
+    num_before = len(result.steps)  # steps up to the last measurement
     for entry in entries:
         value = _together(entry.nominal, columns) / entry.clip
         if entry.event is not None:
@@ -246,8 +247,10 @@ def _walk(
         end = event_at(data, entry.rank, entry.seq)
         if kept is not None and measured * since == 0 and ratio != 0 and contains(entry, columns[0]):
             # The trainer kept the gradient elsewhere and brought it back: nothing was lost when its buffer was emptied.
-            del result.steps[kept[0] :], result.gaps[kept[1] :]
-            measured, since, kept = kept[2], 1.0, None
+            # A scaler unscales what its optimizer reads, so it came back before that.
+            unscaled = [step for step in result.steps[num_before:] if isinstance(step.event, AmpUnscale)]
+            result.steps[kept[0] :], result.gaps[kept[1] :] = unscaled, []
+            measured, since, kept = kept[2], prod(step.factor for step in unscaled), None
         factor = ratio / (measured * since) if measured * since else float(ratio != 0)
         if opaque is not None:
             result.steps.append(Step(opaque.event, opaque.rank, factor, opaque=True))
@@ -256,7 +259,7 @@ def _walk(
         noise = _own_noise(entry, columns, spread * abs(ratio / measured) if measured else 0.0) / size
         inside = start is not None and start_rank == entry.rank and same_doing(start, end)
         result.gaps.append(Gap(start, end, entry.rank, factor, noise, inside))
-        start, start_rank, measured, since = end, entry.rank, ratio, 1.0
+        start, start_rank, measured, since, num_before = end, entry.rank, ratio, 1.0, len(result.steps)
         spread = _length(entry.stderr, columns) / entry.clip
     return measured * since
 
