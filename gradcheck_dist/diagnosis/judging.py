@@ -47,6 +47,7 @@ from gradcheck_dist.diagnosis.open_cases.uncounted import without_uncounted
 from gradcheck_dist.diagnosis.rules import all_rules
 from gradcheck_dist.diagnosis.steps.alternatives import LOST, UNREDUCED
 from gradcheck_dist.diagnosis.steps.cases import cases_of, configured_at
+from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line
 from gradcheck_dist.diagnosis.steps.contradiction import left_open
 from gradcheck_dist.diagnosis.steps.hand_clip import (
     HandClip,
@@ -263,6 +264,8 @@ def _cases(
     such a clip hides, None where there is none; such a clip that took a wrong norm; and one of scaled gradients."""
     data, target = verdict.data, weighed.target
     cases = cases_of(verdict, weighed.measured, target)
+    if weighed.freed:
+        return cases, None, None, None
     by_hand = clip_by_hand(cases, data, norms)
     if by_hand is not None:
         cases = _without(verdict, weighed, by_hand)
@@ -278,7 +281,7 @@ def _cases(
         verdict.remarks.append(f"step {data.step}: {scaled.text}")
         return cases, None, None, scaled
     by_norm = wrong_norm(cases, verdict.held, data, norms) if by_hand is None else None
-    if by_hand is None and by_norm is None and (by_hand := clip_of_most(cases, verdict.held, data, norms)) is not None:
+    if by_hand is None and by_norm is None and (by_hand := _clip_beside(cases, verdict, weighed, norms)) is not None:
         cases = _without(verdict, weighed, by_hand)
         verdict.remarks.append(by_hand.text)
         verdict.assumed = by_hand.assumed
@@ -288,6 +291,15 @@ def _cases(
     if not cases and verdict.assumed is None:
         verdict.divided = divisions(data, verdict.held, verdict.context.quantities)
     return cases, by_hand.hidden if by_hand is not None else None, by_norm, None
+
+
+def _clip_beside(cases: Sequence[Case], verdict: StepVerdict, weighed: Weighed, norms: StepNorms) -> HandClip | None:
+    """A clip by hand beside something else, which sets gradients apart, or the weights in each of them."""
+    found = clip_of_most(cases, verdict.held, verdict.data, norms)
+    apart = bool(cases) and all(case.pattern.kind != "uniform" for case in cases)
+    if found is not None or not apart or weighed.target.relative:
+        return found
+    return clip_of_line(verdict.held, verdict.data, norms)
 
 
 def _without(verdict: StepVerdict, weighed: Weighed, clip: HandClip) -> list[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
@@ -12,8 +13,11 @@ from gradcheck_dist.diagnosis.losses.aims import aim
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
+from gradcheck_dist.diagnosis.norms.step_norms import step_norms
 from gradcheck_dist.diagnosis.steps.changed_in import name_places
+from gradcheck_dist.diagnosis.steps.clip_lines import clip_of_line
 from gradcheck_dist.diagnosis.steps.drift import sets_apart
+from gradcheck_dist.diagnosis.steps.hand_clip import freed
 from gradcheck_dist.diagnosis.steps.lone import trained_alone
 from gradcheck_dist.diagnosis.steps.open_steps import (
     infinite_losses,
@@ -128,11 +132,12 @@ class Measurements:
 @dataclass
 class Weighed:
     """The weights of a step as they were measured, and what they are compared with. `as_measured`: up to coefficients,
-    which are what was measured."""
+    which are what was measured. `freed`: of a clip by hand, without which nothing could be expected of them."""
 
     measured: list[Held]
     means: OwnMeans
     on_the_way: Transits
+    freed: bool = False
 
     @property
     def target(self) -> Aim:
@@ -203,7 +208,13 @@ def weigh(
     if (late := from_before(measured)) is not None:
         verdict.reasons.append(late)
         return None
-    aimed_at = aim(context.objective, data, contributions, measured, drop_lost=assumed.drop_lost, written=how.written)
+    wanted = partial(aim, context.objective, data, contributions, drop_lost=assumed.drop_lost, written=how.written)
+    aimed_at, is_freed = wanted(measured), False
+    if aimed_at.relative and (clip := clip_of_line(measured, data, step_norms(run, data, contributions.coordinate))):
+        without_clip = freed(measured, clip.factor)
+        if not (freely := wanted(without_clip)).relative:
+            aimed_at, measured, is_freed = freely, without_clip, True
+            verdict.remarks.append(clip.text)
     understood = aimed_at.as_written or aimed_at.of_elements or aimed_at.of_means
     of_step = without(contributions, contributions.by_key.keys() - aimed_at.contributions.by_key.keys())
     verdict.reasons += [] if understood or aimed_at.of_samples else weighed_apart(of_step)
@@ -238,4 +249,4 @@ def weigh(
     verdict.shares_updates = share_updates(verdict.data)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
-    return Weighed(measured, means, on_the_way)
+    return Weighed(measured, means, on_the_way, is_freed)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from probe_workers import Net, batch, token_sum
 
 from gradcheck_dist.diagnosis.engine import diagnose
@@ -295,3 +296,41 @@ def test_a_clip_by_the_norm_of_some_gradients_is_told_as_a_clip(tmp_path: Path) 
     assert (report.verdict, report.findings) == ("undetermined", [])
     assert "multiplies all gradients of a step by one number, another in each" in report.reasons[0]
     assert "a clip by a norm that is not theirs does this" in report.reasons[0]
+
+
+def clipped_in_place(run_dir: Path, loss_of: Callable[[Net, int], torch.Tensor], num_passes: int = 2) -> Report:
+    """Two steps; a line multiplies all gradients where they lie, so that they have norm 0.001."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(run_dir):
+        for step in range(2):
+            for k in range(num_passes):
+                loss_of(model, num_passes * step + k).backward()  # type: ignore[no-untyped-call]
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            norm = squares(grads)
+            for grad in grads:
+                grad.mul_(1e-3 / norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return diagnose(read_run(run_dir))
+
+
+@pytest.mark.parametrize(("over", "verdict"), [(3, "clean"), (9, "undetermined")])
+def test_a_clip_that_is_seen_leaves_no_loss_open_that_counts_nothing(tmp_path: Path, over: int, verdict: str) -> None:
+    def loss_of(model: Net, index: int) -> torch.Tensor:
+        logits = model(batch(0, index)[0])
+        return F.mse_loss(logits, torch.ones_like(logits)) / over
+
+    assert clipped_in_place(tmp_path, loss_of, num_passes=3).verdict == verdict
+
+
+def test_a_clip_that_is_seen_is_no_part_of_what_sets_passes_apart(tmp_path: Path) -> None:
+    def loss_of(model: Net, index: int) -> torch.Tensor:
+        count = sum(int((batch(0, index // 2 * 2 + k)[1] >= 0).sum()) for k in range(2))
+        return token_sum(model, batch(0, index)) / count * (5 if index % 2 else 1)
+
+    (finding,) = clipped_in_place(tmp_path, loss_of).findings
+    assert (finding.pattern, round(finding.factor.observed or 0, 4)) == (
+        "x 5 on the last accumulation step (1), the rest right",
+        5,
+    )

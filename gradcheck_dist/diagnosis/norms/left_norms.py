@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from types import UnionType
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
 from gradcheck_dist.diagnosis.norms.step_norms import Part, StepNorms, norm_of, own_error
-from gradcheck_dist.events import Clip, OptimizerStep
+from gradcheck_dist.events import Clip, Event, OptimizerStep
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 
@@ -17,10 +18,18 @@ def norm_afterwards(case: Case, data: StepData, norms: StepNorms) -> float | Non
     before = case.culprit.before
     if before is None:
         return None
+    return norm_left({held.rank for held in case.held}, data, norms, type(before))
+
+
+def norm_left(
+    ranks: Collection[int], data: StepData, norms: StepNorms, ends: type[Event] | UnionType = Clip | OptimizerStep
+) -> float | None:
+    """The norm of all gradients of these ranks' models at the first clip or step, which has to be of a kind; None where
+    it is not known as one number."""
     found = []
-    for group in {norms.together(held.rank) for held in case.held}:
+    for group in {norms.together(rank) for rank in ranks}:
         parts = [part for (rank, _), part in norms.parts.items() if rank in group]
-        if any(_first_clip(data, rank, type(before)) is None for rank in group):
+        if any(_first_clip(data, rank, ends) is None for rank in group):
             return None
         norm = norm_of(parts)
         if not parts or not norm.known:
@@ -42,7 +51,7 @@ def _counted_once(parts: Sequence[Part]) -> Iterator[float]:
         yield norm_of(part for part in parts if len(names[part.key]) == 1 or part.own in chosen).middle
 
 
-def _first_clip(data: StepData, rank: int, kind: type) -> object | None:
+def _first_clip(data: StepData, rank: int, kind: type[Event] | UnionType) -> object | None:
     """The event at which a rank's norms were taken, when it is of this kind."""
     ends = [event for event in data.events[rank] if isinstance(event, Clip | OptimizerStep)]
     return ends[0] if ends and isinstance(ends[0], kind) else None
