@@ -72,3 +72,12 @@ def test_a_mean_of_means_that_nobody_divides_is_one_finding() -> None:
     assert finding.code == "GS301"
     assert finding.factor.expression == "accumulation_steps * num_tokens/(contributions * n_c)"
     assert "times accumulation_steps" in finding.explanation
+
+
+def test_a_pass_in_which_the_holder_alone_has_tokens_is_not_reduced_like_the_others() -> None:
+    """Losses ask for an average over two ranks, of which one has no tokens in the last pass."""
+
+    world = World(Trainer(global_mean(2), accumulation=2, sync="never"), 1)
+    world.num_tokens[0, 1, 0] = 0
+    (finding,) = diagnose(world.run()).findings
+    assert (finding.code, finding.pattern) == ("GS103", "other ranks' contributions x 0, own rank's x 2")

@@ -57,9 +57,10 @@ def never_arrived(
     for one in wrong:
         if not one.account.arrived and one.gone:
             missing.add(_slot(one))
+    place = contributions.coordinate
+    missing |= _with_own_alone(place, every, missing)
     unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
     rest, culprits = [], dict[int, Culprit]()
-    place = contributions.coordinate
     with_own = {_slot(one) for one in every if place.get(one.held.rank) == one.cell.key[0]}
     for one in wrong:
         # A rank without tokens in a pass has what its group brought there in the place of its own.
@@ -104,6 +105,17 @@ def put_together(halves: Sequence[Half]) -> None:
 
 def _slot(one: Judged) -> Slot:
     return id(one.held), one.cell.key[1:]
+
+
+def _with_own_alone(place: Mapping[int, int], every: Sequence[Judged], missing: set[Slot]) -> set[Slot]:
+    """The slots in which no rank but the holder has tokens, where others' contributions are missing in all its other
+    slots: the reduction that did not come would have taken the same of these."""
+    shared: dict[int, set[Slot]] = defaultdict(set)
+    for one in every:
+        if place.get(one.held.rank) != one.cell.key[0]:
+            shared[id(one.held)].add(_slot(one))
+    without = {held for held, slots in shared.items() if slots <= missing}
+    return {_slot(one) for one in every if id(one.held) in without and _slot(one) not in shared[id(one.held)]}
 
 
 def _thrown_away(
