@@ -24,7 +24,7 @@ from gradcheck_dist.events import AmpUnscale, Backward, Clip, Event, OptimizerSt
 from gradcheck_dist.ledger.buffers import Entry, in_one_buffer
 from gradcheck_dist.ledger.reductions import nominal_factor
 from gradcheck_dist.ledger.replay import LEAF_ORDER
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.ledger.tracks import StepData, Track
 from gradcheck_dist.ledger.transit import gain
 
 NOTHING = 1e-9
@@ -144,14 +144,22 @@ def account(data: StepData, held: Held, cell: Cell) -> Account:
 
 def _given_by(data: StepData, held: Held) -> int:
     """The rank whose gradient this one reads: its own, or that of the rank to which a reduction brought all, where what
-    both read is the same, bit by bit. What happened to it happened there, before it was broadcast."""
+    both read is the same, bit by bit, in front of a clip: ranks whose norms differ by some other gradient each take a
+    coefficient of their own. What happened to it happened there, before it was broadcast."""
     roots = [e.event.root for e in held.replay.history(held.rank) if isinstance(e.event, Reduce)]
     if not roots or roots[-1] in (None, held.rank):
         return held.rank
     root = roots[-1]
     tracks = data.tracks[held.param]
-    read = [tracks[rank].points[-1].values.data for rank in (root, held.rank) if rank in tracks and tracks[rank].points]
+    read = [_read(data, tracks[rank]) for rank in (root, held.rank) if rank in tracks and tracks[rank].points]
     return root if len(read) == 2 and np.array_equal(read[0], read[1]) else held.rank
+
+
+def _read(data: StepData, track: Track) -> np.ndarray:
+    """What the first clip or the optimizer read."""
+    clip = next((event.seq for event in data.events[track.rank] if isinstance(event, Clip)), None)
+    points = [point for point in track.points if clip is None or point.seq <= clip]
+    return (points or track.points)[-1].values.data
 
 
 def _ask_for_average(result: Account) -> None:

@@ -110,18 +110,14 @@ def order(culprit: Culprit) -> tuple[int, int, int]:
 
 
 def last_backward(data: StepData, held: Held, rank: int) -> Event | None:
-    """The last pass in which the parameter's gradient arrived on a rank: where a reduction should have followed."""
+    """The last pass in which the parameter's gradient arrived on a rank, or the rank's last where it never did: where a
+    reduction should have followed."""
     track = data.tracks[held.param].get(rank)
     if track is None:
         return None
-    passes = [
-        event
-        for event in data.events[rank]
-        if isinstance(event, Backward)
-        and event.params is not None
-        and track.param.id in data.params_of(rank, event.params)
-    ]
-    return passes[-1] if passes else None
+    passes = [event for event in data.events[rank] if isinstance(event, Backward)]
+    own = [event for event in passes if track.param.id in data.params_of(rank, event.params)]
+    return next(reversed(own or passes), None)
 
 
 def kind_of(event: Event) -> str:
