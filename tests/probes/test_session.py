@@ -20,7 +20,7 @@ from probe_workers import Net, batch
 from torch import nn
 
 from gradcheck_dist.errors import GradcheckError
-from gradcheck_dist.events import Backward, OptimizerStep, ProbeError, RunEnd
+from gradcheck_dist.events import Backward, OptimizerStep, ProbeError, RunEnd, StepEnd
 from gradcheck_dist.probes import attach, availability
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.recording.recorder import Recorder
@@ -35,6 +35,13 @@ def test_only_the_steps_asked_for_are_recorded(tmp_path: Path) -> None:
     assert [event.step for event in events_of(tmp_path, OptimizerStep)] == [1, 2]
     assert len(events_of(tmp_path, RunEnd)) == 1  # else who looks at the run takes the rank for dead
     assert judged(tmp_path).verdict == "clean"
+
+
+def test_the_time_that_probes_took_is_told_of_each_step_alone(tmp_path: Path) -> None:
+    record(healthy, tmp_path, steps=8)
+    ends = events_of(tmp_path, StepEnd)
+    assert all(end.probe_s <= end.duration_s for end in ends)
+    assert ends[-1].probe_s < sum(end.probe_s for end in ends) / 2
 
 
 def test_what_a_recorded_trainer_saves_is_loaded_without_the_probes(tmp_path: Path) -> None:

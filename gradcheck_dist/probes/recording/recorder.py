@@ -99,7 +99,7 @@ class Recorder(Sampler):
         self.between_passes = False  # behind a backward pass, and before the optimizer, its clip and the next pass
         self.own_optimizer: Any = None  # set by the own_optimizer probe, while no optimizer of torch's is in use
         self.clipped: set[int] = set()  # parameters whose norms a clip of this step has shown
-        self.probe_ns = 0
+        self.probe_ns = self._probe_ns_before = 0
         self._steps = steps
         self.sampling = steps is None or 0 in steps
         self.copies = HostCopies()
@@ -173,7 +173,7 @@ class Recorder(Sampler):
                 self.passes.tell(self.emit)
                 if self.registry.rotates:
                     self.registry.next_round()
-            self.probe_ns = 0
+            self._probe_ns_before = self.probe_ns  # not emptied: guarded code that began this step adds to what was
             self._step_start_ns = time.perf_counter_ns()
             if may_finish and self.end is not None and asked >= self.end and self.finished is not None:
                 finished, self.finished = self.finished, None
@@ -202,7 +202,7 @@ class Recorder(Sampler):
             self.flush_samples()
             told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
                     "num_passes": self.passes.begun, "num_before": self.num_before}  # fmt: skip
-            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=self.probe_ns / 1e9,
+            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=(self.probe_ns - self._probe_ns_before) / 1e9,
                       **(told if self.sampling else {}))  # fmt: skip
             if self.sampling:
                 self.writer.flush()
