@@ -168,7 +168,7 @@ class Judge:
         run = self._run.run(chosen)
         if not run.ranks:
             return
-        report, verdicts = _measure(run, chosen)
+        report, verdicts = _measure(run, chosen, self._run.blind_steps())
         in_columns = self._run.columns.result(run)
         if in_columns is not None:
             add_to(report, in_columns, run, sampled=bool(chosen))
@@ -226,12 +226,12 @@ class Judge:
         self._views[verdict.context.step] = StepView(verdict, accuracy), grid
 
 
-def _measure(run: Run, steps: Sequence[int]) -> tuple[Report, list[StepVerdict]]:
+def _measure(run: Run, steps: Sequence[int], blind: Sequence[int]) -> tuple[Report, list[StepVerdict]]:
     """The report over these steps, and the verdicts that it was made of."""
     objective, objective_from = objective_of(run, None)
     skipped = skipped_steps(run)
     verdicts = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
-    return conclude(run, list(verdicts), skipped, objective, objective_from), verdicts
+    return conclude(run, list(verdicts), skipped, objective, objective_from, blind), verdicts
 
 
 def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watched:
@@ -288,7 +288,8 @@ def read_other(path: str) -> OtherRun:
         recorded = run.run(steps)
         if not recorded.ranks:
             raise GradcheckError(f"{path} holds no readable trace. {' '.join(recorded.problems[:3])}", code="E754")
-        report, verdicts = (diagnose_run(run.path), []) if run.columns.steps else _measure(recorded, steps)
+        blind = run.blind_steps()
+        report, verdicts = (diagnose_run(run.path), []) if run.columns.steps else _measure(recorded, steps, blind)
         document = build(report)
         step, grid = shown_step(report), None
         shown = next((verdict for verdict in verdicts if verdict.context.step == step), None)

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from gradcheck_dist.events import Clip, Loss
-from gradcheck_dist.trace.run import Run, read_manifest, trace_files
+from gradcheck_dist.trace.run import Run, note_problems, read_manifest, trace_files
 from gradcheck_dist.tui.columns import ColumnWatch
-from gradcheck_dist.tui.rank_file import BACKWARD, CLIP, LOSS, STEP_END, RankFile, TakeColumns
+from gradcheck_dist.tui.rank_file import (
+    BACKWARD,
+    CLIP,
+    LOSS,
+    LOSS_GRADIENT,
+    OPTIMIZER_STEP,
+    STEP_END,
+    RankFile,
+    TakeColumns,
+)
 from gradcheck_dist.tui.snapshot import RankLine, RankState, Series
 
 SILENT_S = 10.0
@@ -46,6 +55,8 @@ class LiveRun:
         self._grad_norm: dict[int, float] = {}
         self._clipped: dict[int, float] = {}
         self._steps: set[int] = set()
+        self._lost: set[int] = set()
+        self._stepped: set[int] = set()
         self._ended: dict[int, set[int]] = {}
         self._lines: dict[int, tuple[tuple[object, ...], RankLine]] = {}
         self._counts, self._share = (0, 0), 1.0
@@ -120,6 +131,7 @@ class LiveRun:
 
     def _taker(self, rank: int) -> Callable[[Any], None]:
         ended, steps, loss, grad_norm, clipped = self._ended, self._steps, self._loss, self._grad_norm, self._clipped
+        lost, stepped = self._lost, self._stepped
 
         def take(event: Any) -> None:
             kind = type(event)
@@ -127,6 +139,10 @@ class LiveRun:
                 ended.setdefault(event.step, set()).add(rank)
             elif kind is BACKWARD:
                 steps.add(event.step)
+            elif kind is LOSS_GRADIENT:
+                lost.add(event.step)
+            elif kind is OPTIMIZER_STEP:
+                stepped.add(event.step)
             elif kind is LOSS or kind is Loss:
                 if event.value is not None and event.num_tokens and event.requires_grad:
                     of_term = loss.setdefault(event.term, {})
@@ -172,29 +188,41 @@ class LiveRun:
         `ranks` only. May be called from another thread than `poll`."""
         run = Run(self.path, read_manifest(self.path))
         settled = not self.live
+        unreadable: dict[int, str] = {}
+        ends: list[str] = []
         for rank, one in sorted(self._ranks.items()):
             trace = one.load(steps, expanded=ranks is None or rank in ranks)
             if trace is None:
-                run.problems.append(one.problem or f"rank {rank}: no header was written")
+                unreadable[rank] = one.problem or f"{one.path.name}: no header was written"
                 continue
             run.ranks[rank] = trace
-            run.problems += [f"{one.path.name}: {damage}" for damage in trace.damage]
             if one.problem:
-                run.problems.append(one.problem)
+                ends.append(one.problem)
             elif settled and one.cut:
-                run.problems.append(f"{one.path.name}: {one.cut}")
-        run.problems += [f"rank {rank}: its trace file is missing" for rank in run.missing_ranks]
+                ends.append(f"{one.path.name}: {one.cut}")
+        if run.ranks:
+            note_problems(run, unreadable)
+        else:
+            run.problems = list(unreadable.values())
+        run.problems += ends
         return run
 
     def whole_steps(self) -> list[int]:
         """Steps that every rank seen so far has recorded to their end; once all is read of a run that nobody writes
         any more, all steps."""
+        return self._whole(self._steps)
+
+    def blind_steps(self) -> list[int]:
+        """Of the steps recorded to their end, those that are to be told as ledger.tracks.blind_steps does."""
+        return self._whole((self._lost & self._stepped) - self._steps)
+
+    def _whole(self, steps: Collection[int]) -> list[int]:
         num = self._num_begun
         if not num:
             return []
         if not self.live and self.share_read == 1.0:
-            return sorted(self._steps)
-        return sorted(step for step in self._steps if len(self._ended.get(step, ())) >= num)
+            return sorted(steps)
+        return sorted(step for step in steps if len(self._ended.get(step, ())) >= num)
 
     @property
     def _num_begun(self) -> int:

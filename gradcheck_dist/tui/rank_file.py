@@ -24,8 +24,10 @@ from gradcheck_dist.events import (
     Event,
     GradientCheck,
     Loss,
+    LossGradient,
     Norms,
     NotChecked,
+    OptimizerStep,
     ProbeError,
     ProbeStatus,
     Record,
@@ -79,6 +81,7 @@ LIGHT: dict[type[Record], type[Record]] = {
 """What the light pass makes of each kind of record."""
 _LIGHT: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[reduce(or_, LIGHT.values())])  # type: ignore[misc]
 LOSS, CLIP, REDUCE, BACKWARD, STEP_END = (LIGHT[kind] for kind in (Loss, Clip, Reduce, Backward, StepEnd))
+LOSS_GRADIENT, OPTIMIZER_STEP = LIGHT[LossGradient], LIGHT[OptimizerStep]
 _DATA = (LIGHT[Samples], LIGHT[Norms])
 
 
