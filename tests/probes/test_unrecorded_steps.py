@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradcheck_dist
 from gradcheck_dist.diagnosis.finding import Report
-from gradcheck_dist.events import StepEnd, Unrecorded
+from gradcheck_dist.events import Backward, StepEnd, Unrecorded
 from gradcheck_dist.trace.run import read_run
 
 USUAL = 3
@@ -111,3 +114,22 @@ def test_a_line_that_scales_the_gradients_of_a_short_window_keeps_what_was_laid_
     assert found.first_event is not None
     assert found.first_event.kind != "loss"
     assert "window" not in found.explanation
+
+
+def test_what_reduces_in_a_step_that_is_not_recorded_reduces_no_later_pass(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gradcheck_dist.attach(tmp_path / "run", steps={0, 2}):
+            for _ in range(3):
+                for k in range(2):
+                    with model.no_sync() if k == 0 else nullcontext():
+                        (F.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    events = read_run(tmp_path / "run").ranks[0].events
+    passes = [(event.step, event.sync) for event in events if isinstance(event, Backward)]
+    assert passes == [(0, False), (0, True), (2, False), (2, True)]

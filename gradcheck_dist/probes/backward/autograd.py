@@ -312,8 +312,11 @@ class Discovery:
 
         def on_accumulated(param: Tensor) -> None:
             current = recorder.current
-            if current is not None and info.wrapper in current.armed:
-                before_reduce(recorder, current.armed[info.wrapper], info)
+            if current is not None:
+                if info.wrapper in current.armed:
+                    before_reduce(recorder, current.armed[info.wrapper], info)
+            elif info.wrapper is not None and not recorder.suspended:
+                recorder.armed.discard(info.wrapper)  # it reduces in a pass that is not recorded
 
         self._hooks.append(info.param.register_post_accumulate_grad_hook(on_accumulated))
 
