@@ -65,6 +65,13 @@ def test_passes_of_steps_that_are_not_recorded_are_counted(again: bool, tmp_path
     assert told == [(3, 1, 2), (2, 3, 1), (3, 5, 2), (2, 7, 1)]
 
 
+def test_steps_that_training_did_not_reach_are_told_from_none(tmp_path: Path) -> None:
+    report = judged(tmp_path / "run", {len(WINDOWS) + 1})
+    assert report.verdict == "undetermined"
+    assert report.reasons == ["training ended after 8 optimizer steps, none of which was to be recorded"]
+    assert "the first is 0" in report.next_step
+
+
 def test_a_window_that_no_recorded_step_has_is_told_beside_a_clean_verdict(tmp_path: Path) -> None:
     report = judged(tmp_path / "run", {0, 4, 100})
     (note,) = report.coverage.notes

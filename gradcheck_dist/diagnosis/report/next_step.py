@@ -19,6 +19,7 @@ from gradcheck_dist.diagnosis.steps.never_read import NEVER_READ
 from gradcheck_dist.diagnosis.steps.open_steps import (
     BLIND,
     FEW_SAMPLES,
+    NONE_ASKED_FOR,
     NOT_FINITE,
     PARTS,
     UNCOUNTED,
@@ -93,6 +94,7 @@ SAYS = {
     SUMMAND: "Where these are copies, add after the sum over the ranks what every rank holds whole, or all-reduce its "
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
+    NONE_ASKED_FOR: "Record steps that training reaches (--steps A:B, or attach(steps=range(A, B)); the first is 0).",
     BLIND: "Record some of these steps alone (--steps): what put them out of sight (parameters that Module.to swapped, "
     "hooks that were removed) is then behind.",
     NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "

@@ -30,6 +30,7 @@ from gradcheck_dist.events import (
     OptimizerStep,
     PipelineStep,
     StepEnd,
+    Unrecorded,
 )
 from gradcheck_dist.ledger.contributions import UNKNOWN, ContributionKey, Contributions, losses_of_rank, slots_of_rank
 from gradcheck_dist.ledger.tracks import StepData
@@ -54,14 +55,24 @@ NOT_FINITE = "are infinite or not a number"
 UNREADABLE = "gave nothing that can be read"
 UNMADE = "that no recorded backward pass of the step made"
 FEW_SAMPLES = "cannot be told from the samples"
+NONE_ASKED_FOR = "none of which was to be recorded"
 BLIND = "losses went backward, and no gradient of a parameter was seen: not judged"
 REPLAYED = "was replayed from a CUDA graph, where no probe sees it: record steps before the capture (`--steps`)"
 
 
-def no_step(coverage: Coverage) -> str:
+def no_step(run: Run, coverage: Coverage) -> str:
     """Why a run has no step that could be judged."""
     if any(missing.probe == CUDA_GRAPHS for missing in coverage.probes_missing):
         return f"every backward pass {REPLAYED}"
+    passed = max(
+        (
+            sum(event.num_steps for event in trace.events if isinstance(event, Unrecorded))
+            for trace in run.ranks.values()
+        ),
+        default=0,
+    )
+    if passed:
+        return f"training ended after {plural(passed, 'optimizer step')}, {NONE_ASKED_FOR}"
     return "no backward pass was recorded: attach before the training loop, and let it reach a step"
 
 
