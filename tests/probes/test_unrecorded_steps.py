@@ -140,3 +140,17 @@ def test_what_reduces_in_a_step_that_is_not_recorded_reduces_no_later_pass(tmp_p
     events = read_run(tmp_path / "run").ranks[0].events
     passes = [(event.step, event.sync) for event in events if isinstance(event, Backward)]
     assert passes == [(0, False), (0, True), (2, False), (2, True)]
+
+
+def test_parameters_that_were_put_into_a_known_model_before_the_first_recorded_step_are_watched(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    with gradcheck_dist.attach(tmp_path / "run", steps={2}):
+        for step in range(3):
+            if step < 2:
+                model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            F.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = gradcheck_dist.diagnose(tmp_path / "run")
+    assert (report.verdict, report.reasons) == ("clean", [])

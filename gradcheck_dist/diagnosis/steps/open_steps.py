@@ -25,6 +25,7 @@ from gradcheck_dist.events import (
     THREADS,
     UNNAMED,
     UPDATED_INSIDE,
+    Event,
     Loss,
     LossGradient,
     OptimizerStep,
@@ -64,16 +65,18 @@ def no_step(run: Run, coverage: Coverage) -> str:
     """Why a run has no step that could be judged."""
     if any(missing.probe == CUDA_GRAPHS for missing in coverage.probes_missing):
         return f"every backward pass {REPLAYED}"
-    passed = max(
-        (
-            sum(event.num_steps for event in trace.events if isinstance(event, Unrecorded))
-            for trace in run.ranks.values()
-        ),
-        default=0,
-    )
+    passed = max((_unrecorded_alone(trace.events) for trace in run.ranks.values()), default=0)
     if passed:
         return f"training ended after {plural(passed, 'optimizer step')}, {NONE_ASKED_FOR}"
     return "no backward pass was recorded: attach before the training loop, and let it reach a step"
+
+
+def _unrecorded_alone(events: Sequence[Event]) -> int:
+    """How many steps a rank came through in all, where none of them was one to record: these are told when one is
+    reached, else at the end, in the last of them."""
+    told = [event for event in events if isinstance(event, Unrecorded)]
+    passed = sum(event.num_steps for event in told)
+    return passed if told and told[-1].step == passed - 1 else 0
 
 
 def tokens_known(run: Run, data: StepData) -> bool:

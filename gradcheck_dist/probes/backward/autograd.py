@@ -221,8 +221,9 @@ class Discovery:
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._on_call)
 
     def look_again(self) -> None:
-        """Parameters have come after all had been found: the next outermost call names all below it once more."""
-        self._again |= self._handle is None
+        """Parameters have come that nobody watches, it may be in modules that are known: the next outermost call names
+        all below it once more."""
+        self._again = True
         self.start()
 
     def has_hooked(self, param: Tensor) -> bool:
