@@ -72,14 +72,26 @@ def test_two_findings_of_a_step_are_one_whose_law_other_steps_tell() -> None:
 
 
 def test_a_factor_on_some_weights_is_not_a_count_in_the_step_where_one_is_as_large() -> None:
-    def first_twice(key: Key, tokens: dict[Key, int]) -> float:
-        return (2.0 if key[1] else 4.0) / sum(tokens.values())
+    def first_larger(key: Key, tokens: dict[Key, int]) -> float:
+        return (2.0 if key[1] else 4.8) / sum(tokens.values())
 
-    trainer = Trainer(root=first_twice, accumulation=3)
-    plain, odd = judged(0, trainer, (10, 15, 11, 9, 8, 6)), judged(1, trainer, (10, 7, 5, 14, 6, 6))
+    trainer = Trainer(root=first_larger, accumulation=3)
+    plain, odd = judged(0, trainer, (10, 15, 11, 9, 8, 6)), judged(1, trainer, (10, 7, 5, 10, 8, 8))
     assert [one.code for one in odd.findings] == ["GS305"]
     (finding,) = told([plain, odd])
     assert (finding.code != "GS305", finding.steps) == (True, [0, 1])
+
+
+@pytest.mark.parametrize(("part", "place"), [(0, "data rank 1"), (1, "the last accumulation step (2)")])
+def test_a_degree_on_some_weights_is_no_count_where_all_passes_hold_as_many_tokens(part: int, place: str) -> None:
+    """N tokens in place of those of one rank, or of one pass of each, are twice and three times as many."""
+    number = 3 if part else 2
+
+    def larger(key: Key, tokens: dict[Key, int]) -> float:
+        return 2.0 * (number if key[part] == number - 1 else 1) / sum(tokens.values())
+
+    (finding,) = judged(0, Trainer(root=larger, accumulation=3), [8] * 6).findings
+    assert (finding.code, finding.pattern) == ("GS000", f"x {number} on {place}, the rest right")
 
 
 def test_a_number_that_is_another_in_each_step_is_no_degree() -> None:
