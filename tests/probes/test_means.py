@@ -26,7 +26,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "triplet": lambda output, target: F.triplet_margin_loss(output, target, target.roll(1, 0)),
     "ranking": lambda output, target: F.margin_ranking_loss(output[:, 0], output[:, 1], target[:, 0].sign()),
     "hinge": lambda output, target: F.relu(1 - output * target.sign()).mean(),
-    "likeness": lambda output, target: (1 - F.cosine_similarity(output, target)).mean(),
 }
 
 

@@ -29,7 +29,7 @@ WITH_REDUCTION = {
 }
 _OF_ROWS = {"MultiMarginLossBackward", "MultilabelMarginLossBackward"}
 DISTANCES = {"PowBackward", "AbsBackward"}
-MARGINS = {"ReluBackward", "ClampBackward", "ClampMinBackward", "RsubBackward"}
+MARGINS = {"ReluBackward", "ClampBackward", "ClampMinBackward"}
 _JOINS = ("Stack", "Cat")
 """Losses that were put side by side: each may be a mean of its own."""
 _IN_PARTS = (*_JOINS, "Split", "Unbind", "Chunk")
@@ -84,7 +84,7 @@ class Reduced:
 
     @property
     def is_margin(self) -> bool:
-        """Whether the elements are what a margin is missed by (triplets, rankings), or one less a likeness."""
+        """Whether the elements are what a margin is missed by: triplets, rankings, a hinge."""
         return name_of(self.body) in MARGINS
 
 
