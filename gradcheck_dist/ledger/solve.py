@@ -111,8 +111,7 @@ def solve(
     stderr = np.full(num_columns, np.nan)
     seen = np.flatnonzero(norms > 0)
     if not len(seen):
-        sigma = y_norm / sqrt(max(num_rows, 1))  # all of y is left
-        return Solution(coefficients, stderr, 0.0 if y_norm == 0 else 1.0, y_norm == 0, num_rows, sigma)
+        return Solution(coefficients, stderr, 0.0 if y_norm == 0 else 1.0, y_norm == 0, num_rows)
     unit = columns[:, seen] / norms[seen]
     kept, member_of, sign = _directions(unit)
     freedom = num_rows - len(kept)
