@@ -6,7 +6,6 @@ from collections.abc import Callable, Container
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
-from math import inf
 
 from gradcheck_dist.diagnosis import engine
 from gradcheck_dist.diagnosis.engine import conclude, not_recorded, objective_of
@@ -110,7 +109,9 @@ def diagnose_run(
         raise not_recorded(wanted.recorded)
     if stopped_at is not None:
         cursor.rewind(stopped_at)
-    blind = [step for step in cursor.blind_steps if (steps is None or step in steps) and step < (stopped_at or inf)]
+    blind = [step for step in cursor.blind_steps if steps is None or step in steps]
+    if stopped_at is not None:  # others may have read ahead
+        blind = [step for step in blind if step < stopped_at]
     report = conclude(cursor.run, verdicts, cursor.skipped_steps, chosen, chosen_from, blind)
     if watched is not None:
         add_to(report, watched, cursor.run, sampled=bool(verdicts), read=workers.read)

@@ -115,6 +115,7 @@ RUNS: dict[str, Callable[[Path], Path]] = {
     "named groups": lambda folder: write_steps(folder, [FSDP] * 3, tables=named),
     "an overflow": lambda folder: write_steps(folder, [AMP] * 5, skipped=2),
     "a step that nobody saw": lambda folder: write_steps(folder, [RIGHT] * 4, blind=2),
+    "one behind a finding": lambda folder: write_steps(folder, [WRONG, RIGHT, RIGHT, RIGHT], blind=2),
     "late samples": lambda folder: write_steps(folder, [RIGHT, WRONG, RIGHT, RIGHT], late=True),
     "columns": lambda folder: one_wrong(folder),
     "columns beside a measured step": lambda folder: one_wrong(folder, samples_of=4),
