@@ -312,13 +312,9 @@ def _partial_count(samples: list[Sample], context: StepContext) -> Pattern | Non
                 continue
             tolerance = tolerance_of(chosen)
             values = shapes.num_constants(predicted, tolerance)  # counts that are alike put the factor to no test
-            number = factor * float(predicted[0])
-            if (
-                values == 1
-                and chosen is not samples
-                and name_number(number, degrees, max(tolerance, 1e-6), max_factors=1)
-            ):
-                continue  # passes of equal counts: a number that multiplies the loss of a rank or a pass is more likely
+            number = factor * float(predicted[0]) if values == 1 and chosen is not samples else None
+            if number is not None and name_number(number, degrees, max(tolerance, 1e-6), max_factors=1):
+                continue  # one count that is no other number than a degree: that needs no count to explain it
             if values == 1:  # one number, so it must be known well, and its factor have a name
                 named = tolerance <= VAGUE and (
                     abs(factor - 1) <= tolerance or name_number(factor, degrees, max(tolerance, 1e-6), max_factors=1)
