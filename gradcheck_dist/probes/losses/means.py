@@ -157,7 +157,7 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
 
 
 def _told_without_samples(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:
-    """What each element weighs where nothing but numbers multiplies them."""
+    """What each element weighs where nothing multiplies them beneath the reduction."""
     unseen_target = name_of(found.node) in WITH_REDUCTION and saved(found.node, "_saved_target") is None
     if grads[0] is not None and grads[0].numel() == 1 and not (found.is_weighted or found.numbers or unseen_target):
         term.elements = of_reduction(found, grads[0].detach())

@@ -84,8 +84,17 @@ class Reduced:
 
     @property
     def is_margin(self) -> bool:
-        """Whether the elements are what a margin is missed by: triplets, rankings, a hinge."""
-        return name_of(self.body) in MARGINS
+        """Whether the elements are what the difference of two computed numbers misses a margin by: triplets, rankings.
+        A hinge on one number may be a discriminator's, whose losses on several kinds of data add up by design."""
+        if name_of(self.body) not in MARGINS:
+            return False
+        node = self.body
+        for _ in range(MAX_FACTORS):
+            operands = edges_of(node)
+            if len(operands) != 1:
+                return len(operands) == 2 and name_of(node) == "SubBackward"
+            node = operands[0][0]
+        return False
 
 
 def summands(root: Any, output: int) -> tuple[Edge, list[Any], list[tuple[Edge, list[Any]]]]:
