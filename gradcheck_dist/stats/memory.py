@@ -8,7 +8,6 @@ forgotten: none is kept from one call to the next.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -32,7 +31,10 @@ class _AllMemory:
     }  # fmt: skip
 
 
-_float32: Callable[[slice], np.ndarray] | None = np.asarray(_AllMemory()).__getitem__ if sys.maxsize > 2**32 else None
+_memory = np.asarray(_AllMemory()) if sys.maxsize > 2**32 else None
+_float32: Callable[[slice], np.ndarray] | None = None if _memory is None else _memory.__getitem__
+_take: Callable[[np.ndarray], np.ndarray] | None = None if _memory is None else _memory.take
+del _memory
 
 
 def addresses(tensors: Sequence[Tensor], sizes: list[int]) -> list[int] | None:
@@ -65,12 +67,22 @@ def stretch(address: int, num_elements: int) -> np.ndarray:
     return _float32(slice(begin, begin + num_elements))
 
 
+def gather(found: list[int], counts: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """float32 elements of tensors at addresses that `addresses` gave: `counts[i]` of the i-th, at the next so many of
+    `indices`."""
+    assert _take is not None
+    begins = (np.array(found, dtype=np.int64) - _FIRST) >> 2
+    return _take(begins.repeat(counts) + indices)
+
+
 def flat(tensor: Tensor) -> np.ndarray:
     """All elements of a tensor on the host in one dimension, of a type that numpy has: where they lie if that can be,
     else a copy."""
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor():
-        with contextlib.suppress(BufferError, RuntimeError, TypeError):  # a type or a class that DLPack does not know
+        try:
             return np.from_dlpack(tensor.view(-1))
+        except (BufferError, RuntimeError, TypeError):  # a type or a class that DLPack does not know
+            pass
     found: np.ndarray = tensor.flatten().clone().resolve_neg().numpy()
     return found

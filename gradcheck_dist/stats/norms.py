@@ -52,7 +52,7 @@ class PendingNorms:
 
 class _Layout:
     """Where the rows of tensors of such sizes lie among those of all. `starts` holds the first of each tensor that has
-    elements, `parts` (its index, size, whole rows in it, the first)."""
+    elements, `parts` (its index, the whole rows in it, how many elements are left behind these, its first row)."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         counts = [-(-size // cpu.ROW) for size in sizes]
@@ -60,7 +60,7 @@ class _Layout:
         self.num_rows = begins[-1]
         self.used = [index for index, size in enumerate(sizes) if size]
         self.starts = [begins[index] for index in self.used]
-        self.parts = [(index, sizes[index], sizes[index] // cpu.ROW, begins[index]) for index in self.used]
+        self.parts = [(index, *divmod(sizes[index], cpu.ROW), begins[index]) for index in self.used]
         self.least: np.ndarray = LEAST_MEAN_SQUARE * np.array(sizes, dtype=np.float64)
 
 
@@ -68,10 +68,11 @@ _layout = functools.lru_cache(maxsize=64)(_Layout)
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def on_host(tensors: list[Tensor], sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """(l2, number of elements that are NaN or infinite) of tensors on the CPU that have these numbers of elements."""
+def on_host(tensors: list[Tensor], sizes: list[int], found: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(l2, number of elements that are NaN or infinite) of tensors on the CPU that have these numbers of elements.
+    `found`: what `memory.addresses` has just given of them."""
     layout = _layout(tuple(sizes))
-    found = memory.addresses(tensors, sizes)
+    found = found or memory.addresses(tensors, sizes)
     squares = np.zeros(len(tensors)) if found is None else _squares(found, layout, len(tensors))
     if found is None:
         short = [index for index in layout.used if sizes[index] <= SHORT]
@@ -95,14 +96,14 @@ def on_host(tensors: list[Tensor], sizes: list[int]) -> tuple[np.ndarray, np.nda
 def _squares(found: list[int], layout: _Layout, num_tensors: int) -> np.ndarray:
     """Sums of squares of tensors that begin at these addresses."""
     rows = np.empty(layout.num_rows, dtype=np.float32)
-    for index, size, whole, begin in layout.parts:
-        values = memory.stretch(found[index], size)
+    vecdot, stretch = np.vecdot, memory.stretch
+    for index, whole, rest, begin in layout.parts:
         if whole:
-            table = values[: whole * cpu.ROW].reshape(whole, cpu.ROW)
-            np.vecdot(table, table, rows[begin : begin + whole])
-        if size > whole * cpu.ROW:
-            rest = values[whole * cpu.ROW :]
-            rows[begin + whole] = rest.dot(rest)
+            table = stretch(found[index], whole * cpu.ROW).reshape(whole, cpu.ROW)
+            vecdot(table, table, rows[begin : begin + whole])
+        if rest:
+            values = stretch(found[index] + 4 * whole * cpu.ROW, rest)
+            rows[begin + whole] = values.dot(values)
     squares = np.zeros(num_tensors)
     if layout.starts:
         squares[layout.used] = np.add.reduceat(rows, layout.starts, dtype=np.float64)

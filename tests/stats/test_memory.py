@@ -19,6 +19,15 @@ def test_elements_are_read_where_they_lie() -> None:
         assert memory.stretch(address, size).tolist() == tensor.flatten().tolist()
 
 
+def test_elements_of_several_tensors_are_gathered_where_they_lie() -> None:
+    tensors = [torch.randn(7), torch.randn(0), torch.randn(5, 40)[1:]]
+    indices = [np.array([6, 0, 3]), np.array([], dtype=np.int64), np.array([159])]
+    found = memory.addresses(tensors, [tensor.numel() for tensor in tensors])
+    assert found is not None
+    values = memory.gather(found, np.array([len(one) for one in indices]), np.concatenate(indices))
+    assert values.tolist() == [tensors[0][6], tensors[0][0], tensors[0][3], tensors[2].flatten()[159]]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -19,7 +19,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import BEFORE
 from gradcheck_dist.probes.backward.forwards import Forwards
 from gradcheck_dist.probes.backward.roots import Root, roots_of
-from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
 from gradcheck_dist.probes.recording import captured
 from gradcheck_dist.probes.recording.captured import BACKWARD
 from gradcheck_dist.probes.recording.dynamo import QuietHooks
@@ -213,6 +213,7 @@ class Discovery:
         self._frozen: list[ParamInfo] = []
         self.forwards = Forwards()
         self._called: set[int] = set()  # modules called with gradients enabled, while the forward hook is in place
+        self._watched: list[ParamInfo] | None = None  # what an optimizer read last, where all of it was watched
         self._again = False  # whether the module that is called next may have got parameters since its last call
 
     def start(self) -> None:
@@ -228,6 +229,17 @@ class Discovery:
 
     def has_hooked(self, param: Tensor) -> bool:
         return id(param) in self._hooked
+
+    def watches(self, infos: list[ParamInfo]) -> bool:
+        """Whether all that an optimizer reads is watched, by names that modules have given it: one without could stand
+        for others that no module has shown yet. `infos` is not to be changed later."""
+        if infos is self._watched:
+            return True
+        read = [original for info in infos for original in (originals(info) if info.regions else (info,))]
+        unwatched = [info for info in read if not (info.named and self.has_hooked(info.param))]
+        if not unwatched:
+            self._watched = infos
+        return not any(info.param.requires_grad for info in unwatched)
 
     def called(self) -> set[int]:
         """The ids of the parameters whose own module was seen to be called in this step."""
@@ -278,6 +290,7 @@ class Discovery:
             own[1].remove()
             leaf._backward_hooks = None
             self._hooked.discard(id(leaf))
+            self._watched = None
             self.hook(own[0], leaf)
 
     def hook_flat(self, flat: Tensor, infos: list[ParamInfo], on_arrival: Callable[[Tensor], Tensor | None]) -> None:

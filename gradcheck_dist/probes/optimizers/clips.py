@@ -114,8 +114,7 @@ def before_clip(recorder: Recorder, params: list[Tensor]) -> tuple[int, list[Par
     recorder.between_passes = False
     infos = params_of(recorder, params)
     seq = recorder.next_seq()
-    recorder.sample_grads(seq, BEFORE, infos)
-    record_norms(recorder, seq, infos)
+    record_norms(recorder, seq, infos, recorder.sample_grads(seq, BEFORE, infos))
     recorder.clipped.update(info.id for info in infos)
     return seq, infos
 

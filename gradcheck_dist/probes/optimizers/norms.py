@@ -14,18 +14,24 @@ from torch import Tensor
 from gradcheck_dist.events import Norms
 from gradcheck_dist.probes.parameters.registry import ParamInfo, originals
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
+from gradcheck_dist.probes.recording.samples import Seen
 from gradcheck_dist.stats.inputs import DTYPES
 from gradcheck_dist.stats.norms import PendingNorms, on_host, start
 
 
 @guarded("norms")
-def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> None:
+def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo], seen: Seen | None = None) -> None:
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
     Of sparse gradients and layouts that torch's statistics do not read the norm is NaN. Of an optimizer's own copies
-    it is the norm of each parameter's part.
+    it is the norm of each parameter's part. `seen`: where the gradients of just these parameters lie now.
     """
-    if not recorder.sampling or not infos or _record_plain(recorder, seq, infos):
+    if not recorder.sampling or not infos:
+        return
+    if seen is not None and len(seen.grads) == len(infos):
+        _write_plain(recorder, seq, seen.bundle.norm_rows, *on_host(seen.grads, seen.bundle.sizes, seen.found))
+        return
+    if _record_plain(recorder, seq, infos):
         return
     grads: dict[torch.device, list[tuple[int, int, Tensor]]] = defaultdict(list)
     unread: list[ParamInfo] = []
@@ -62,21 +68,24 @@ def _record_plain(recorder: Recorder, seq: int, infos: list[ParamInfo]) -> bool:
     bundle = recorder.bundle(infos)
     if bundle is None or bundle.dtype is not torch.float32:
         return False
-    grads = [param.grad for param, _, _ in bundle.parts]
+    grads = [param.grad for param in bundle.params]
     present: list[Tensor] = []
     for grad in grads:
         if type(grad) is Tensor and grad.is_cpu and grad.dtype is torch.float32 and grad.layout is torch.strided:
             present.append(grad)
         elif grad is not None:
             return False
-    norms, counts = on_host(present, [grad.numel() for grad in present])
     table = bundle.norm_rows
     if len(present) < len(grads):
         table = table[[grad is not None for grad in grads]]
+    _write_plain(recorder, seq, table, *on_host(present, [grad.numel() for grad in present]))
+    return True
+
+
+def _write_plain(recorder: Recorder, seq: int, table: np.ndarray, norms: np.ndarray, counts: np.ndarray) -> None:
     table[:, 2] = np.minimum(counts, 2**31 - 1)
     recorder.num_norms += 1
     recorder.writer.append(Norms(step=recorder.step, seq=seq, rows=table.tobytes(), values=norms.tobytes()))
-    return True
 
 
 def _write(recorder: Recorder, step: int, seq: int, rows: array[int], pending: PendingNorms) -> None:

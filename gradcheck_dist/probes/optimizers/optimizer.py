@@ -154,14 +154,15 @@ def stepping(
         if not infos:
             return None
     seq = recorder.next_seq()
-    recorder.sample_grads(seq, BEFORE, infos)
+    seen = recorder.sample_grads(seq, BEFORE, infos)
     recorder.read.note(recorder.step, infos)
     if recorder.current is not None:
         recorder.threads.beside(recorder.current.thread)
     else:
         recorder.threads.reads(original.id for info in infos for original in originals(info))
     clipped = recorder.clipped
-    record_norms(recorder, seq, [info for info in infos if info.id not in clipped] if clipped else infos)
+    rest = [info for info in infos if info.id not in clipped] if clipped else infos
+    record_norms(recorder, seq, rest, seen if len(rest) == len(infos) else None)
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery
@@ -195,11 +196,8 @@ def stepping(
     )
     if recorder.impulses is not None:
         recorder.impulses.optimizer_comes(recorder)
-    read = (original for info in infos for original in (originals(info) if info.regions else (info,)))
-    # One without a name was found here, and could stand for others that no module has shown yet.
-    hooked = all(info.named and discovery.has_hooked(info.param) for info in read if info.param.requires_grad)
     # The turn of another optimizer's model (a critic) may come after some steps of this one.
-    if hooked and not _waits(discovery, waiting):
+    if discovery.watches(infos) and not _waits(discovery, waiting):
         discovery.stop()
     else:
         discovery.start()
@@ -224,7 +222,7 @@ def comes(recorder: Recorder, groups: list[dict[str, Any]]) -> None:
 
 def _waits(discovery: Any, waiting: weakref.WeakSet[Optimizer]) -> bool:
     """Whether an optimizer has a parameter that is not watched yet; one without is not asked again."""
-    while (other := next(iter(waiting), None)) is not None:
+    while len(waiting) and (other := next(iter(waiting), None)) is not None:
         params = (param for group in other.param_groups for param in group["params"])
         if not all(discovery.has_hooked(param) for param in params if param.requires_grad):
             return True

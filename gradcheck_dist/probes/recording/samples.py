@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.parameters.regions import Region
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, Registry
+from gradcheck_dist.stats import memory
 
 MAX_REMEMBERED = 64
 """Sets of parameters that were sampled together (a mixture of experts reaches others each time)."""
@@ -107,7 +108,7 @@ class Bundle:
     parameter id, plan id, number of elements that are not finite, to be filled in.
     """
 
-    __slots__ = ("bounds", "dtype", "norm_rows", "parts", "rows", "values")
+    __slots__ = ("bounds", "counts", "dtype", "indices", "norm_rows", "params", "parts", "rows", "sizes", "values")
 
     def __init__(self, infos: list[ParamInfo], dtype: torch.dtype) -> None:
         plans = [info.plain for info in infos if info.plain is not None]
@@ -115,6 +116,10 @@ class Bundle:
         gathered = torch.empty(sum(counts), dtype=dtype, device="cpu")
         params = [info.param for info in infos]
         self.dtype = dtype
+        self.params = params
+        self.sizes = [param.numel() for param in params]
+        self.counts: np.ndarray = np.array(counts)
+        self.indices: np.ndarray = np.concatenate([np.from_dlpack(plan.indices) for plan in plans])
         self.parts = list(zip(params, [plan.indices for plan in plans], gathered.split(counts), strict=True))
         self.rows = row_table(plans)
         self.norm_rows: np.ndarray = np.array([(plan.param_id, plan.id, 0) for plan in plans], dtype="<i4")
@@ -126,6 +131,14 @@ class Bundle:
         left = sorted(set(range(len(self.parts))) - set(missing))
         pieces = [self.values[self.bounds[index] : self.bounds[index + 1]] for index in left]
         return self.rows[left], b"".join(pieces)
+
+
+class Seen(NamedTuple):
+    """Gradients of a bundle, each a plain float32 tensor, and where they begin in memory: to be used at once."""
+
+    bundle: Bundle
+    grads: list[Tensor]
+    found: list[int]
 
 
 class Arrivals:
@@ -183,12 +196,16 @@ class Sampler:
             self.keep(seq, role, plan, values)
         return values is not None
 
-    def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> None:
-        """Sample `.grad` of parameters that have one."""
+    def sample_grads(self, seq: int, role: int, infos: list[ParamInfo]) -> Seen | None:
+        """Sample `.grad` of parameters that have one. Where they lie, for who reads more of them at once."""
         if self.registry.rotates:
             infos = [info for info in infos if info.active]
-        if not self.sampling or (len(infos) > 1 and self._sample_together(seq, role, infos)):
-            return
+        if not self.sampling:
+            return None
+        if len(infos) > 1 and (bundle := self.bundle(infos)) is not None:
+            seen = self._sample_at_once(bundle, seq, role)
+            if seen is not None or self._sample_together(bundle, seq, role, infos):
+                return seen
         for info in infos:
             grad = info.param.grad
             if grad is None:
@@ -197,6 +214,7 @@ class Sampler:
                 self.sample_regions(seq, role, info.regions, grad)
             elif not info.regions:
                 self.sample(seq, role, info, grad)
+        return None
 
     def bundle(self, infos: list[ParamInfo]) -> Bundle | None:
         """What is kept ready for sampling these parameters together; None when they cannot be."""
@@ -213,12 +231,21 @@ class Sampler:
             bundle = self._bundles[asked] = Bundle(infos, dtype)
         return bundle
 
-    def _sample_together(self, seq: int, role: int, infos: list[ParamInfo]) -> bool:
-        """What `sample_grads` does, where all gradients are plain ones on the CPU and of one type; else False, and
-        nothing is done. Runs for every parameter of every step: kept short."""
-        bundle = self.bundle(infos)
-        if bundle is None:
-            return False
+    def _sample_at_once(self, bundle: Bundle, seq: int, role: int) -> Seen | None:
+        """What `sample_grads` does, where each parameter has a plain float32 gradient on the CPU; else nothing."""
+        if bundle.dtype is not torch.float32:
+            return None
+        grads: Any = [param.grad for param in bundle.params]
+        found = memory.addresses(grads, bundle.sizes)
+        if found is None:
+            return None
+        values = memory.gather(found, bundle.counts, bundle.indices).tobytes()
+        bundle.rows[:, 0], bundle.rows[:, 1] = seq, role
+        self._keep_bytes(bundle.dtype, bundle.rows.tobytes(), values)
+        return Seen(bundle, grads, found)
+
+    def _sample_together(self, bundle: Bundle, seq: int, role: int, infos: list[ParamInfo]) -> bool:
+        """The same, where gradients are plain ones on the CPU and of one type; else False, and nothing is done."""
         missing: list[int] = []
         take = torch.take
         try:
