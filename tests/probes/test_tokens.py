@@ -121,6 +121,25 @@ def test_a_part_is_found_in_a_whole_that_holds_much_else() -> None:
     assert found_in(part, runs(text[:3])) == (0, 0)
 
 
+def test_labels_are_those_of_their_loss_though_a_loader_uses_their_memory_again(tmp_path: Path) -> None:
+    given = batches(torch.Generator().manual_seed(0))
+    labels = torch.empty_like(given[0][1])
+    expected: list[bytes] = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for tokens, new in given:
+            labels.copy_(new)
+            expected.append(runs(new.numpy()).tobytes())
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    record(step, tmp_path, steps=1)
+    events = read_run(tmp_path).ranks[0].events
+    assert len({*expected}) > 1
+    assert [one.values for one in events if isinstance(one, Tokens) and one.loss_id is not None] == expected
+
+
 class Tied(nn.Module):
     """One matrix that no embedding module holds, rows of which are looked up, and another one of its shape."""
 

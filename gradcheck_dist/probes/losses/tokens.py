@@ -69,8 +69,11 @@ def labels_seen(recorder: Recorder, labels: Tensor, loss_id: int) -> None:
 
 def _tell(recorder: Recorder, tokens: Tensor, microbatch: int, loss_id: int | None) -> None:
     flat = tokens.detach().reshape(-1)
-    found = torch.from_numpy(runs(np.from_dlpack(flat))) if is_host(flat) else _on_device(flat.to(torch.int64))
-    recorder.emit_values(Tokens, found, microbatch, loss_id=loss_id)
+    if is_host(flat):
+        now = np.from_dlpack(flat).copy()  # a loader may use its memory again
+        recorder.emit_later(Tokens, functools.partial(runs, now), microbatch, loss_id=loss_id)
+    else:
+        recorder.emit_values(Tokens, _on_device(flat.to(torch.int64)), microbatch, loss_id=loss_id)
 
 
 def _on_device(flat: Tensor) -> Tensor:

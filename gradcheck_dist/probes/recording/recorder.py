@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Container, Sequence
+from types import NoneType
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -49,6 +51,8 @@ MAX_ERRORS_PER_PROBE = 20
 ROW_BYTES = 16
 FLUSH_INTERVAL_NS = 50_000_000
 """How long a killed rank's samples may be unwritten, between two backward passes."""
+PLAIN = frozenset({int, float, bool, str, NoneType, tuple, list, dict, Site})
+"""Types of fields that hold no number of a tensor."""
 ADDED_FLAG = "grad_added_to_main_grad"
 """Set on a parameter whose backward adds to a buffer by itself: what autograd hands over is a placeholder."""
 
@@ -120,6 +124,7 @@ class Recorder(Sampler):
         self.captures = Captures()
         self.threads = Threads()
         self._deferred: Deferred = []
+        self._later: list[tuple[Callable[..., Event], Callable[[], np.ndarray]]] = []
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
 
@@ -153,7 +158,7 @@ class Recorder(Sampler):
             self.own_optimizer.look()
         if self._stepped:
             self._stepped = False
-            if self._rows or self._on_host:
+            if self._rows or self._on_host or self._later:
                 self.flush_samples()  # of what came behind the optimizer
             self._end_unsampled()
             self.passes.step_over(self.step - self._abandoned, self.recording)
@@ -232,14 +237,16 @@ class Recorder(Sampler):
         current = self.current
         if current is not None and current.hooks is not None and current.hooks.takes(kind, fields):
             return
-        kind, on_device = with_later(kind, fields), dict[str, Tensor]()
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                if is_host(value):
-                    fields[name] = value.item()
-                else:
-                    on_device[name] = own_number(value)
-                    self.streams.note(value)
+        on_device: dict[str, Tensor] = {}
+        if not PLAIN.issuperset(map(type, fields.values())):
+            kind = with_later(kind, fields)
+            for name, value in fields.items():
+                if isinstance(value, Tensor):
+                    if is_host(value):
+                        fields[name] = value.item()
+                    else:
+                        on_device[name] = own_number(value)
+                        self.streams.note(value)
         self.num_events += 1
         if on_device:
             rest = {name: value for name, value in fields.items() if name not in on_device}
@@ -255,14 +262,24 @@ class Recorder(Sampler):
 
     def emit_values(self, kind: Callable[..., Event], values: Tensor, microbatch: int, **fields: Any) -> None:
         """Append an event of a backward pass of which `values`, all but those known, may lie on a device."""
-        fields |= {"step": self.step, "accumulation_step": self.accumulation_step, "microbatch": microbatch}
-        event = functools.partial(kind, seq=self.next_seq(), t_ns=time.time_ns(), **fields)
-        self.num_events += 1
+        event = self._in_pass(kind, microbatch, fields)
 
         def arrived(host: Tensor) -> None:
             self.writer.append(cast(AnyRecord, event(values=host.numpy().tobytes())))
 
         self.copies.bring(values, arrived)
+
+    def emit_later(
+        self, kind: Callable[..., Event], make: Callable[[], np.ndarray], microbatch: int, **fields: Any
+    ) -> None:
+        """The same, of values that are made when samples are written: what runs for many one behind the other finds its
+        code in the cache."""
+        self._later.append((self._in_pass(kind, microbatch, fields), make))
+
+    def _in_pass(self, kind: Callable[..., Event], microbatch: int, fields: dict[str, Any]) -> Callable[..., Event]:
+        fields |= {"step": self.step, "accumulation_step": self.accumulation_step, "microbatch": microbatch}
+        self.num_events += 1
+        return functools.partial(kind, seq=self.next_seq(), t_ns=time.time_ns(), **fields)
 
     def status(self, probe: str, active: bool, reason: str = "") -> None:
         self.emit(ProbeStatus, probe=probe, active=active, reason=reason)
@@ -281,6 +298,9 @@ class Recorder(Sampler):
         self._flushed_ns = time.perf_counter_ns()
         if self.current is not None:  # an optimizer that steps inside backward
             self.keep_leaves(self.current.seq, self.current.leaves)
+        later, self._later = self._later, []
+        for event, make in later:
+            self.writer.append(cast(AnyRecord, event(values=make().tobytes())))
         for written in self.drain_host():
             self.num_rows += len(written[1]) // ROW_BYTES
             self.copies.bring(NOTHING, functools.partial(self._write_samples, self.step, *written))
