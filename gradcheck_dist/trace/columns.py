@@ -12,6 +12,7 @@ import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -166,19 +167,27 @@ class ColumnWriter:
             )
 
 
-@functools.cache
-def _fields(kind: type[Event]) -> tuple[list[str], list[str]]:
-    """(fields that are the same in steps of one shape, fields that change) of an event."""
-    changing = [name for other, name, _ in CHANGING if other is kind]
-    apart = {"seq", "step", "t_ns", "duration_ns", "loss_id", *changing}
-    return [name for name in kind.__struct_fields__ if name not in apart], changing
+class _Fields:
+    """What of events of one kind is the same in steps of one shape, and what changes, each behind its seq."""
+
+    def __init__(self, kind: type[Event]) -> None:
+        changing = [name for other, name, _ in CHANGING if other is kind]
+        apart = {"seq", "step", "t_ns", "duration_ns", "loss_id", *changing}
+        self.fixed = attrgetter("seq", *(name for name in kind.__struct_fields__ if name not in apart))
+        self.changing = attrgetter("seq", *changing) if changing else None
+
+
+_fields = functools.cache(_Fields)
 
 
 def _what_stays(event: AnyEvent, first: int) -> list[object]:
     """What tells shapes apart, for every step: what `_template` keeps, without making an event of it."""
-    fixed, changing = _fields(type(event))
-    stays: list[object] = [type(event).__name__, event.seq - first, *[getattr(event, name) for name in fixed]]
-    stays += [getattr(event, name) is None for name in changing]
+    kind = type(event)
+    fields = _fields(kind)
+    seq, *fixed = fields.fixed(event)
+    stays = [kind.__name__, seq - first, *fixed]
+    if fields.changing is not None:
+        stays += [value is None for value in fields.changing(event)]
     if isinstance(event, Loss | LossGradient):
         stays.append(event.loss_id - first)
     return stays

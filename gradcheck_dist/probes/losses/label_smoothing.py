@@ -32,6 +32,8 @@ _LINEAR = (
 def smoothed_losses(found: Found, ids: dict[Any, int]) -> dict[Any, Any]:
     """Of those losses that are smoothed by hand, the node of the labels' part and the log_softmax that all of it comes
     from. `ids`: the nodes of losses with labels that are known."""
+    if not found.log_softmaxes:
+        return {}
     parts = dict.fromkeys([*ids, *(pick for pick, source in found.picks if name_of(source) == "NegBackward")])
     sources = {part: source for part in parts if name_of(source := log_probs_of(part)) == "LogSoftmaxBackward"}
     once = list(sources.values())

@@ -219,8 +219,8 @@ def function_of(root: Any) -> str | None:
     """The autograd function of the program's or a library's own, not of torch's, that a root is a multiple of."""
     node = root
     for _ in range(MAX_FACTORS):
-        operands = operands_of(node)
-        if name_of(node) not in FACTORS or len(operands) != 1:
+        operands = operands_of(node) if name_of(node) in FACTORS else []
+        if len(operands) != 1:
             break
         node = operands[0]
     written = getattr(type(node), "_forward_cls", None)

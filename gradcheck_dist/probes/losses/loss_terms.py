@@ -38,11 +38,12 @@ def uncounted_terms(root: Root, graph: Found) -> Terms:
     todo: list[tuple[Any, int]] = [(root.grad_fn, root.output_nr)] if root.grad_fn is not None else []
     while todo and len(summands) < MAX_NODES:
         node, output = todo.pop()
-        operands = edges_of(node)
         name = name_of(node)
+        goes_on = (name in SUMS or name in FACTORS) and end_of(graph, node, output) is None
+        operands = edges_of(node) if goes_on else []
         if name == HANDS_ON and node.next_functions[output][0] is not None:
             todo.append(node.next_functions[output])
-        elif end_of(graph, node, output) is None and (name in SUMS or (name in FACTORS and len(operands) == 1)):
+        elif goes_on and (name in SUMS or len(operands) == 1):
             todo += operands
         else:
             summands.append((node, output))

@@ -35,7 +35,7 @@ class BehindHooks:
         self._handles[optimizer] = optimizer.register_step_pre_hook(untraced(hook))
 
     def remove(self, optimizer: Optimizer) -> None:
-        handle = self._handles.pop(optimizer, None)
+        handle = self._handles.pop(optimizer, None) if self._handles else None
         if handle is not None:
             handle.remove()
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, ProbeStatus
@@ -29,6 +30,7 @@ FINE = (torch.float32, torch.float64)
 """What a small update does not leave as it was by rounding."""
 NEVER = -2
 
+Versions = list[tuple[Tensor, int]]
 Noted = tuple[Tensor, Tensor, Tensor, Tensor]
 """A parameter, where its gradient is largest, its value there, and whether that gradient is a number but zero."""
 
@@ -41,7 +43,7 @@ class Updates:
         self._told: dict[int, int] = {}  # optimizers that moved nothing once; the step before, where they did
         self._asked: set[int] = set()  # optimizers of which an accelerator tells later
         self._settled: set[int] = set()  # those of them that moved in the step after it, too
-        self._begun: tuple[Optimizer, list[Tensor], int, list[Noted]] | None = None
+        self._begun: tuple[Optimizer, Versions, list[Noted]] | None = None
 
     def begin(self, optimizer: Optimizer) -> None:
         self._begun = None
@@ -51,15 +53,15 @@ class Updates:
             return
         read = [param for group in groups for param in group["params"] if param.grad is not None]
         noted = [] if self._counts.get(optimizer) else list(_largest(read[:MAX_PARAMS]))
-        self._begun = (optimizer, read, _version(read), noted) if read else None
+        self._begun = (optimizer, _versions(read), noted) if read else None
 
     def end(self, recorder: Recorder, optimizer: Optimizer) -> None:
         begun, self._begun = self._begun, None
         if begun is None or begun[0] is not optimizer:
             return
-        _, read, version, noted = begun
+        _, versions, noted = begun
         counted = bool(self._counts.get(optimizer))
-        moves = _version(read) != version
+        moves = any(param._version != version for param, version in versions)
         self._counts[optimizer] = moves or counted
         key = id(optimizer)
         if moves and key not in self._told and key not in self._asked:
@@ -73,7 +75,7 @@ class Updates:
             if not is_host(looked):
                 self._asked.add(key)
         elif key in self._asked:  # an answer of an earlier step may still be on its way
-            looked = same = torch.zeros((), dtype=torch.bool, device=read[0].device)
+            looked = same = torch.zeros((), dtype=torch.bool, device=versions[0][0].device)
         told = functools.partial(self._tell, key, type(optimizer).__name__, moves, counted)
         recorder.emit(told, looked=looked, same=same)
 
@@ -99,9 +101,10 @@ def _is_zero(rate: object) -> bool:
     return bool(rate == 0) if isinstance(rate, int | float) else isinstance(rate, Tensor)
 
 
-def _version(params: list[Tensor]) -> int:
-    """How often these were changed in place."""
-    return sum(getattr(param, "_local_tensor", param)._version for param in params)
+def _versions(params: list[Tensor]) -> Versions:
+    """How often what this rank holds of each was changed in place."""
+    held = [param if type(param) is Parameter else getattr(param, "_local_tensor", param) for param in params]
+    return [(param, param._version) for param in held]
 
 
 def _largest(params: list[Tensor]) -> Iterator[Noted]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from gradcheck_dist.events import SCALED, WRITTEN, GradWrite, Site
 from gradcheck_dist.probes.parameters.regions import in_memory
@@ -58,7 +58,7 @@ def _watch(recorder: Recorder, writes: Writes, op: str, original: Callable[..., 
     def change(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if recorder.between_passes and not torch.compiler.is_compiling():
             seen(recorder, writes, op, [self], args[0] if args else kwargs.get("other"))
-        if has_torch_function((self,)):
+        if has_torch_function_unary(self):
             return handle_torch_function(original, (self,), self, *args, **kwargs)
         return original(self, *args, **kwargs)
 

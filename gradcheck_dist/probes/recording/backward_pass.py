@@ -243,7 +243,8 @@ class ReadGradients:
             self._read, self._ids, self._step = [], set(), step
         self._read.append(infos)
         self._ids.update([info.id for info in infos])
-        self._emptied.difference_update(self._ids)
+        if self._emptied:
+            self._emptied -= self._ids
 
     def in_step(self, step: int) -> set[int]:
         """The ids of the parameters whose gradients were read in this step."""
@@ -251,9 +252,10 @@ class ReadGradients:
 
     def emptied(self, infos: list[ParamInfo]) -> None:
         """The gradients of these parameters are emptied."""
-        for info in infos:
-            self._kept[1].pop(info.id, None)
-            self._emptied.add(info.id)
+        ids = [info.id for info in infos]
+        self._emptied.update(ids)
+        for key in ids if self._kept[1] else ():
+            self._kept[1].pop(key, None)
 
     @property
     def num_emptied(self) -> int:
@@ -281,8 +283,9 @@ class ReadGradients:
 
     def in_buffers(self, step: int) -> list[tuple[ParamInfo, Tensor]]:
         """Buffers of parameters that were read in `step` which still hold something, though `.grad` is empty."""
-        read = {one.id: one for infos in self._read if self._step == step for info in infos for one in originals(info)}
-        held = [(read[key], main_grad_of(read[key])) for key in sorted(read) if read[key].param.grad is None]
+        read = [info for infos in self._read if self._step == step for info in infos]
+        may = {one.id: one for info in read for one in originals(info) if "main_grad" in vars(one.param)}
+        held = [(one, main_grad_of(one)) for _, one in sorted(may.items()) if one.param.grad is None]
         return [(info, kept) for info, kept in held if kept is not None and (not kept.is_cpu or _is_there(kept))]
 
 

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import _lru_cache_wrapper, cached_property, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
@@ -119,4 +119,6 @@ def _inner(value: Any) -> list[Any]:
         return [value.fget, value.fset]
     if isinstance(value, cached_property | partial):
         return [value.func]
+    if isinstance(value, _lru_cache_wrapper):
+        return [value.__wrapped__]
     return []

@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from gradcheck_dist.probes.recording.recorder import Recorder
 
 F = TypeVar("F", bound=Callable[..., Any])
+_is_tracing = torch._C._is_tracing  # what torch.jit.is_tracing asks
 
 
 def guarded(probe: str) -> Callable[[F], F]:
@@ -25,7 +25,7 @@ def guarded(probe: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or recorder.captures.under_way or is_tracing():
+            if torch.compiler.is_compiling() or recorder.captures.under_way or _is_tracing():
                 return None
             start, before = time.perf_counter_ns(), recorder.probe_ns
             try:
@@ -43,12 +43,16 @@ def guarded(probe: str) -> Callable[[F], F]:
 
 def kept_away(recorder: Recorder, probe: str, hook: Callable[..., None]) -> Callable[..., None]:
     """A hook on a tensor or on a node of the graph: what it raises would end the user's backward pass."""
+    return functools.partial(_runner(probe), recorder, hook)
 
+
+@functools.cache
+def _runner(probe: str) -> Callable[..., None]:
     @guarded(probe)
-    def run(_: Recorder, *args: Any) -> None:
+    def run(_: Recorder, hook: Callable[..., None], *args: Any) -> None:
         hook(*args)
 
-    return functools.partial(run, recorder)
+    return run
 
 
 def hooking(

@@ -19,14 +19,15 @@ class Threads:
 
     def __init__(self) -> None:
         self.at_once = False  # from the first sign on
-        self._reached: dict[int, set[int]] = {}
+        self._reached: dict[int, list[Iterable[int]]] = {}
 
     def beside(self, thread: int) -> None:
         """A pass or an optimizer begins while that thread runs a pass; what runs inside of one belongs to it."""
         self.at_once |= get_ident() != thread and graph_task() == OUTSIDE
 
     def pass_over(self, params: Iterable[int]) -> None:
-        self._reached.setdefault(get_ident(), set()).update(params)
+        """`params` is held until the step is over."""
+        self._reached.setdefault(get_ident(), []).append(params)
 
     def step_begins(self) -> None:
         self._reached.clear()
@@ -35,5 +36,5 @@ class Threads:
         """An optimizer steps where passes of its own thread ran: others that reached nothing of it train, too."""
         if len(self._reached) > 1 and (own := self._reached.get(get_ident())):
             read = set(params)
-            apart = [reached for reached in self._reached.values() if read.isdisjoint(reached)]
-            self.at_once |= bool(apart) and not read.isdisjoint(own)
+            apart = [each for each in self._reached.values() if all(map(read.isdisjoint, each))]
+            self.at_once |= bool(apart) and not all(map(read.isdisjoint, own))
