@@ -44,7 +44,7 @@ def _looked_up(recorder: Recorder, tokens: Tensor, weight: Tensor | None, output
     if isinstance(weight, torch.nn.Parameter):
         recorder.registry.is_table(weight)
     node: Any = output.grad_fn
-    if node is not None and _can_be_read(tokens):
+    if node is not None and recorder.samples_upcoming and _can_be_read(tokens):
         node.register_prehook(kept_away(recorder, "tokens", functools.partial(_arrived, recorder, tokens)))
 
 

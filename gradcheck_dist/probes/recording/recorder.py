@@ -141,6 +141,14 @@ class Recorder(Sampler):
         return self.step + self._stepped
 
     @property
+    def samples_upcoming(self) -> bool:
+        """Whether samples are taken in that step."""
+        return self._is_asked(self.upcoming_step - self._abandoned) if self._stepped else self.sampling
+
+    def _is_asked(self, step: int) -> bool:
+        return self._steps is None or step in self._steps
+
+    @property
     def may_begin_empty(self) -> bool:
         """Whether a step has ended and gradients were emptied since."""
         return self._stepped and self.read.num_emptied > 0
@@ -172,7 +180,7 @@ class Recorder(Sampler):
             self.places.step_begins()
             self.threads.step_begins()
             asked = self.step - self._abandoned
-            self.sampling = self._steps is None or asked in self._steps
+            self.sampling = self._is_asked(asked)
             self.recording = self.sampling or self.unsampled is not None
             if self.sampling:
                 self.passes.tell(self.emit)
