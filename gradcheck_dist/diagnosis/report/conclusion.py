@@ -41,7 +41,7 @@ def report_of(
     if not verdicts and skipped:
         reasons.append(f"the GradScaler found an overflow in {numbered('step', skipped)}: {ALL_SKIPPED}")
     elif not verdicts:
-        reasons.append(no_step(run, coverage))
+        reasons.append(f"{numbered('step', blind)}: {BLIND}" if blind else no_step(run, coverage))
     judged = any(held.cells for verdict in verdicts for held in verdict.held)
     accused = any(finding.severity != "info" for finding in findings)
     state: Verdict = "findings" if accused else "clean" if judged and not reasons else "undetermined"

@@ -95,8 +95,8 @@ SAYS = {
     "gradient; shards are to begin with values of their own.",
     VERIFY: "Run `gradcheck run --verify -- COMMAND`: it holds every module's backward against central differences.",
     NONE_ASKED_FOR: "Record steps that training reaches (--steps A:B, or attach(steps=range(A, B)); the first is 0).",
-    BLIND: "Record some of these steps alone (--steps): what put them out of sight (parameters that Module.to swapped, "
-    "hooks that were removed) is then behind.",
+    BLIND: "Record from the first step on, or some of these steps alone (--steps): what put them out of sight "
+    "(parameters that Module.to swapped, hooks that were removed) is not there yet, or behind.",
     NOTHING_VERIFIED: "The notes that begin with verify say why, module by module; where that cannot change, leave "
     "--verify out: all else is judged without it.",
     ONE_SEED: "Draw experts from a seed of their own on each expert-parallel rank, and record again.",
