@@ -170,6 +170,7 @@ def read_step(
     if own is not None:
         data = apart(data, own)
     context = step_context(run, step, data.events, contributions, objective, objective_from)
+    context.apart = own is not None
     verdict = StepVerdict(context, data, contributions, spreads=spreads_of_losses(contributions), own_terms=own_terms)
     verdict.lost, verdict.unread = lost(run, recorded), unread_in(data)
     verdict.reasons += [*([] if verdict.lost else why_not(run, data, contributions)), *nothing_verified(data.events)]

@@ -10,7 +10,15 @@ from probe_workers import Net, batch, token_sum
 STEPS, RECORDED = 6, 3
 
 
-def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool = False, empties: bool = True) -> int:
+def train(
+    how: str,
+    every: int,
+    factor: float,
+    run_dir: str | None,
+    of_all: bool = False,
+    empties: bool = True,
+    equal: bool = False,
+) -> int:
     """Train some steps; returns a checksum of the parameters.
 
     Args:
@@ -21,6 +29,7 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
         every: steps between two averages.
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
+        equal: two ranks have equally many tokens.
     """
     from gradcheck_dist.probes import attach
 
@@ -31,10 +40,11 @@ def train(how: str, every: int, factor: float, run_dir: str | None, of_all: bool
         params = list(model.parameters())
         optimizer = torch.optim.SGD(params[rank::world] if how == "owner" else params, lr=0.05)
         start = [param.detach().clone() for param in model.parameters()]
-        counts = [sum(int((batch(one, k)[1] >= 0).sum()) for k in range(2)) for one in range(world)]
+        passes = [range(1 - one, 3 - one) if equal else range(2) for one in range(world)]
+        counts = [sum(int((batch(one, k)[1] >= 0).sum()) for k in passes[one]) for one in range(world)]
         num_tokens = sum(counts) / world if of_all else counts[rank]
         for step in range(STEPS):
-            for k in range(2):
+            for k in passes[rank]:
                 (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()
             optimizer.step()
             if empties:

@@ -21,11 +21,18 @@ def fork_server() -> None:
 
 
 def train(
-    folder: Path, how: str, every: int, factor: float = 1.0, *, of_all: bool = False, empties: bool = True
+    folder: Path,
+    how: str,
+    every: int,
+    factor: float = 1.0,
+    *,
+    of_all: bool = False,
+    empties: bool = True,
+    equal: bool = False,
 ) -> Path:
-    run = folder / "run"
-    recorded = launch("apart_workers:train", (how, every, factor, str(run), of_all, empties), 2, timeout_s=60)
-    assert recorded == launch("apart_workers:train", (how, every, factor, None, of_all, empties), 2, timeout_s=60)
+    run, options = folder / "run", (of_all, empties, equal)
+    recorded = launch("apart_workers:train", (how, every, factor, str(run), *options), 2, timeout_s=60)
+    assert recorded == launch("apart_workers:train", (how, every, factor, None, *options), 2, timeout_s=60)
     return run
 
 
@@ -51,9 +58,11 @@ def test_averaging_parameters_is_no_missing_reduction(tmp_path: Path, how: str, 
     assert build(diagnose_run(run)) == build(report)
 
 
-def test_a_factor_beside_averaged_parameters_is_found(tmp_path: Path) -> None:
-    report = diagnose(read_run(train(tmp_path, "parameters", 2, factor=0.5)))
-    assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", "1/2")]
+@pytest.mark.parametrize(("factor", "equal", "exact"), [(0.5, False, "1/2"), (2.0, True, "2")])
+def test_a_factor_beside_averaged_parameters_is_found(tmp_path: Path, factor: float, equal: bool, exact: str) -> None:
+    """Also as many times as there are ranks with equally many tokens, which is no mean over a rank's own."""
+    report = diagnose(read_run(train(tmp_path, "parameters", 2, factor, equal=equal)))
+    assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", exact)]
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (0.5, ["GS000"])])

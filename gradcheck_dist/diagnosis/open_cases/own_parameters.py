@@ -95,10 +95,10 @@ def _may_be_own_mean(case: Case, data: StepData) -> bool:
     """Whether parameters of some ranks alone, which no activations of others reach and whose own reach no others, are
     averaged over the tokens of these ranks: heads and adapters by language or task may be meant so. Experts get others'
     tokens by exchanges, or what they make is summed with that of others; and where nothing was reduced, copies may have
-    been forgotten."""
+    been forgotten. Where ranks are judged apart, that mean is what is expected."""
     contributions = case.context.contributions
     total = contributions.num_tokens
-    if case.culprit.absent or not total:
+    if case.culprit.absent or case.context.apart or not total:
         return False
     for held in case.held:
         of_rank = data.tracks.get(held.param, {})

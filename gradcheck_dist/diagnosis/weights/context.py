@@ -33,7 +33,8 @@ class StepContext:
     several losses are judged by one of them, without its coefficient. `of_samples`: contributions count sequences, not
     tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
     differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage.
-    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered."""
+    `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
+    `apart`: ranks are judged on tokens of their own each."""
 
     step: int
     world_size: int
@@ -53,6 +54,7 @@ class StepContext:
     of_tasks: bool = False
     num_handed_over: int = 0
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
+    apart: bool = False
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
