@@ -39,6 +39,7 @@ _IN_ORDER = (
     "losses.tokens",
     "losses.log_probs",
     "losses.label_functions",
+    "losses.differences",
     "losses.unseen",
     "losses.handed_on",
     "backward.fused",

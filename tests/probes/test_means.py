@@ -152,3 +152,28 @@ def test_hinges_of_several_kinds_of_data_that_add_up_accuse_nobody(
         optimizer.step()
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings) == ("undetermined", [])
+
+
+TO_ONE_NUMBER: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "a number": lambda output, label: ((output - label) ** 2).mean(),
+    "a number, from": lambda output, label: ((label - output) ** 2).mean(),
+    "its opposite": lambda output, label: (output + label).square().mean(),
+    "a tensor of it": lambda output, label: (output - torch.full_like(output, label)).pow(2).mean(),
+    "from a tensor of it": lambda output, label: (torch.full((5, 1), label) - output).abs().mean(),
+    "zero": lambda output, label: (output.squeeze(1) ** 2).mean() if label < 0 else ((1 - output) ** 2).mean(),
+    "summed": lambda output, label: ((output - label) ** 2).sum() / 5,
+}
+
+
+@pytest.mark.parametrize("distance", TO_ONE_NUMBER)
+def test_distances_from_one_number_on_several_kinds_of_data_accuse_nobody(tmp_path: Path, distance: str) -> None:
+    """Those of a discriminator (least squares) that is given real, generated and mismatched pairs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for label in (1.0, -1.0, -1.0):
+            TO_ONE_NUMBER[distance](model(torch.randn(5, 6)), label).backward()
+        optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("undetermined", [])

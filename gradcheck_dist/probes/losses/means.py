@@ -152,8 +152,10 @@ def _arrived(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]
         weight = torch.where(one_kind, torch.nan, weight)
     if not found.is_mean:
         term.arrived = weight
-    elif found.is_distance or found.is_margin:
+    elif found.is_margin or (compares := found.compares) is True:
         term.mean_weight = weight
+    elif isinstance(compares, Tensor):
+        term.mean_weight = torch.where(compares, weight, torch.nan)
 
 
 def _told_without_samples(term: ReducedTerm, found: Reduced, grads: tuple[Tensor | None, ...]) -> None:

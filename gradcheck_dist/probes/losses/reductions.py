@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcheck_dist.probes.losses.differences import to_one_number
 from gradcheck_dist.probes.losses.log_probs import PASS_THROUGH
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, OTHERS, edges_of, name_of, saved
 from gradcheck_dist.probes.losses.loss_terms import HANDS_ON, MAX_TERMS, SUMS
@@ -77,15 +78,19 @@ class Reduced:
         return bool(self.weights) and self.adds_up and not self.numbers
 
     @property
-    def is_distance(self) -> bool:
-        """Whether the elements are those of a loss that compares with targets."""
+    def compares(self) -> bool | Tensor:
+        """Whether the elements are those of a loss that compares with targets: a bool, or 0-d on its device. A distance
+        from one number may be a discriminator's, whose losses on several kinds of data add up by design."""
         name = name_of(self.body)
-        return self.body is None or self.of_torch or name in DISTANCES or name in OTHERS
+        if name in DISTANCES and not self.of_torch:
+            alike = to_one_number(self.body)
+            return ~alike if isinstance(alike, Tensor) else not alike
+        return self.body is None or self.of_torch or name in OTHERS
 
     @property
     def is_margin(self) -> bool:
         """Whether the elements are what the difference of two computed numbers misses a margin by: triplets, rankings.
-        A hinge on one number may be a discriminator's, whose losses on several kinds of data add up by design."""
+        A hinge on one number may be a discriminator's, too."""
         if name_of(self.body) not in MARGINS:
             return False
         node = self.body
@@ -251,7 +256,7 @@ def of_reduction(found: Reduced, arrived: Tensor) -> dict[str, Any]:
     """Fields of a LossGradient: what the gradient that arrives at the reduction tells."""
     return {
         "reduced_by": "mean" if found.is_mean else "sum",
-        "compares": found.is_distance,
+        "compares": found.compares,
         "num_reduced": found.num,
         "num_rows": found.num_rows,
         "reduced_weight": arrived.reshape(()).double() / (max(found.num, 1) if found.is_mean else 1),

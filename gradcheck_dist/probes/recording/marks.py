@@ -27,6 +27,9 @@ HOOKED = "gradcheck_hooks"
 HANDS_ON = "gradcheck_hands_on"
 """The node is a function's that may hand on what it is given: whether it does, a bool, or 0-d on its device."""
 
+FROM_ONE_NUMBER = "gradcheck_from_one_number"
+"""The node subtracts one number from a tensor, or the reverse: a bool, or 0-d on its device."""
+
 
 def mark_recorded(tensor: Tensor, loss_id: int, output: int | None = None) -> None:
     node: Any = tensor.grad_fn
@@ -77,4 +80,14 @@ def mark_hands_on(made: Tensor, same: bool | Tensor) -> None:
 def hands_on(node: Any) -> bool | Tensor | None:
     """Whether a function hands on what it is given; None where it surely does not."""
     found: bool | Tensor | None = node.metadata.get(HANDS_ON)
+    return found
+
+
+def mark_from_one_number(made: Tensor, same: bool | Tensor) -> None:
+    node: Any = made.grad_fn
+    node.metadata[FROM_ONE_NUMBER] = same
+
+
+def from_one_number(node: Any) -> bool | Tensor:
+    found: bool | Tensor = node.metadata.get(FROM_ONE_NUMBER, False)
     return found
