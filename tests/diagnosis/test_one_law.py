@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from random_trainers import global_mean, rank_mean
 from simulator import Trainer, World, param_table
@@ -163,6 +164,24 @@ def test_a_number_that_coincides_with_a_degree_in_one_step_is_told_by_the_others
             one.findings[0].factor.expression = "num_tokens/evaluated_tokens"
     (finding,) = told(steps)
     assert (finding.factor.expression, finding.steps) == ("num_tokens/evaluated_tokens", [0, 1, 2])
+
+
+@pytest.mark.parametrize("passes", [(3, 3, 2), (2, 3, 3), (3, 2, 2)])
+def test_a_degree_that_every_step_is_off_by_is_told_once_where_one_has_as_many_passes(passes: Sequence[int]) -> None:
+    """A line divides by two ranks too often; in a window of two, what divides by passes looks the same."""
+    steps = []
+    for step, num in enumerate(passes):
+        steps.append(judged(step, Trainer(root=global_mean(1), accumulation=num), [9, 11, 8, 7, 12, 5][: 2 * num]))
+        (finding,) = steps[step].findings
+        if num == 2:
+            event = msgspec.structs.replace(finding.first_event, line=(finding.first_event.line or 0) - 1)
+            factor = msgspec.structs.replace(finding.factor, expression="1/accumulation_steps")
+            told_so = msgspec.structs.replace(finding, code="GS000", first_event=event, factor=factor)
+            steps[step].findings = [told_so]
+            steps[step].shapes[cause(told_so)] = steps[step].shapes[cause(finding)]
+            steps[step].made_of[cause(told_so)] = (("accumulation_steps", -1),)
+    (finding,) = told(steps)
+    assert (finding.code, finding.factor.expression, finding.steps) == ("GS101", "1/dp_replicate", [0, 1, 2])
 
 
 @pytest.mark.parametrize(("pattern", "num"), [(f"{BY_HAND}: 0.63", 1), ("x 0.5 everywhere", 2)])

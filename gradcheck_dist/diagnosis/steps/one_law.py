@@ -133,7 +133,7 @@ def _repeats(law: Mapping[tuple[int, int], Sequence[float]], verdict: StepVerdic
 
 def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
     """Take all findings of a step for the one finding of another, on all weights, where the degrees and counts that
-    make its factor give those of every step, and make other numbers in some."""
+    make its factor give those of every step, and make other numbers in some; or where no other finding's do."""
     accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
     if len({_told_as(one) for _, found in accused for one in found}) == 1:
         return
@@ -143,13 +143,22 @@ def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
         powers = verdict.made_of.get(cause(found[0])) if len(found) == 1 and by_weights else None
         if not powers or found[0].num_parameters < len(verdict.units):
             continue
+        others = [(other, errors) for other, errors in accused if other is not verdict]
         factors = [_product(powers, other.context.quantities) for other in told]
-        others = any(not _alike(factor, found[0].factor.observed or 0.0) for factor in factors)
-        if others and all(
-            factor > 0 and all_off_by(other, factor) for other, factor in zip(told, factors, strict=True)
-        ):
-            _take_over(found[0], [(other, errors) for other, errors in accused if other is not verdict])
+        alone = any(not _alike(factor, found[0].factor.observed or 0.0) for factor in factors)
+        alone = alone or all(_refuted(other, errors, verdict, found[0]) for other, errors in others)
+        if alone and all(factor > 0 and all_off_by(other, factor) for other, factor in zip(told, factors, strict=True)):
+            _take_over(found[0], others)
             return
+
+
+def _refuted(verdict: StepVerdict, errors: Sequence[Finding], other: StepVerdict, found: Finding) -> bool:
+    """Whether what makes the factor of a step's one finding is another number in another step, if that is told so."""
+    (one, *more) = errors
+    powers = verdict.made_of.get(cause(one))
+    if more or _told_as(one) == _told_as(found):
+        return not more
+    return powers is not None and not _alike(_product(powers, other.context.quantities), found.factor.observed or 0.0)
 
 
 def _keep_line(verdicts: Sequence[StepVerdict]) -> None:
