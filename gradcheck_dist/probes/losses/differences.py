@@ -49,8 +49,16 @@ def note(recorder: Recorder, made: Tensor, minuend: Tensor, subtrahend: Any) -> 
         return
     known = subtrahend if minuend.requires_grad else minuend
     if is_plain(known):
-        alike = (known == known.flatten()[0]).all()
-        mark_from_one_number(made, bool(alike) if is_host(alike) else alike)
+        mark_from_one_number(made, _is_one_number(known))
+
+
+def _is_one_number(known: Tensor) -> bool | Tensor:
+    """Whether all elements are alike. Most targets differ in those two that are looked at first."""
+    first, last = (known[(place,) * known.dim()] for place in (0, -1))
+    if is_host(known) and bool(first != last):
+        return False
+    alike = (known == first).all()
+    return bool(alike) if is_host(alike) else alike
 
 
 def to_one_number(body: Any) -> bool | Tensor:
