@@ -272,7 +272,8 @@ class ReadGradients:
         since, kept = self._kept
         left = dict(kept) if since == step else {}
         if self._step == step:
-            left |= {info.id: info for infos in self._read for info in infos}
+            read = [info for infos in self._read for info in infos]
+            left |= {info.id: info for info in read if info.id < 0 or info.param.grad is not None}
         of_copies = any(key < 0 for key in left)
         left = {key: info for key, info in left.items() if key >= 0 and info.param.grad is not None}
         # On an accelerator nobody waits to see whether a gradient was filled with zeros by hand.
@@ -284,7 +285,8 @@ class ReadGradients:
     def in_buffers(self, step: int) -> list[tuple[ParamInfo, Tensor]]:
         """Buffers of parameters that were read in `step` which still hold something, though `.grad` is empty."""
         read = [info for infos in self._read if self._step == step for info in infos]
-        may = {one.id: one for info in read for one in originals(info) if "main_grad" in vars(one.param)}
+        of_model = [one for info in read for one in (originals(info) if info.regions else (info,))]
+        may = {one.id: one for one in of_model if "main_grad" in vars(one.param)}
         held = [(one, main_grad_of(one)) for _, one in sorted(may.items()) if one.param.grad is None]
         return [(info, kept) for info, kept in held if kept is not None and (not kept.is_cpu or _is_there(kept))]
 
