@@ -66,13 +66,26 @@ def two_sums(divisor: float) -> Report:
     the first times a number."""
     total = sum(World(TRAINER, 5).num_tokens.values())
     hand = Hand("before_step", 1 / (divisor * total))
-    run = recorded(replace(TRAINER, root=lambda *_: 1.0, auxiliary=lambda *_: 1.0, hands=(hand,)))
+    return half_counted(replace(TRAINER, root=lambda *_: 1.0, auxiliary=lambda *_: 1.0, hands=(hand,)))
+
+
+def half_counted(trainer: Trainer) -> Report:
+    """Of two losses the second goes over half the tokens of the first."""
+    run = recorded(trainer)
     for trace in run.ranks.values():
         losses = [event.loss_id for event in trace.events if isinstance(event, Loss)]
         for index, event in enumerate(trace.events):
             if isinstance(event, Loss | LossGradient) and event.loss_id in losses[1::2]:
                 trace.events[index] = msgspec.structs.replace(event, num_tokens=((event.num_tokens or 0) + 1) // 2)
     return diagnose(run)
+
+
+def test_a_mean_over_rows_that_a_threshold_leaves_out_beside_another_may_be_meant_so() -> None:
+    """Pseudo-labels that count where the model is sure of them, divided by the rows of the batch (FixMatch)."""
+    report = half_counted(replace(TRAINER, auxiliary=global_mean()))
+    assert (report.verdict, report.findings) == ("undetermined", [])
+    assert "as many tokens as the largest of them, by whose tokens all are divided" in report.reasons[0]
+    assert half_counted(replace(TRAINER, root=global_mean(3), auxiliary=global_mean(3))).verdict == "findings"
 
 
 def test_heads_whose_sums_are_divided_by_the_tokens_of_the_first_may_be_meant_so() -> None:

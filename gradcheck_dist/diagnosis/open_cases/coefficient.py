@@ -60,7 +60,7 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
         return not _adds_up_means(case, data)  # distillation is multiplied by the temperature's square, and more
-    return bool(_added(case)) or _labels_alone(case) or _beside_others(case)
+    return bool(_added(case)) or _labels_alone(case) or _beside_others(case) or bool(_counted_as_one(case, data))
 
 
 def _adds_up_means(case: Case, data: StepData) -> bool:
@@ -145,9 +145,10 @@ def _added(case: Case) -> float:
 
 
 def _counted_as_one(case: Case, data: StepData) -> float:
-    """How many times as many tokens as the largest loss all have that each pass adds up, where lines behind them divide
-    by that one's: heads that predict further tokens each lack some. 0 where that is not what the factor says."""
-    if not (case.culprit.unrecorded and case.everywhere and case.pattern.factor > 1):
+    """How many times as many tokens as the largest loss all have that each pass adds up, where they, or lines behind
+    them, divide by that one's: heads that predict further tokens each lack some, and a mean over all rows of a batch
+    holds those that a threshold leaves out (FixMatch). 0 where that is not what the factor says."""
+    if not ((case.culprit.unrecorded or case.culprit.kind == "loss") and case.everywhere and case.pattern.factor > 1):
         return 0.0
     tokens = Counter[int]()
     place = case.context.contributions.coordinate
