@@ -97,8 +97,9 @@ def without_tokens(
     return diagnose_run(run_dir)
 
 
+TARGETS = torch.arange(20.0).reshape(4, 5) / 10
 MEANS = {
-    "errors": lambda output: (output**2).mean(),
+    "errors": lambda output: ((output - TARGETS[: len(output)]) ** 2).mean(),
     "a sum": lambda output: (output**2).sum() / output.numel(),
     "margins": lambda output: F.relu(1 - output).mean(),
     "a gain": lambda output: -output.sigmoid().mean(),
