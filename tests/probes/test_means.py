@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.events import LossGradient
 from gradcheck_dist.probes import attach
 from gradcheck_dist.trace.run import read_run
 
@@ -171,9 +172,14 @@ def test_distances_from_one_number_on_several_kinds_of_data_accuse_nobody(tmp_pa
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(tmp_path):
-        for label in (1.0, -1.0, -1.0):
-            TO_ONE_NUMBER[distance](model(torch.randn(5, 6)), label).backward()
-        optimizer.step()
-    report = diagnose(read_run(tmp_path))
+    with attach(tmp_path, steps={0, 2}):  # what a step's first pass subtracts comes before anything begins that step
+        for _ in range(3):
+            for label in (1.0, -1.0, -1.0):
+                TO_ONE_NUMBER[distance](model(torch.randn(5, 6)), label).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = read_run(tmp_path)
+    weights = [event.mean_weight for event in run.ranks[0].events if isinstance(event, LossGradient)]
+    assert weights == [None] * 6
+    report = diagnose(run)
     assert (report.verdict, report.findings) == ("undetermined", [])

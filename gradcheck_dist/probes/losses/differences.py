@@ -25,7 +25,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
         @functools.wraps(original)
         def subtract(self: Tensor, other: Any) -> Any:
             made = original(self, other)
-            watched = recorder.recording and not torch.compiler.is_compiling()
+            watched = recorder.records_upcoming and not torch.compiler.is_compiling()
             if watched and type(made) is Tensor and made.requires_grad and not _computed_both(self, other):
                 note(recorder, made, self, other)
             return made

@@ -145,6 +145,11 @@ class Recorder(Sampler):
         """Whether samples are taken in that step."""
         return self._is_asked(self.upcoming_step - self._abandoned) if self._stepped else self.sampling
 
+    @property
+    def records_upcoming(self) -> bool:
+        """Whether it is recorded at all."""
+        return self.samples_upcoming or self.unsampled is not None
+
     def _is_asked(self, step: int) -> bool:
         return self._steps is None or step in self._steps
 
