@@ -105,7 +105,8 @@ class Bundle:
     Their values are gathered into memory that is allocated once: an allocation a parameter, and laying the results end
     to end, would cost more than reading them. `rows` has shape (n, 4): seq and role, to be filled in, parameter id,
     plan id; row i's values are the bytes from bounds[i] to bounds[i + 1] of `values`. `norm_rows` has shape (n, 3):
-    parameter id, plan id, number of elements that are not finite, to be filled in.
+    parameter id, plan id, number of elements that are not finite, to be filled in. `sizes` are the parameters' numbers
+    of elements, `counts` how many of `indices`, flat positions end to end, belong to each.
     """
 
     __slots__ = ("bounds", "counts", "dtype", "indices", "norm_rows", "params", "parts", "rows", "sizes", "values")

@@ -19,10 +19,8 @@ from gradcheck_dist.trace.columns import ColumnWriter
 
 FLUSH_INTERVAL_NS = 1_000_000_000
 """How long a killed rank's steps without samples may be unwritten."""
-
-
 MAX_WAITING = 16
-"""Steps that are put into columns together: code that runs once a step is in no cache and takes three times as long."""
+"""Steps that are put into columns together: code that runs once a step is in no cache."""
 
 
 class UnsampledSteps:
