@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from elsewhere import pretend
 from torch import nn
 
-from gradcheck_dist.events import LossGradient, LossTerm, ProbeError, RootValue
+from gradcheck_dist.events import LossGradient, LossTerm, ProbeError, RootValue, Tokens
 from gradcheck_dist.probes import attach, session
+from gradcheck_dist.probes.losses import tokens
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
@@ -90,3 +92,24 @@ def test_a_step_ends_in_the_trace_when_all_of_it_has_come(tmp_path: Path, monkey
             optimizer.zero_grad()
     report = diagnose_run(tmp_path / "run")
     assert (report.verdict, report.reasons) == ("clean", [])
+
+
+def test_what_waits_to_be_made_is_not_lost_with_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, calls = tokens.runs, []
+
+    def once(now: np.ndarray) -> np.ndarray:
+        calls.append(now)
+        if len(calls) == 2:  # the first is written by itself
+            raise MemoryError
+        return runs(now)
+
+    monkeypatch.setattr(tokens, "runs", once)
+    model = nn.Linear(8, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path / "run"):
+        for _ in range(4):
+            (nn.functional.cross_entropy(model(torch.randn(40, 8)), torch.randint(50, (40,))) / 4).backward()
+        optimizer.step()
+    events = read_run(tmp_path / "run").ranks[0].events
+    assert [event.message for event in events if isinstance(event, ProbeError)] == ["MemoryError: "]
+    assert len([event for event in events if isinstance(event, Tokens)]) == 3

@@ -24,11 +24,11 @@ def record_norms(recorder: Recorder, seq: int, infos: list[ParamInfo], seen: See
     """Record the norm of what this rank holds of each `.grad`, as it is now. Nobody waits for an accelerator.
 
     Of sparse gradients and layouts that torch's statistics do not read the norm is NaN. Of an optimizer's own copies
-    it is the norm of each parameter's part. `seen`: where the gradients of just these parameters lie now.
+    it is the norm of each parameter's part. `seen`: where gradients lie now, used where they are just this list's.
     """
     if not recorder.sampling or not infos:
         return
-    if seen is not None and len(seen.grads) == len(infos):
+    if seen is not None and seen.infos is infos:
         _write_plain(recorder, seq, seen.bundle.norm_rows, *on_host(seen.grads, seen.bundle.sizes, seen.found))
         return
     if _record_plain(recorder, seq, infos):

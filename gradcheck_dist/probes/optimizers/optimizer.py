@@ -162,7 +162,7 @@ def stepping(
         recorder.threads.reads(original.id for info in infos for original in originals(info))
     clipped = recorder.clipped
     rest = [info for info in infos if info.id not in clipped] if clipped else infos
-    record_norms(recorder, seq, rest, seen if len(rest) == len(infos) else None)
+    record_norms(recorder, seq, rest, seen)
     groups = [] if len(optimizer.param_groups) < 2 else optimizer.param_groups
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     discovery = recorder.discovery

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from types import NoneType
 from typing import Any, cast
@@ -124,7 +125,7 @@ class Recorder(Sampler):
         self.captures = Captures()
         self.threads = Threads()
         self._deferred: Deferred = []
-        self._later: list[tuple[Callable[..., Event], Callable[[], np.ndarray]]] = []
+        self._later: deque[tuple[Callable[..., Event], Callable[[], np.ndarray]]] = deque()
         self._errors: dict[str, int] = {}
         self._step_start_ns = time.perf_counter_ns()
 
@@ -311,8 +312,8 @@ class Recorder(Sampler):
         self._flushed_ns = time.perf_counter_ns()
         if self.current is not None:  # an optimizer that steps inside backward
             self.keep_leaves(self.current.seq, self.current.leaves)
-        later, self._later = self._later, []
-        for event, make in later:
+        while self._later:  # one by one: if one fails, the rest come with the next flush
+            event, make = self._later.popleft()
             self.writer.append(cast(AnyRecord, event(values=make().tobytes())))
         for written in self.drain_host():
             self.num_rows += len(written[1]) // ROW_BYTES

@@ -135,8 +135,9 @@ class Bundle:
 
 
 class Seen(NamedTuple):
-    """Gradients of a bundle, each a plain float32 tensor, and where they begin in memory: to be used at once."""
+    """Gradients of parameters, each a plain float32 tensor, and where they begin in memory: to be used at once."""
 
+    infos: list[ParamInfo]
     bundle: Bundle
     grads: list[Tensor]
     found: list[int]
@@ -204,7 +205,7 @@ class Sampler:
         if not self.sampling:
             return None
         if len(infos) > 1 and (bundle := self.bundle(infos)) is not None:
-            seen = self._sample_at_once(bundle, seq, role)
+            seen = self._sample_at_once(bundle, seq, role, infos)
             if seen is not None or self._sample_together(bundle, seq, role, infos):
                 return seen
         for info in infos:
@@ -232,7 +233,7 @@ class Sampler:
             bundle = self._bundles[asked] = Bundle(infos, dtype)
         return bundle
 
-    def _sample_at_once(self, bundle: Bundle, seq: int, role: int) -> Seen | None:
+    def _sample_at_once(self, bundle: Bundle, seq: int, role: int, infos: list[ParamInfo]) -> Seen | None:
         """What `sample_grads` does, where each parameter has a plain float32 gradient on the CPU; else nothing."""
         if bundle.dtype is not torch.float32:
             return None
@@ -243,7 +244,7 @@ class Sampler:
         values = memory.gather(found, bundle.counts, bundle.indices).tobytes()
         bundle.rows[:, 0], bundle.rows[:, 1] = seq, role
         self._keep_bytes(bundle.dtype, bundle.rows.tobytes(), values)
-        return Seen(bundle, grads, found)
+        return Seen(infos, bundle, grads, found)
 
     def _sample_together(self, bundle: Bundle, seq: int, role: int, infos: list[ParamInfo]) -> bool:
         """The same, where gradients are plain ones on the CPU and of one type; else False, and nothing is done."""
