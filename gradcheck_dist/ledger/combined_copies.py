@@ -7,10 +7,10 @@ sums its gradient, so that backward comes to it next; from a sum of copies it co
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from gradcheck_dist.events import Event, Exchange
+from gradcheck_dist.events import MAX_EXCHANGES, MAX_EXCHANGES_ALIKE, Event, Exchange
 from gradcheck_dist.ledger.exchange_parts import ALIKE, are_alike, are_near, flat, nearness
 from gradcheck_dist.ledger.exchanges import SCATTER, SUM, SWAP, Passed, given_and_arrived, matched, passed, sides_of
 
@@ -70,6 +70,22 @@ def _sums_copies(of_group: dict[int, Exchange]) -> bool:
     total = {rank: [len(given) * part for part in parts] for rank, parts in given.items()}
     summed = are_alike(given, ALIKE) and are_near(made, total, ALIKE) and bool(flat(made).any())
     return summed and are_near(back, arrived, ALIKE)
+
+
+def leads_on_unseen(events: Mapping[int, list[Event]], one: Passed) -> bool:
+    """Whether what an exchange gave may have been given to another one that was not recorded any more."""
+    for rank, own in one.events.items():
+        exchanges = [event for event in events[rank] if isinstance(event, Exchange)]
+        counts = Counter(event.function for event in exchanges)
+        last: dict[str, int] = {}
+        for event in exchanges:
+            if event.group == own.group:
+                last[event.function] = max(event.index, last.get(event.function, -1))
+        full = [index for function, index in last.items() if counts[function] >= MAX_EXCHANGES_ALIKE]
+        full += [max(last.values())] if len(exchanges) >= MAX_EXCHANGES else []
+        if any(index <= own.index for index in full):
+            return True
+    return False
 
 
 def sums_alike(events: Mapping[int, list[Event]], one: Passed) -> bool:

@@ -12,6 +12,10 @@ from shard_workers import INNER, WIDTH, WORDS, Enter, Leave
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gradcheck_dist.events import MAX_EXCHANGES_ALIKE
+
+DEEP = "sequence, deep"
+"""So many layers that the sum behind the last one, whose shards alone are of one seed, is not recorded any more."""
 OPEN = {
     "head": ["head.weight"],
     "head, one part used": ["head.weight"],
@@ -20,7 +24,7 @@ OPEN = {
     "all, dropout, sequence": ["down.weight", "up.weight"],
 }
 """Variants that lack no sum, and the parameters that nothing tells from copies."""
-CLEAN = ("all", "sequence")
+CLEAN = ("all", "sequence", DEEP)
 NOT_SUMMED = "sequence, norm not summed"
 
 
@@ -89,6 +93,20 @@ class Split(Function):
         return torch.cat(parts(grad), 1)
 
 
+class Inner(nn.Module):
+    """A rank's shards of two layers, which in the last one are the same on all ranks."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        last = layer == MAX_EXCHANGES_ALIKE - 1
+        torch.manual_seed(100 + layer if last else 100 + layer + 1000 * dist.get_rank())
+        inner = INNER // dist.get_world_size()
+        self.up, self.down = nn.Linear(WIDTH, inner, bias=False), nn.Linear(inner, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
 class Model(nn.Module):
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -106,6 +124,8 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS // 2 if "head" in variant else WORDS, bias=False)
         self.generator = torch.Generator().manual_seed(100 + rank)
 
+        self.layers = nn.ModuleList(Inner(layer) for layer in range(MAX_EXCHANGES_ALIKE) if variant == DEEP)
+
     def inside(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.inner_norm(self.up(x)))
         if "dropout" in self.variant:
@@ -116,7 +136,11 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         if "sequence" in self.variant:
             x = Split.apply(x)
-            x = x + ScatterSequence.apply(self.inside(GatherSequence.apply(self.norm(x))))
+            h = GatherSequence.apply(self.norm(x))
+            x = x + ScatterSequence.apply(self.inside(h))
+            for layer in self.layers:
+                x = x + ScatterSequence.apply(layer(h))
+                h = GatherSequence.apply(x)
             return self.head(Gather.apply(x, 1))  # type: ignore[no-any-return]
         x = x + Leave.apply(self.inside(Enter.apply(x)))
         if "head" not in self.variant:

@@ -19,7 +19,7 @@ from gradcheck_dist.diagnosis.audits.whole_shares import (
 )
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.events import HANDED_ON, Event, Exchange, Loss, LossGradient, LossTerm
-from gradcheck_dist.ledger.combined_copies import summed_copies, sums_alike
+from gradcheck_dist.ledger.combined_copies import leads_on_unseen, summed_copies, sums_alike
 from gradcheck_dist.ledger.contributions import UNKNOWN, Contributions
 from gradcheck_dist.ledger.exchanges import (
     APART,
@@ -118,7 +118,7 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
             scalers.append(one.factor)
             continue
         of_copies = one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled"
-        sums = one.ranks in unlike and not sums_alike(data.events, one)
+        sums = one.ranks in unlike and not (leads_on_unseen(data.events, one) or sums_alike(data.events, one))
         if of_copies and not sums and not alone_before_one_loss(data, one):
             continue  # shards that were drawn from one seed: summands are as alike as whole gradients
         apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,15 +33,32 @@ class LocalPlan:
         return slot
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a plain tensor, of shape `held`, lies in one of `shape` that ranks share as DTensors do."""
+
+    shape: tuple[int, ...]
+    device_mesh: Any
+    placements: tuple[Any, ...]
+    held: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Layout:
+        """That of a DTensor's local part."""
+        return cls(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements), tuple(tensor._local_tensor.shape))
+
+
 class ParamInfo:
     """A parameter as the probes know it. `plans` caches a plan per layout, `plain` the one of a whole CPU tensor.
 
     `active` tells whether it is sampled in this step: of a large model's parameters one in `period` is. `regions` is
-    not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some.
+    not empty where an optimizer's tensor is no parameter of the model but a copy of parts of some. `arrives_as` is how
+    a plain gradient that arrives in backward lies in it, where that is no matter of course.
     """
 
     __slots__ = (
         "active",
+        "arrives_as",
         "id",
         "managed_by",
         "name",
@@ -69,6 +87,7 @@ class ParamInfo:
         self.plain: LocalPlan | None = None
         self.managed_by: str | None = None
         self.wrapper: int | None = None
+        self.arrives_as: Layout | None = None
         self.regions: tuple[Region, ...] = ()
         self.period = 1
         self.active = True
@@ -115,7 +134,7 @@ class Plans:
                 found = info.plans[key] = self._new_plan(
                     info, None, info.positions, tensor.device, (), (0,) * len(info.shape), info.shape
                 )
-                if type(tensor) is Tensor and tensor.is_cpu and not tensor.is_complex():
+                if type(tensor) is Tensor and tensor.is_cpu and not tensor.is_complex() and info.arrives_as is None:
                     info.plain = found
             return found, tensor
         key = (tensor.placements, id(tensor.device_mesh))  # type: ignore[attr-defined]
@@ -126,14 +145,14 @@ class Plans:
             found = info.plans[key] = self._dtensor_plan(info, tensor, local)
         return found, local
 
-    def local_plan(self, info: ParamInfo, local: Tensor, like: Any) -> tuple[LocalPlan, Tensor] | None:
-        """How to sample a local tensor that lies as the DTensor `like` does (whose local part it stands for)."""
-        if tuple(like.shape) != info.shape or local.shape != like._local_tensor.shape:
+    def local_plan(self, info: ParamInfo, local: Tensor, layout: Layout) -> tuple[LocalPlan, Tensor] | None:
+        """How to sample a plain tensor that lies in the parameter as `layout` says."""
+        if layout.shape != info.shape or tuple(local.shape) != layout.held:
             return None
-        key = ("local", like.placements, id(like.device_mesh))
+        key = ("local", layout.placements, id(layout.device_mesh))
         found = info.plans.get(key)
         if found is None:
-            found = info.plans[key] = self._dtensor_plan(info, like, local)
+            found = info.plans[key] = self._dtensor_plan(info, layout, local)
         return found, local
 
     def region_plan(self, region: Region, device: torch.device) -> LocalPlan:
@@ -150,7 +169,7 @@ class Plans:
             found = info.plans[key] = self._new_plan(info, chosen, indices, device, (), *box)
         return found
 
-    def _dtensor_plan(self, info: ParamInfo, tensor: Any, local: Tensor) -> LocalPlan:
+    def _dtensor_plan(self, info: ParamInfo, tensor: Layout | Any, local: Tensor) -> LocalPlan:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -13,6 +13,7 @@ from gradcheck_dist.events import UNNAMED, AnyRecord, Param, ParamSet, Site, Wra
 from gradcheck_dist.probes.parameters.budget import BUDGET_BYTES, SamplingPlan, sampling_plan
 from gradcheck_dist.probes.parameters.identity import embeddings_of, fingerprint, is_expert, partitioned
 from gradcheck_dist.probes.parameters.identity import start as first_values
+from gradcheck_dist.probes.parameters.plans import Layout as Layout
 from gradcheck_dist.probes.parameters.plans import LocalPlan as LocalPlan
 from gradcheck_dist.probes.parameters.plans import ParamInfo as ParamInfo
 from gradcheck_dist.probes.parameters.plans import Plans

@@ -415,7 +415,7 @@ class Recorder(Sampler):
             torch.take(grad, plan.indices, out=slot)
             current.leaves.append(plan)
         elif info.id not in current.reduced_inside:  # else what arrives is no contribution any more
-            self.sample(current.seq, LEAF, info, grad)
+            self.sample(current.seq, LEAF, info, grad, info.arrives_as)
 
     def end_backward(self, current: BackwardPass, *, sample_after: bool = True) -> None:
         """Close a contribution: emit it, its reductions, and samples of what it left in `.grad`."""

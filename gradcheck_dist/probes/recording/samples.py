@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcheck_dist.events import LEAF
 from gradcheck_dist.probes.parameters.regions import Region
-from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo, Registry
+from gradcheck_dist.probes.parameters.registry import Layout, LocalPlan, ParamInfo, Registry
 from gradcheck_dist.stats import memory
 
 MAX_REMEMBERED = 64
@@ -181,15 +181,15 @@ class Sampler:
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}  # None: not together
         self._arrivals: dict[tuple[int, ...], Arrivals] = {}
 
-    def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, like: Tensor | None = None) -> bool:
+    def sample(self, seq: int, role: int, info: ParamInfo, tensor: Tensor, layout: Layout | None = None) -> bool:
         """Keep the sampled elements of a gradient, on its device. False: its layout in the parameter is not known.
 
-        `like`: a DTensor whose local part `tensor` stands for.
+        `layout`: how a plain `tensor` lies in it, where it is neither all of it nor a DTensor.
         """
         if not (self.sampling and info.active):
             return True
         registry = self.registry
-        found = registry.plan(info, tensor) if like is None else registry.local_plan(info, tensor, like)
+        found = registry.plan(info, tensor) if layout is None else registry.local_plan(info, tensor, layout)
         if found is None:
             return False
         plan, local = found

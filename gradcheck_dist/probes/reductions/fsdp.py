@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from gradcheck_dist.events import AFTER, BEFORE
 from gradcheck_dist.probes.parameters.places import Place
 from gradcheck_dist.probes.parameters.regions import Region
-from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.registry import Layout, ParamInfo
 from gradcheck_dist.probes.recording.guard import hooking
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
@@ -58,6 +58,7 @@ def hook_leaf(recorder: Recorder, fsdp_param: Any) -> None:
     info = recorder.registry.find(fsdp_param.sharded_param)
     if info is not None:
         info.managed_by = "fsdp"
+        lies_in(info, fsdp_param)
         recorder.discovery.hook(info, fsdp_param._unsharded_param)
 
 
@@ -146,15 +147,42 @@ def before(
         info = recorder.registry.find(fsdp_param.sharded_param)
         if info is not None:
             known.append((info, fsdp_param))
-            unsharded = fsdp_param.unsharded_param
-            like = unsharded if hasattr(unsharded, "_local_tensor") else None
-            if not recorder.sample(seq, BEFORE, info, grad, like):
+            if not recorder.sample(seq, BEFORE, info, grad, before_reduction(fsdp_param)):
                 recorder.status("fsdp", False, f"layout of the unsharded gradient of {info.name} is not known")
     if recorder.current is not None:
         recorder.current.sharding = {info.id: (info, seq) for info, _ in known}
     if call["reduce_dtype"] is None:
         call["reduce_dtype"] = call["unsharded_grads"][0].dtype
     return seq, known, call
+
+
+def _is_plain(fsdp_param: Any) -> bool:
+    """Whether modules compute with one rank's part of a tensor that others share, and autograd does not know of it
+    (torch 2.15, fully_shard of parameters with spmd_types annotations)."""
+    return getattr(fsdp_param, "is_spmd_types", False)
+
+
+def lies_in(info: ParamInfo, fsdp_param: Any) -> None:
+    """Note how a gradient that arrives at what modules compute with lies in the parameter."""
+    if _is_plain(fsdp_param):
+        info.arrives_as = _plain_layout(fsdp_param, fsdp_param._spmd_grad_placements)
+
+
+def before_reduction(fsdp_param: Any) -> Layout | None:
+    """How what FSDP is about to reduce lies in the parameter; None where it is all of it."""
+    if _is_plain(fsdp_param):
+        return _plain_layout(fsdp_param, fsdp_param._unsharded_dtensor_spec.placements)
+    unsharded = fsdp_param.unsharded_param
+    return Layout.of(unsharded) if hasattr(unsharded, "_local_tensor") else None
+
+
+def _plain_layout(fsdp_param: Any, placements: Sequence[Any]) -> Layout:
+    """That of a plain tensor. What FSDP reduces over data ranks is a contribution of each, and no part of one."""
+    from torch.distributed.tensor import Replicate
+
+    spec, reduced = fsdp_param._unsharded_dtensor_spec, fsdp_param._dp_dim_indices
+    apart = tuple(Replicate() if dim in reduced else one for dim, one in enumerate(placements))
+    return Layout(tuple(spec.shape), spec.mesh, apart, tuple(fsdp_param._orig_size))
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

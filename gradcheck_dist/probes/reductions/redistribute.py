@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gradcheck_dist.events import AFTER, BY_AUTOGRAD, LEAF
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
-from gradcheck_dist.probes.parameters.registry import ParamInfo
+from gradcheck_dist.probes.parameters.registry import Layout, ParamInfo
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
 
@@ -62,17 +62,15 @@ def reduced(recorder: Recorder, node: Any, given: Any, result: Any) -> None:
     if len(dims) > 2 or any(before[dim].reduce_op not in ("sum", "avg") for dim in dims):
         recorder.status("redistribute", False, f"{info.name}: a reduction of {before} to {after} is not followed")
         return
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if dim in dims else one for dim, one in enumerate(before)]
+    own = tuple(Replicate() if dim in dims else one for dim, one in enumerate(before))
     local = given._local_tensor
-    whole = DTensor.from_local(
-        local, given.device_mesh, placements, run_check=False, shape=given.shape, stride=given.stride()
-    )
+    layout = Layout(tuple(given.shape), given.device_mesh, own, tuple(local.shape))
     info.managed_by = "fsdp"  # sampled by its reductions
     current.reduced_inside[info.id] = (info, recorder.next_seq())
     current.touched[info.id] = info
-    recorder.sample(current.seq, LEAF, info, local, whole)
+    recorder.sample(current.seq, LEAF, info, local, layout)
     recorder.emit_reduce(current.reduced_inside[info.id][1], [info], **_groups(given.device_mesh, before, after, dims))
 
 
