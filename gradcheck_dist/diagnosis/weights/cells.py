@@ -32,6 +32,7 @@ MAX_SPREAD = 1e-3
 GONE = 1e-3
 """A weight, relative to the right one, that is as good as none."""
 TOO_SMALL = "its sampled gradient is zero or too small to be told from rounding"
+SUMMANDS_ALIKE = "its ranks' summands are alike, as of shards that began so: what came of each is not told apart"
 EQUAL = "all ranks' gradients of it are equal, so that their mean, which other gradients show, is each of them"
 TOO_FEW = "too few of its elements are sampled on this rank"
 COUNTS_NOTHING = "the losses of its passes count nothing, so nothing says what it should weigh"
@@ -208,8 +209,16 @@ def _with_cells(held: Held, dues: dict[ContributionKey, _Due], counts: bool) -> 
     if not result.cells and not counts:
         result.reason = COUNTS_NOTHING
     elif not result.cells:
-        result.reason = TOO_SMALL
+        alike = any(_are_alike(held, columns) for _, (columns,) in _columns(held.replay.basis.keys, partial=True))
+        result.reason = SUMMANDS_ALIKE if alike else TOO_SMALL
     return result
+
+
+def _are_alike(held: Held, columns: Sequence[int]) -> bool:
+    """Whether one contribution's summands are the same on several ranks, and no zeros."""
+    values = np.nan_to_num(held.replay.basis.values[list(columns)])
+    size = float(np.abs(values).max(initial=0.0))
+    return len(columns) > 1 and size > 0 and float(np.ptp(values, axis=0).max()) <= GONE * size
 
 
 def _own_summand(held: Held, group: Sequence[int]) -> int:
