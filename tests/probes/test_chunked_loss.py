@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ class HandOn(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels[:, None]).sum()
+
+
+class OwnLoss(torch.autograd.Function):
+    """A cross-entropy of somebody's own, one number a token."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits, labels = ctx.saved_tensors
+        return grad[:, None] * (logits.softmax(-1) - F.one_hot(labels, logits.shape[-1])), None
+
+
+def own(logits: Tensor, labels: Tensor) -> Tensor:
+    return OwnLoss.apply(logits, labels).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
 def trained(
     run_dir: Path,
     *,
@@ -42,6 +69,7 @@ def trained(
     by_function: bool = False,
     noise: float = 0.0,
     tied: bool = False,
+    loss_function: Callable[[Tensor, Tensor], Tensor] = summed,
 ) -> Report:
     torch.manual_seed(0)
     body, head = nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 10)
@@ -55,7 +83,7 @@ def trained(
             hidden, labels = body(torch.randn(TOKENS, 6)), torch.randint(10, (TOKENS,))
             cut = hidden.detach().requires_grad_()
             for states, chunk in zip(cut.chunk(NUM_CHUNKS), labels.chunk(NUM_CHUNKS), strict=True):
-                (F.cross_entropy(head(states), chunk, reduction="sum") / (TOKENS * head_divided_by)).backward()
+                (loss_function(head(states), chunk) / (TOKENS * head_divided_by)).backward()
             assert cut.grad is not None
             gradient = cut.grad / body_divided_by + noise * torch.randn_like(cut)
             (HandOn.apply(hidden, gradient) / 1).backward() if by_function else hidden.backward(gradient)
@@ -63,9 +91,12 @@ def trained(
     return diagnose(read_run(run_dir))
 
 
+@pytest.mark.parametrize("loss_function", [summed, picked, own])
 @pytest.mark.parametrize("by_function", [False, True])
-def test_a_pass_that_hands_on_what_the_losses_left_has_their_tokens(tmp_path: Path, by_function: bool) -> None:
-    report = trained(tmp_path, by_function=by_function)
+def test_a_pass_that_hands_on_what_the_losses_left_has_their_tokens(
+    tmp_path: Path, by_function: bool, loss_function: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    report = trained(tmp_path, by_function=by_function, loss_function=loss_function)
     assert (report.verdict, report.findings, report.reasons) == ("clean", [], [])
     assert report.coverage.parameters_observed == 4
 

@@ -99,7 +99,7 @@ def note(recorder: Recorder, cuts: Cuts, tensor: Tensor) -> None:
 def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
     """A pass is over: keep some rows of what it left at cuts, if its losses were seen."""
     met, cuts.met = cuts.met, []
-    if not met or not recorder.sampling or recorder.loss_seen_in != current.seq:
+    if not (met and recorder.sampling and (current.arrived or current.root_loss is not None)):
         return
     for tensor in met:
         grad = _local(tensor.grad) if tensor.grad is not None else None
