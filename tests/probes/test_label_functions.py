@@ -37,6 +37,44 @@ class LogProbs(TokenLosses):
         return arrived @ weight, arrived.T @ hidden, None, None
 
 
+class Recomputed(torch.autograd.Function):
+    """Log-probabilities that keep nothing: backward computes them again, in two chunks, and differentiates these."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        with torch.enable_grad():
+            again = logits.detach().requires_grad_()
+            parts = zip(again.chunk(2), labels.chunk(2), grad.chunk(2), strict=True)
+            for part, chosen, arrived in parts:
+                picked = part.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
+                torch.autograd.backward(picked, arrived)
+        assert again.grad is not None
+        return again.grad, None
+
+
+class RecomputedLosses(Recomputed):
+    """The same, by torch's own cross-entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        with torch.enable_grad():
+            again = logits.detach().requires_grad_()
+            losses = torch.nn.functional.cross_entropy(again, labels, reduction="none")
+        return torch.autograd.grad(losses, again, grad)[0], None
+
+
 class Gate(torch.autograd.Function):
     """One number for each whole number, deep inside of a model: no loss."""
 
@@ -105,6 +143,27 @@ def test_torchs_own_fused_loss_is_known_by_its_tokens(tmp_path: Path, reduction:
     assert (gradient.num_tokens, gradient.weight) == (4, pytest.approx(1 / 4 if reduction == "mean" else 1 / 8))
     (loss,) = [event for event in found if isinstance(event, Loss)]
     assert not loss.op.startswith("Generated") and ("linear_cross_entropy" in loss.op) == chunked
+
+
+@pytest.mark.parametrize("function", [Recomputed, RecomputedLosses])
+def test_what_it_computes_again_in_backward_is_no_loss_of_its_own(
+    tmp_path: Path, function: type[torch.autograd.Function]
+) -> None:
+    found = events(tmp_path, lambda logits, labels: function.apply(logits, labels).sum() / 8, Tensor.backward)
+    (gradient,) = [event for event in found if isinstance(event, LossGradient)]
+    assert (gradient.num_tokens, abs(gradient.weight)) == (6, pytest.approx(1 / 8))
+    ops = {event.loss_id: event.op for event in found if isinstance(event, Loss)}
+    assert ops[gradient.loss_id] == function.__name__
+
+
+def test_a_loss_behind_such_a_function_is_counted(tmp_path: Path) -> None:
+    def start(root: Tensor) -> None:
+        root.backward()
+        logits = torch.randn(3, 5, requires_grad=True)
+        torch.nn.functional.cross_entropy(logits, torch.arange(3)).backward()
+
+    found = events(tmp_path, lambda logits, labels: Recomputed.apply(logits, labels).sum() / 8, start)
+    assert [event.num_tokens for event in found if isinstance(event, LossGradient)] == [6, 3]
 
 
 def test_its_labels_tell_ranks_apart_and_its_line_is_the_users(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gradcheck_dist.events import Loss, LossGradient
-from gradcheck_dist.probes.losses.loss import label_hash, when_reached
+from gradcheck_dist.probes.losses.loss import is_inside_of_a_loss, label_hash, when_reached
 from gradcheck_dist.probes.losses.sequences import sequences
 from gradcheck_dist.probes.losses.tokens import labels_seen
 from gradcheck_dist.probes.parameters.stand_ins import is_host
@@ -119,7 +119,7 @@ def evaluated(
 ) -> None:
     """`classes`: the dimension along which several classes of one token were picked."""
     recorder.ensure_step()
-    if not recorder.recording:
+    if not recorder.recording or is_inside_of_a_loss(recorder):
         return
     loss_id = recorder.next_seq()
     known = {"num_labels": labels.numel(), "label_hash": label_hash(labels)} if labels is not None else {}

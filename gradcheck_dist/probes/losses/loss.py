@@ -83,7 +83,7 @@ def evaluated(
         return
     if output.requires_grad:
         recorder.ensure_step()
-    if not recorder.recording:
+    if not recorder.recording or is_inside_of_a_loss(recorder):
         return
     valid: Tensor | None = None
     num_tokens: int | Tensor
@@ -108,6 +108,11 @@ def evaluated(
         weighted=weighted,
         **of_stand_in,
     )
+
+
+def is_inside_of_a_loss(recorder: Recorder) -> bool:
+    """Whether the backward of a function that is a loss itself is under way."""
+    return recorder.current is not None and recorder.current.inside_losses > 0
 
 
 def record_loss(

@@ -21,7 +21,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import by_gradient, heads, label_smoothing, log_probs, means
 from gradcheck_dist.probes.losses.label_functions import Labelled
-from gradcheck_dist.probes.losses.loss import gradient_arrived, tell_loss, tell_whole
+from gradcheck_dist.probes.losses.loss import gradient_arrived, is_inside_of_a_loss, tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import PICKS, dim_of, function_of, name_of, search
 from gradcheck_dist.probes.losses.loss_terms import emit_term, uncounted_terms, watch_terms
 from gradcheck_dist.probes.parameters.stand_ins import is_host
@@ -54,6 +54,8 @@ def look(
     recorder: Recorder, current: BackwardPass, roots: Sequence[Root], has_gradients: bool, passes: means.Passes
 ) -> None:
     """Watch for the losses behind the roots of a backward pass that no wrapper has seen."""
+    if is_inside_of_a_loss(recorder):
+        return
     found = search(roots)
     ids = {node: node.metadata[RECORDED] for node in found.known}
     current.direct.update(ids.values())
@@ -153,6 +155,24 @@ def _watch_labelled(recorder: Recorder, node: Any) -> None:
         log_probs.gradient_arrived(recorder, weights, loss_id=loss_id, known=known)
 
     _hook(recorder, node, arrived, given.output)
+    _count_nothing_inside(recorder, node)
+
+
+def _count_nothing_inside(recorder: Recorder, node: Any) -> None:
+    """What such a function evaluates again in its own backward is its way to a gradient that is counted already."""
+
+    def begins(_: Any) -> None:
+        begun.remove()
+        if recorder.current is not None:
+            recorder.current.inside_losses += 1
+
+    def ends(*_: Any) -> None:
+        ended.remove()
+        if recorder.current is not None:
+            recorder.current.inside_losses -= 1
+
+    begun = node.register_prehook(kept_away(recorder, "unseen", begins))
+    ended = node.register_hook(kept_away(recorder, "unseen", ends))
 
 
 def _watch_soft_targets(recorder: Recorder, node: Any) -> None:

@@ -109,6 +109,7 @@ class BackwardPass:
         "held",
         "hooks",
         "inner",
+        "inside_losses",
         "label_hash",
         "leaves",
         "microbatch",
@@ -150,6 +151,7 @@ class BackwardPass:
         self.given: list[Tensor] | None = None  # what a pipeline's stage was given; None where nobody told
         self.handles: list[Any] = []  # of hooks that are taken off when the pass is over
         self.inner = 0  # calls of torch.autograd.grad that are under way inside of backward functions
+        self.inside_losses = 0  # functions that are losses themselves, and whose backward is under way
         self.held: dict[int, list[tuple[ParamInfo, Tensor]]] = {}  # by parameter: what these were given
         self.hooks: PassHooks | None = None  # on activations that all gradients of the pass go through
         self.armed: dict[int, int] = {}  # wrapper id -> seq of its Reduce
