@@ -106,6 +106,8 @@ HOW: dict[str, Callable[[list[Tensor]], Reduced]] = {
     "not all": all_but_one,
     "handed on": each,
     "summed and handed on": each,
+    "right in parts": each,
+    "in parts that stay away": each,
 }
 ALONE: list[Any] = []
 
@@ -138,6 +140,36 @@ class HandedOn(torch.optim.SGD):
         return super().step(closure)
 
 
+class InParts(torch.optim.SGD):
+    """Each rank writes its part of the reduced gradients back, leaves the others' parts as they were, steps by all of
+    them and takes the others' parts of the parameters from their ranks."""
+
+    def reduce(self, *, written: bool) -> None:
+        params = self.param_groups[0]["params"]
+        whole = torch.cat([param.grad.flatten() for param in params])
+        size = -(-len(whole) // dist.get_world_size())
+        padded = torch.cat([whole, torch.zeros(size * dist.get_world_size() - len(whole))])
+        part = torch.empty(size)
+        dist.reduce_scatter_tensor(part, padded)
+        begin = size * dist.get_rank()
+        if written:
+            mine = whole[begin : begin + size]
+            mine.copy_(part[: len(mine)])
+        for param, grad in zip(params, whole.split([param.numel() for param in params]), strict=True):
+            param.grad.copy_(grad.view_as(param))
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        params = [param.detach() for param in self.param_groups[0]["params"]]
+        whole = torch.cat([param.flatten() for param in params])
+        size = -(-len(whole) // dist.get_world_size())
+        padded = torch.cat([whole, torch.zeros(size * dist.get_world_size() - len(whole))])
+        every = torch.empty_like(padded)
+        dist.all_gather_into_tensor(every, padded.chunk(dist.get_world_size())[dist.get_rank()].clone())
+        for param, value in zip(params, every[: len(whole)].split([p.numel() for p in params]), strict=True):
+            param.copy_(value.view_as(param))
+
+
 def train(variant: str) -> int:
     model = Net()
     if variant in ("right as a list", "right as a stack"):  # of two that have one shape
@@ -147,14 +179,20 @@ def train(variant: str) -> int:
         ALONE[:] = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     params = [param for param in model.parameters() if param.requires_grad]
     handed_on = variant.endswith("handed on")
-    optimizer = HandedOn(params, lr=0.1) if handed_on else Parted(params, HOW[variant])
+    in_parts = "in parts" in variant
+    optimizer: Any = HandedOn(params, lr=0.1) if handed_on else Parted(params, HOW[variant])
+    if in_parts:
+        optimizer = InParts(params, lr=0.1)
     world = dist.get_world_size()
     for step in range(STEPS):
         data = [batch(dist.get_rank(), k + step) for k in range(ACCUMULATION)]
         count = torch.tensor(float(sum((labels >= 0).sum() for _, labels in data)))
         dist.all_reduce(count)
         for part in data:
-            (token_sum(model, part) * (1 if variant in ("averaged twice", "handed on") else world) / count).backward()
+            asked = 1 if variant in ("averaged twice", "handed on") or in_parts else world
+            (token_sum(model, part) * asked / count).backward()
+        if in_parts:
+            optimizer.reduce(written=variant == "right in parts")
         optimizer.step()
         if variant == "behind the step":
             for param in model.parameters():

@@ -23,6 +23,8 @@ EXPECTED = {
     "behind the step": ("findings", [("GS103", 2.0)]),
     "handed on": ("clean", []),
     "summed and handed on": ("findings", [("GS303", 2.0)]),  # what divides behind it would have been seen
+    "right in parts": ("undetermined", []),  # others' parts of the gradient are what they were
+    "in parts that stay away": ("findings", [("GS103", 0.0)]),
     "not all": ("undetermined", []),  # it may combine something else of that one
 }
 
@@ -49,6 +51,11 @@ def test_a_factor_that_the_optimizer_may_divide_by_is_told_with_its_line(reports
         "x 2 behind the reduction that Parted runs in its own step (inside_workers.py:" in reason
         for reason in reports["summed"].reasons
     )
+
+
+@pytest.mark.slow
+def test_a_part_that_a_rank_does_not_step_by_alone_is_named(reports: dict[str, Report]) -> None:
+    assert any("each rank has its own part" in reason for reason in reports["right in parts"].reasons)
 
 
 def test_what_is_waited_for_twice_or_by_nobody_is_sampled_once_and_let_go(tmp_path: Path) -> None:

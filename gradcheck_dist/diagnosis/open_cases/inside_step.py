@@ -21,7 +21,7 @@ def reduced_inside(case: Case, data: StepData) -> str | None:
         return _divided_behind(case, followed[0], data)
     too_large = case.pattern.kind == "uniform" and case.pattern.factor > 1 and not case.terms
     place = case.context.contributions.coordinate
-    reason = stepped_together(data) if too_large and all(_is_own_alone(held, place) for held in case.held) else None
+    reason = stepped_together(data) if too_large and all(is_own_alone(held, place) for held in case.held) else None
     return (
         reason
         and f"each rank's own passes weigh x {case.pattern.factor:.6g} when the optimizer reads them, and {reason}"
@@ -32,7 +32,7 @@ def _divided_behind(case: Case, one: Held, data: StepData) -> str | None:
     """An optimizer that reduces gradients in its own step may divide what came; it multiplies by nothing."""
     place = case.context.contributions.coordinate
     unfollowed = (held for held in case.held if not held.replay.inside.get(held.rank))
-    if not all(_is_own_alone(held, place) for held in unfollowed):
+    if not all(is_own_alone(held, place) for held in unfollowed):
         return None
     if not all(_is_too_large(held) for held in case.held if held.replay.inside.get(held.rank)):
         return None
@@ -54,7 +54,7 @@ def _is_too_large(held: Held) -> bool:
     )
 
 
-def _is_own_alone(held: Held, place: Mapping[int, int]) -> bool:
+def is_own_alone(held: Held, place: Mapping[int, int]) -> bool:
     """Whether the gradient that an optimizer reads holds nothing of other ranks' passes."""
     others = [cell for cell in held.cells if cell.key[0] != place.get(held.rank, held.rank)]
     return bool(others) and all(abs(cell.ratio) <= cell.margin for cell in others)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from gradcheck_dist.diagnosis.causes.case import Case, factor_in_words
-from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep, Replica
-from gradcheck_dist.ledger.tracks import StepData
+from gradcheck_dist.diagnosis.open_cases.inside_step import is_own_alone
+from gradcheck_dist.diagnosis.weights.cells import Held
+from gradcheck_dist.events import OWN_OPTIMIZER, OptimizerStep, Reduce, Replica
+from gradcheck_dist.ledger.tracks import ParamKey, StepData
 
 EXACT = 1e-6
 """Relative: how near a number that somebody wrote must be."""
@@ -81,6 +83,43 @@ def read_elsewhere(case: Case, data: StepData) -> str | None:
         "and parameters are alike on all ranks behind it: what it reads is not known. Write what was reduced back into "
         ".grad to have that judged"
     )
+
+
+def other_parts(case: Case, data: StepData) -> str | None:
+    """Why gradients that hold nothing of other ranks behind a reduce-scatter accuse nobody: each rank has its part of
+    what is summed, and may leave the others' parts as they were. A rank that stepped by these would have moved copies
+    apart."""
+    place = case.context.contributions.coordinate
+    first = _scattered(case.held[0], data) if case.held else None
+    if first is None or not all(_scattered(held, data) and is_own_alone(held, place) for held in case.held):
+        return None
+    if any(_all_of(first.group, param, case) for param in {held.param for held in case.held}) or not _left_alike(data):
+        return None
+    line = f" at {first.site.short}" if first.site is not None else ""
+    return (
+        f"of what is reduced{line} each rank has its own part, and in .grad the other parts are what they were before; "
+        "parameters are alike on all ranks behind the step, so nobody stepped by these alone: what steps, and by which "
+        "parts, is not followed. Empty the parts of other ranks, or write what was reduced into a tensor that the "
+        "optimizer steps by, to have that judged"
+    )
+
+
+def _scattered(held: Held, data: StepData) -> Reduce | None:
+    """The reduce-scatter that came last to a gradient; None where something else did."""
+    track = data.tracks.get(held.param, {}).get(held.rank)
+    if track is None:
+        return None
+    of_param = [
+        event
+        for event in data.events[held.rank]
+        if isinstance(event, Reduce) and track.param.id in data.params_of(held.rank, event.params)
+    ]
+    return of_param[-1] if of_param and of_param[-1].impl == "reduce_scatter" else None
+
+
+def _all_of(group: tuple[int, ...], param: ParamKey, case: Case) -> bool:
+    """Whether the reduction's result came to no rank."""
+    return set(group) <= {rank for held in case.held if held.param == param for rank in held.ranks}
 
 
 def _left_alike(data: StepData) -> bool:
