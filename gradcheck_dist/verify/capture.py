@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
 from gradcheck_dist.events import GradientCheck
+from gradcheck_dist.function_apply import in_function
 from gradcheck_dist.verify.pieces import frozen, is_distributed, map_tensors, sample, tensors_of
 from gradcheck_dist.verify.preserve import RandomState, inner_module, random_state
 from gradcheck_dist.verify.tape import Tape, compiles, tensors_in
@@ -221,8 +222,9 @@ class Capture:
         return grad
 
     def _backward_begins(self, outputs: Any, given: Any) -> None:
-        """The code between modules and backward ends here; it is recorded once."""
-        if not self._calls or self._recorder.suspended:
+        """The code between modules and backward ends here; it is recorded once. A function that differentiates in its
+        forward (a loss that keeps its own gradient) is a part of that code."""
+        if not self._calls or self._recorder.suspended or in_function():
             return
         with self._guarded():
             self._tape.pause()

@@ -67,7 +67,32 @@ def logged(logits: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+class Kept(torch.autograd.Function):
+    """A loss that computes its gradient in forward, as warp-ctc does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = logits.detach().requires_grad_()
+            loss = loss_of(own, labels)
+            (ctx.gradient,) = torch.autograd.grad(loss, own)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient * arrived, None
+
+
+class KeptWhatever(Kept):
+    """The same, which does not look at what arrives."""
+
+    @staticmethod
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
 RIGHT: dict[str, Loss] = {
+    "a function that differentiates in forward": lambda logits, labels: Kept.apply(logits, labels) / 3,
     "a row at a time": filled,
     "a gradient penalty": penalized,
     "a dropout and a number for the log": logged,
@@ -90,6 +115,11 @@ def test_a_wrong_backward_of_a_loss_function_is_found(tmp_path: Path) -> None:
     assert found.factor.observed == pytest.approx(3.0, rel=1e-4)
     assert found.first_event is not None and Path(str(found.first_event.file)).name == "verify_models.py"
     assert "outside of modules" in found.explanation
+
+
+def test_a_function_that_does_not_look_at_what_arrives_is_found(tmp_path: Path) -> None:
+    (found,) = accusations(judged(lambda logits, labels: KeptWhatever.apply(logits, labels) / 3, tmp_path / "run"))
+    assert found.severity == "error" and found.factor.observed == pytest.approx(3.0, rel=1e-4)
 
 
 def test_a_stop_outside_is_a_remark(tmp_path: Path) -> None:
