@@ -143,12 +143,14 @@ class AmpScale(Event, tag="amp_scale"):
 
 class AmpUnscale(Event, tag="amp_unscale"):
     """A GradScaler divided the gradients by its loss scale. `kept`: some of them had overflowed in the step before,
-    and were there when this one's first pass began."""
+    and were there when this one's first pass began. `in_step`: a fused optimizer divides as it reads them, and updates
+    nothing where some overflowed; what is sampled and measured at its step is not divided yet."""
 
     scale: float
     params: int
     found_inf: bool = False
     kept: bool = False
+    in_step: bool = False
 
 
 class Clip(Event, tag="clip"):

@@ -141,8 +141,20 @@ def skipped_steps(run: Run) -> list[int]:
     overflowed = {
         e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, AmpUnscale) and e.found_inf
     }
-    stepped = {e.step for trace in run.ranks.values() for e in trace.events if isinstance(e, OptimizerStep)}
+    stepped = {e.step for trace in run.ranks.values() for e in _that_may_update(trace.events)}
     return sorted(overflowed - stepped)
+
+
+def _that_may_update(events: Iterable[Event]) -> Iterator[OptimizerStep]:
+    """Steps of optimizers, but for fused ones that were told of an overflow."""
+    told: AmpUnscale | None = None
+    for event in events:
+        if isinstance(event, AmpUnscale) and event.in_step and event.found_inf:
+            told = event
+        elif isinstance(event, OptimizerStep) and (
+            told is None or (told.step, told.params) != (event.step, event.params)
+        ):
+            yield event
 
 
 def blind_steps(run: Run) -> list[int]:
@@ -294,13 +306,36 @@ def _tracks(trace: RankTrace, step: int, events: list[Event]) -> Iterator[Track]
         if isinstance(event, GradWrite) and event.factor and event.params is not None:
             for param_id in trace.param_sets.get(event.params, ()):
                 written[param_id].add(event.factor)
+    scales = read_scales(events)
     for track in tracks.values():
         track.points.sort(key=lambda point: (point.seq, point.role))
+        _divide_as_read(track, scales)
         _note_coarse(track, sorted(written[track.param.id])[:MOST_WRITTEN])
         if len(arrived[track.param.id]) == 1:
             _note_summed_as_arrived(track, *arrived[track.param.id])
         _end_at_value_clip(trace, track, events)
         yield track
+
+
+def read_scales(events: Iterable[Event]) -> dict[int, float]:
+    """By the number of each fused optimizer's step, the loss scale by which it divides gradients as it reads them."""
+    scales: dict[int, float] = {}
+    told: AmpUnscale | None = None
+    for event in events:
+        if isinstance(event, AmpUnscale) and event.in_step:
+            told = event
+        elif isinstance(event, OptimizerStep) and told is not None and told.scale:
+            read = event.params == told.params or event.inside is not None
+            scales |= {event.seq: told.scale} if read else {}
+    return scales
+
+
+def _divide_as_read(track: Track, scales: dict[int, float]) -> None:
+    """Let samples of a gradient at a fused optimizer's step be what it makes of them as it reads."""
+    for point in track.points:
+        if point.role == BEFORE and point.seq in scales:
+            values = point.values
+            point.values = Values(values.data / scales[point.seq], values.partial, values.over)
 
 
 def _tells(values: np.ndarray) -> bool:

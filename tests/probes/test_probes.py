@@ -134,6 +134,47 @@ def test_a_gradient_scaler_is_followed_through_its_unscale(tmp_path: Path) -> No
     assert (report.verdict, report.run.steps) == ("clean", [0, 1])
 
 
+@pytest.mark.parametrize(("fault", "code"), [("", None), ("twice", "GS303"), ("clipped while scaled", "GS604")])
+def test_a_fused_optimizer_divides_by_the_loss_scale_as_it_reads(fault: str, code: str | None, tmp_path: Path) -> None:
+    """No unscale_ runs then: what its step reads is sampled with the scale in it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with attach(tmp_path):
+        for _ in range(3):
+            data = [batch(0, k) for k in range(3)]
+            total = sum(int((labels >= 0).sum()) for _, labels in data)
+            for part in data:
+                loss = token_sum(model, part) * (2 if fault == "twice" else 1) / total
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            if fault == "clipped while scaled":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert [finding.code for finding in report.findings] == ([code] if code else [])
+    assert report.verdict == ("findings" if code else "clean")
+    if fault == "twice":
+        assert report.findings[0].factor.observed == pytest.approx(2)
+
+
+def test_a_fused_step_that_overflowed_updates_nothing(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with attach(tmp_path):
+        for turn in range(3):
+            total = int((batch(0, 0)[1] >= 0).sum())
+            loss = token_sum(model, batch(0, 0)) * (1.0 if turn else 1e9) / total
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update(None if turn else 1024.0)
+            optimizer.zero_grad()
+    report = judged(tmp_path)
+    assert (report.verdict, report.run.steps, report.run.skipped_steps) == ("clean", [1, 2], [0])
+
+
 @pytest.mark.parametrize(("left", "code"), [("all", "GS303"), ("one optimizer's", "GS000"), ("all, clipped", "GS303")])
 def test_a_scale_that_nothing_takes_out_is_called_so(left: str, code: str, tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

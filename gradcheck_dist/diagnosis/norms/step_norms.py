@@ -20,7 +20,7 @@ import numpy as np
 
 from gradcheck_dist.events import Clip, Norms, PipelineStep, Reduce
 from gradcheck_dist.ledger.solve import EPSILON
-from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key
+from gradcheck_dist.ledger.tracks import ParamKey, StepData, param_key, read_scales
 from gradcheck_dist.trace.reader import RankTrace
 from gradcheck_dist.trace.run import Run
 
@@ -132,11 +132,12 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
     result = StepNorms()
     for rank, trace in run.ranks.items():
         clips = {event.seq for event in data.events.get(rank, ()) if isinstance(event, Clip)}
+        scales = read_scales(data.events.get(rank, ()))
         held: set[ParamKey] = set()
         of_step = [norms for norms in trace.norms if norms.step == data.step]
         for norms in sorted(of_step, key=lambda one: one.seq not in clips):  # before values were clipped: others
             only = None if norms.seq in clips else held  # at the step the same again as at the clip
-            at[rank, norms.seq] = found = _parts(trace, norms, keys[rank], only)
+            at[rank, norms.seq] = found = _parts(trace, norms, keys[rank], only, scales.get(norms.seq, 1.0))
             for part in found:
                 if part.key not in held:
                     held.add(part.key)
@@ -157,8 +158,10 @@ def step_norms(run: Run, data: StepData, coordinate: Mapping[int, int] | None = 
     return result
 
 
-def _parts(trace: RankTrace, norms: Norms, keys: Mapping[int, ParamKey], known: set[ParamKey] | None) -> list[Part]:
-    """The rows of a record, without those of `known` parameters."""
+def _parts(
+    trace: RankTrace, norms: Norms, keys: Mapping[int, ParamKey], known: set[ParamKey] | None, scale: float
+) -> list[Part]:
+    """The rows of a record, without those of `known` parameters. `scale`: what an optimizer divides them by."""
     found: list[Part] = []
     if known is not None and known >= set(keys.values()):
         return found
@@ -174,7 +177,7 @@ def _parts(trace: RankTrace, norms: Norms, keys: Mapping[int, ParamKey], known: 
             if plan.offset is not None and plan.extent is not None:
                 box, whole = (plan.offset, plan.extent), plan.extent == param.shape
         own, size = param_key(param), prod(param.shape)
-        found.append(Part(key, rank, norm, box, partial, whole, num_nonfinite, param.dtype, size, own))
+        found.append(Part(key, rank, norm / scale, box, partial, whole, num_nonfinite, param.dtype, size, own))
     return found
 
 

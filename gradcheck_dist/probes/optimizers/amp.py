@@ -114,6 +114,22 @@ def scaled(recorder: Recorder, scaled_in: dict[int, int], scaler: Any) -> None:
 
 
 @guarded("amp")
+def read_scaled(recorder: Recorder, optimizer: Any, infos: list[ParamInfo]) -> None:
+    """An optimizer steps. A fused one is given the scale of gradients that nobody has divided by it before."""
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if not isinstance(scale, Tensor) or not isinstance(found_inf, Tensor):
+        return
+    recorder.emit(
+        AmpUnscale,
+        site=caller_site(),
+        scale=scale.detach().double().reshape(()),
+        params=recorder.registry.param_set(infos),
+        found_inf=found_inf.detach().reshape(()) > 0,
+        in_step=True,
+    )
+
+
+@guarded("amp")
 def unscaled(recorder: Recorder, overflow: Overflow, scaler: Any, optimizer: Any) -> None:
     if not recorder.recording:
         return

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcheck_dist.events import BEFORE, OptimizerStep, ParamGroup, ZeroGrad
-from gradcheck_dist.probes.optimizers import clips
+from gradcheck_dist.probes.optimizers import amp, clips
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.optimizers.parent_steps import ParentSteps
@@ -153,6 +153,8 @@ def stepping(
         infos = [one for one in infos if one.param.grad is not None or not (inside_pass or one.id in before)]
         if not infos:
             return None
+    if inside is None:
+        amp.read_scaled(recorder, optimizer, infos)
     seq = recorder.next_seq()
     seen = recorder.sample_grads(seq, BEFORE, infos)
     recorder.read.note(recorder.step, infos)
