@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
+from math import prod, sqrt
 
 from gradcheck_dist.diagnosis.causes.case import Case
 from gradcheck_dist.diagnosis.norms.clips import is_round
@@ -17,6 +17,8 @@ SOFT_TARGETS = "log_softmax"
 """Op of a loss whose targets are no labels: probes/losses/unseen.py."""
 SAME = 1e-3
 """Factors nearer to one another than this, relative, are the same."""
+HOTTEST = 10
+"""The largest temperature of which a square is believed."""
 
 
 def coefficient(case: Case, data: StepData) -> str | None:
@@ -51,7 +53,7 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
     if case.pattern.kind != "uniform":
         return False
     if culprit.unrecorded:  # lines that divide behind the loss may have the wrong number as well
-        behind = culprit.kind == "loss" and bool(_added(case))
+        behind = culprit.kind == "loss" and (bool(_added(case)) or _by_temperature(case, data))
         return behind or bool(_counted_as_one(case, data))
     if culprit.kind != "loss":
         # Losses that are 1/R of what an average over R ranks asks for: so would a coefficient of that number be.
@@ -59,7 +61,8 @@ def _may_be_meant(case: Case, data: StepData) -> bool:
         return average and is_round(case.pattern.factor) and _beside_others(case)
     counted = case.context.contributions.by_key.values()
     if all(c.loss is not None and c.loss.op == SOFT_TARGETS for c in counted):
-        return not _adds_up_means(case, data)  # distillation is multiplied by the temperature's square, and more
+        # Distillation is multiplied by the temperature's square, and more.
+        return not _adds_up_means(case, data) or _by_temperature(case, data)
     return bool(_added(case)) or _labels_alone(case) or _beside_others(case) or bool(_counted_as_one(case, data))
 
 
@@ -67,10 +70,28 @@ def _adds_up_means(case: Case, data: StepData) -> bool:
     """Whether each pass of one loop is a mean over its tokens that nothing multiplies, and their sum is too large by
     as many as there are passes, or ranks: no coefficient stands there."""
     counted = case.context.contributions
-    scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)} or {1.0}
-    means = [(one.weight or 0.0) * (one.num_tokens or 0) / scale for one in counted.by_key.values() for scale in scales]
-    whole = all(same(mean, 1) for mean in means)
+    whole = all(same(mean, 1) for mean in _means(case, data))
     return whole and case.pattern.factor > 1 and is_of_degrees(case.pattern.factor, counted) and one_loop(data, counted)
+
+
+def _means(case: Case, data: StepData) -> list[float]:
+    """What multiplies each pass's mean over its tokens, but for a loss scale."""
+    scales = {e.scale for of_rank in data.events.values() for e in of_rank if isinstance(e, AmpUnscale)} or {1.0}
+    counted = case.context.contributions.by_key.values()
+    return [(one.weight or 0.0) * (one.num_tokens or 0) / scale for one in counted for scale in scales]
+
+
+def _by_temperature(case: Case, data: StepData) -> bool:
+    """Whether what is too much may be a temperature's square before losses of soft targets: it stands before each
+    pass's mean, or is the square of a whole number, which a division by as many passes or ranks would hide there."""
+    counted = case.context.contributions.by_key.values()
+    factor = case.pattern.factor
+    if not 1 < factor < 1.01 * HOTTEST**2 or not all(
+        one.loss is not None and one.loss.op == SOFT_TARGETS for one in counted
+    ):
+        return False
+    near = max(SAME, case.pattern.tolerance)
+    return all(same(mean, factor, near) for mean in _means(case, data)) or same(factor, round(sqrt(factor)) ** 2, near)
 
 
 def _labels_alone(case: Case) -> bool:
