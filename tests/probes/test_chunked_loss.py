@@ -18,6 +18,7 @@ from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
 from gradcheck_dist.probes.losses.handed_on import Arrived, Cuts
 from gradcheck_dist.trace.run import read_run
+from gradcheck_dist.trainer.launch import launch
 
 NUM_CHUNKS, TOKENS = 4, 24
 
@@ -147,3 +148,13 @@ def test_what_an_earlier_step_left_at_a_cut_is_dropped() -> None:
     assert len(cuts.arrived) == 1
     cuts.of_step(1)
     assert (cuts.arrived, cuts.seen) == ([], {})
+
+
+@pytest.mark.parametrize(("body_divided_by", "told"), [(1.0, None), (3.0, "hands on x 0.333333")])
+def test_a_rank_whose_classes_have_no_label_hands_on_what_the_others_do(
+    body_divided_by: float, told: str | None, tmp_path: Path
+) -> None:
+    launch("vocabulary_workers:train_in_chunks", (str(tmp_path / "run"), body_divided_by), 2, timeout_s=100)
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.findings) == ("undetermined" if told else "clean", [])
+    assert told is None or any(told in reason for reason in report.reasons)

@@ -1,5 +1,5 @@
-"""Two tensor-parallel ranks with a cross-entropy over shards of the vocabulary, for test_unequal_losses.py and
-test_picked_losses.py."""
+"""Two tensor-parallel ranks with a cross-entropy over shards of the vocabulary, for test_unequal_losses.py,
+test_picked_losses.py and test_chunked_loss.py."""
 
 from __future__ import annotations
 
@@ -105,6 +105,53 @@ def train_picked(parts: str, run_dir: str) -> None:
                 (-logs.sum() / (4 * TOKENS)).backward()
             for param in params if parts == "sequence" else ():
                 dist.all_reduce(param.grad)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class OverShards(torch.autograd.Function):
+    """The sum of cross-entropies over the classes of all ranks, with its gradient for the own ones."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        first = dist.get_rank() * logits.shape[1]
+        here = (labels >= first) & (labels < first + logits.shape[1])
+        at = torch.where(here, labels - first, 0)[:, None]
+        exps, own = logits.exp(), torch.where(here, logits.gather(1, at)[:, 0], 0.0)
+        total = exps.sum(1)
+        for summand in (total, own):
+            dist.all_reduce(summand)
+        ctx.save_for_backward((exps / total[:, None]).scatter_add(1, at, -here[:, None].float()))
+        return (total.log() - own).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * grad, None
+
+
+def train_in_chunks(run_dir: str, body_divided_by: float) -> None:
+    """All labels are classes of the first rank; the head's loss comes in chunks, and the body gets what they leave."""
+    from gradcheck_dist.probes import attach
+
+    dist.init_process_group("gloo")
+    with attach(run_dir):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        torch.manual_seed(1 + dist.get_rank())
+        head = nn.Linear(WIDTH, CLASSES // 2, bias=False)
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            features = torch.randn(2 * TOKENS, WIDTH, generator=generator)
+            labels = torch.randint(0, CLASSES // 2, (2 * TOKENS,), generator=generator)
+            hidden = body(features)
+            cut = hidden.detach().requires_grad_()
+            for states, chunk in zip(cut.chunk(4), labels.chunk(4), strict=True):
+                loss: Tensor = OverShards.apply(head(Copied.apply(states)), chunk)
+                (loss / (2 * TOKENS)).backward()
+            hidden.backward(cut.grad / body_divided_by)
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()

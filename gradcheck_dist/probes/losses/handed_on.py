@@ -97,9 +97,9 @@ def note(recorder: Recorder, cuts: Cuts, tensor: Tensor) -> None:
 
 @guarded("handed_on")
 def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
-    """A pass is over: keep some rows of what it left at cuts, if its losses were seen."""
+    """A pass is over: keep some rows of what it left at cuts, if a loss was seen in it."""
     met, cuts.met = cuts.met, []
-    if not (met and recorder.sampling and (current.arrived or current.root_loss is not None)):
+    if not (met and recorder.sampling and current.arrived):
         return
     for tensor in met:
         grad = _local(tensor.grad) if tensor.grad is not None else None
