@@ -117,10 +117,10 @@ def faults(data: StepData, contributions: Contributions, weights_right: bool) ->
         if len(one.ranks) == 1:
             scalers.append(one.factor)
             continue
-        of_copies = one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled"
-        sums = one.ranks in unlike and not (leads_on_unseen(data.events, one) or sums_alike(data.events, one))
-        if of_copies and not sums and not alone_before_one_loss(data, one):
-            continue  # shards that were drawn from one seed: summands are as alike as whole gradients
+        if one.forward in (COPY, GATHER) and one.whole and one.outcome == "scaled":
+            sums = one.ranks in unlike and not (leads_on_unseen(data.events, one) or sums_alike(data.events, one))
+            if not sums and not alone_before_one_loss(data, one):
+                continue  # shards that were drawn from one seed: summands are as alike as whole gradients
         apart = losses_differ(data, one) and one.outcome != "unlike"  # of which that is a consequence
         shared = not apart and len({contributions.coordinate.get(rank, rank) for rank in one.ranks}) == 1
         fault = Faulty(one, shared)

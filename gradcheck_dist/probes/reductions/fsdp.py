@@ -164,7 +164,7 @@ def _is_plain(fsdp_param: Any) -> bool:
 
 def lies_in(info: ParamInfo, fsdp_param: Any) -> None:
     """Note how a gradient that arrives at what modules compute with lies in the parameter."""
-    if _is_plain(fsdp_param):
+    if info.arrives_as is None and _is_plain(fsdp_param):
         info.arrives_as = _plain_layout(fsdp_param, fsdp_param._spmd_grad_placements)
 
 
