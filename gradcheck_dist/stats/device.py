@@ -1,10 +1,11 @@
-"""Statistics of gradients by the Triton kernel: one table to the device, one launch, one copy back.
+"""Statistics of gradients by the Triton kernel: addresses to the device, one launch, one copy back.
 
 Importing this module needs triton.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,52 +19,65 @@ from gradcheck_dist.stats.result import GradientStats
 
 TYPES = {torch.float32: kernels.FLOAT32, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
 """What the kernel reads."""
+NUM_LAYOUTS = 16
+"""Lists whose layout is kept, each 40 bytes on the device for 65536 elements: probes read a model in turns."""
 
 
 class _Layout:
-    """What of the table depends on sizes and types only, and is the same in every step."""
+    """What depends on sizes and types only, and is the same in every step: the table, which stays on the device."""
 
-    def __init__(self, sizes: tuple[int, ...], types: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], types: tuple[int, ...], counts: tuple[int, ...], device: torch.device
+    ) -> None:
         chunks = np.array([-(-size // kernels.CHUNK) for size in sizes], dtype=np.int64)
         self.num_chunks = int(chunks.sum())
         self.starts = np.cumsum(chunks) - chunks
         self.tensor = np.repeat(np.arange(len(sizes)), chunks)
         inside = np.arange(self.num_chunks) - self.starts[self.tensor]
-        itemsize = np.array([4, 2, 2])[np.array(types, dtype=np.int64)[self.tensor]]
-        self.offset = inside * kernels.CHUNK * itemsize
         gathers = np.array([-(-count // kernels.GATHER) for count in counts], dtype=np.int64)
-        self.gathered = np.repeat(np.arange(len(sizes)), gathers)
-        part = np.arange(len(self.gathered)) - (np.cumsum(gathers) - gathers)[self.gathered]
-        self.position_offset = part * kernels.GATHER * 8
+        gathered = np.repeat(np.arange(len(sizes)), gathers)
+        part = np.arange(len(gathered)) - (np.cumsum(gathers) - gathers)[gathered]
         self.num_samples = sum(counts)
-        self.table = np.zeros((self.num_chunks + len(self.gathered), kernels.TABLE_FIELDS), dtype=np.int64)
-        first = np.cumsum(counts) - counts if counts else np.empty(0)
-        rest = np.concatenate(
-            [
-                np.minimum(np.array(sizes, dtype=np.int64)[self.tensor] - inside * kernels.CHUNK, kernels.CHUNK),
-                np.minimum(np.array(counts, dtype=np.int64)[self.gathered] - part * kernels.GATHER, kernels.GATHER),
-            ]
+        kinds = np.array(types, dtype=np.int64)
+        table = np.zeros((self.num_chunks + len(gathered), kernels.TABLE_FIELDS), dtype=np.int64)
+        table[:, 0] = np.concatenate([self.tensor, gathered])
+        table[:, 3] = kinds[table[:, 0]]
+        of_chunks, of_gathers = table[: self.num_chunks], table[self.num_chunks :]
+        of_chunks[:, 1] = inside * kernels.CHUNK * np.array([4, 2, 2])[kinds[self.tensor]]
+        of_chunks[:, 2] = np.minimum(
+            np.array(sizes, dtype=np.int64)[self.tensor] - inside * kernels.CHUNK, kernels.CHUNK
         )
-        self.table[:, 2] = rest
-        self.table[:, 3] = np.array(types, dtype=np.int64)[np.concatenate([self.tensor, self.gathered])]
-        self.table[self.num_chunks :, 4] = first[self.gathered] + part * kernels.GATHER
+        of_gathers[:, 1] = part * kernels.GATHER * 8
+        of_gathers[:, 2] = np.minimum(
+            np.array(counts, dtype=np.int64)[gathered] - part * kernels.GATHER, kernels.GATHER
+        )
+        of_gathers[:, 4] = (np.cumsum(counts) - counts)[gathered] + part * kernels.GATHER
+        self.table = _sent(table, device)
+        self._sent: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._sent = torch.cuda.Event()
+            self._sent.record(torch.cuda.current_stream(device))
 
-    def filled(self, own: np.ndarray, other: np.ndarray | None, where: np.ndarray) -> np.ndarray:
-        """The table with this step's addresses in it."""
-        table = self.table.copy()
-        table[: self.num_chunks, 0] = own[self.tensor] + self.offset
-        if other is not None:
-            table[: self.num_chunks, 1] = other[self.tensor] + self.offset
-        table[self.num_chunks :, 0] = own[self.gathered]
-        table[self.num_chunks :, 1] = where[self.gathered] + self.position_offset
-        return table
+    def wait(self, device: torch.device) -> None:
+        """Let the current stream go on when the table has come, which another stream may have fetched."""
+        if self._sent is not None:
+            if self._sent.query():
+                self._sent = None
+            else:
+                torch.cuda.current_stream(device).wait_event(self._sent)
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, without a wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class DeviceStats:
-    """Starts the kernel; keeps the layouts of the lists it has seen."""
+    """Starts the kernel; keeps the layouts of the lists that it has seen last."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
+        self._layout = functools.lru_cache(maxsize=NUM_LAYOUTS)(_Layout)
 
     def start(
         self,
@@ -92,11 +106,8 @@ class DeviceStats:
             _laid_out(tensor.to(like.dtype), True) for tensor, like in zip(others, own, strict=True)
         ]  # fmt: skip
         counts = tuple(0 if where is None else len(where) for where in found)
-        key = (tuple(tensor.numel() for tensor in own), tuple(TYPES[tensor.dtype] for tensor in own), counts)
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = self._layouts[key] = _Layout(*key)
-        return self._launch(layout, own, other, found, counts)
+        sizes, types = tuple(tensor.numel() for tensor in own), tuple(TYPES[tensor.dtype] for tensor in own)
+        return self._launch(self._layout(sizes, types, counts, own[0].device), own, other, found, counts)
 
     def _launch(
         self,
@@ -107,26 +118,27 @@ class DeviceStats:
         counts: tuple[int, ...],
     ) -> Pending:
         where = [None if position is None else position.contiguous() for position in found]
-        addresses = _addresses(own)
-        for index in np.flatnonzero(addresses == 0):
+        none: list[Tensor | None] = [None] * len(own)
+        lists: tuple[Sequence[Tensor | None], ...] = (own, other or none, where)
+        addresses = np.array([[0 if tensor is None else tensor.data_ptr() for tensor in each] for each in lists])
+        for index in np.flatnonzero(addresses[0] == 0):
             if own[index].numel():  # an address that nobody may read would end the user's process
                 raise ValueError(f"tensor {index} has {own[index].numel()} elements and no memory: it was freed")
-        other_addresses = None if other is None else _addresses(other)
-        aligned = not (addresses % 16).any() and (other_addresses is None or not (other_addresses % 16).any())
         device = own[0].device
-        table = torch.from_numpy(layout.filled(addresses, other_addresses, _addresses(where)))
-        if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
+        sent = _sent(addresses, device)
         partials = torch.empty((layout.num_chunks, kernels.NUM_PARTIALS), dtype=torch.float64, device=device)
         samples = torch.empty(layout.num_samples, dtype=torch.float32, device=device)
-        if len(table):
+        if len(layout.table):
+            layout.wait(device)
             with torch.cuda.device(device if device.type == "cuda" else -1):
-                kernels.stats_kernel[(len(table),)](
-                    table,
+                kernels.stats_kernel[(len(layout.table),)](
+                    layout.table,
+                    sent,
                     partials,
                     samples,
                     layout.num_chunks,
-                    aligned=aligned,
+                    len(own),
+                    aligned=not (addresses[:2] % 16).any(),
                     with_dot=other is not None,
                     block_size=kernels.BLOCK,
                     gather_size=kernels.GATHER,
@@ -136,7 +148,7 @@ class DeviceStats:
         def finish(on_host: list[Tensor]) -> GradientStats:
             return _combine(layout, on_host[0].numpy(), on_host[1].numpy(), len(own), counts, other is not None)
 
-        return Pending(finish, [partials, samples], keep=(table, own, other, where))
+        return Pending(finish, [partials, samples], keep=(layout.table, sent, own, other, where))
 
     def __call__(
         self,
@@ -164,10 +176,6 @@ def _check(tensors: list[Tensor], others: list[Tensor] | None, positions: list[T
 def _laid_out(tensor: Tensor, ordered: bool) -> Tensor:
     """The tensor itself where its memory can be read from one end to the other, else a copy."""
     return tensor if tensor.is_contiguous() or (not ordered and is_dense(tensor)) else tensor.contiguous()
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> np.ndarray:
-    return np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
 def _empty(with_dot: bool) -> GradientStats:

@@ -26,10 +26,10 @@ def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"tensor {index} is {local.layout} of {local.dtype}; gradient statistics read dense {names}. "
                 "Leave it out, or convert it first."
             )
-        local = local.detach()
-        found.append(
-            local.resolve_neg() if local.is_neg() else local
-        )  # torch itself loses the sign from half to float32
+        if local.requires_grad:
+            local = local.detach()
+        # torch itself loses the sign from half to float32
+        found.append(local.resolve_neg() if local.is_neg() else local)
     return found
 
 

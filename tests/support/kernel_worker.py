@@ -15,7 +15,14 @@ from stats_agreement import assert_agrees
 from gradcheck_dist.stats import kernels
 from gradcheck_dist.stats.device import DeviceStats
 
-SIGNATURE = {"table": "*i64", "partials": "*fp64", "samples": "*fp32", "num_chunks": "i32"}
+SIGNATURE = {
+    "table": "*i64",
+    "addresses": "*i64",
+    "partials": "*fp64",
+    "samples": "*fp32",
+    "num_chunks": "i32",
+    "num_tensors": "i32",
+}
 
 
 def interpret() -> None:
