@@ -329,7 +329,8 @@ class AddedByFunction(Event, tag="added_by_function"):
 
 class HandedOn(Event, tag="handed_on"):
     """A backward pass began with the gradient that earlier ones had left at a cut in the graph, times `multiple`.
-    `passes` are these, as (accumulation step, microbatch)."""
+    `passes` are these, as (accumulation step, microbatch); none where an accelerator told late that it began with
+    another one."""
 
     accumulation_step: Index
     microbatch: Index

@@ -21,7 +21,7 @@ def is_handed_on(contribution: Contribution) -> bool:
 
 def hands_on(data: StepData) -> bool:
     """Whether a pass of the step hands on what earlier ones left."""
-    return any(isinstance(event, HandedOn) for of_rank in data.events.values() for event in of_rank)
+    return any(isinstance(event, HandedOn) and event.passes for of_rank in data.events.values() for event in of_rank)
 
 
 def changed_on_the_way(data: StepData) -> list[str]:
@@ -32,7 +32,7 @@ def changed_on_the_way(data: StepData) -> list[str]:
         "lies behind it, unless that is made up for"
         for of_rank in data.events.values()
         for event in of_rank
-        if isinstance(event, HandedOn) and abs(event.multiple - 1) > CHANGED
+        if isinstance(event, HandedOn) and event.passes and abs(event.multiple - 1) > CHANGED
     }
     return sorted(found)
 
@@ -53,7 +53,7 @@ def with_handed_on(data: StepData) -> StepData:
         made: dict[Slot, list[Event]] = {}
         losses = losses_of_rank(of_rank)
         for event in of_rank:
-            if isinstance(event, HandedOn) and not _share_parameters(data, rank, event):
+            if isinstance(event, HandedOn) and event.passes and not _share_parameters(data, rank, event):
                 slot = (event.accumulation_step, event.microbatch)
                 pairs = [pair for before in event.passes for pair in losses.get(before, ())]
                 if made_of := _loss(event, pairs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from elsewhere import pretend
 from torch import Tensor, nn
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.probes import attach
+from gradcheck_dist.probes.losses import handed_on
 from gradcheck_dist.probes.losses.handed_on import Arrived, Cuts
 from gradcheck_dist.trace.run import read_run
 from gradcheck_dist.trainer.launch import launch
@@ -143,7 +146,7 @@ def test_what_an_earlier_step_left_at_a_cut_is_dropped() -> None:
     """An adversary's input gets a gradient in every step, and nobody hands it on."""
     cuts = Cuts()
     cuts.of_step(0)
-    cuts.arrived.append(Arrived(0, 0, torch.ones(1, 3)))
+    cuts.arrived.append(Arrived(0, 0, torch.ones(3, 3), torch.tensor(True)))
     cuts.of_step(0)
     assert len(cuts.arrived) == 1
     cuts.of_step(1)
@@ -158,3 +161,46 @@ def test_a_rank_whose_classes_have_no_label_hands_on_what_the_others_do(
     report = diagnose(read_run(tmp_path / "run"))
     assert (report.verdict, report.findings) == ("undetermined" if told else "clean", [])
     assert told is None or any(told in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("first", ["nothing", "another pass"])
+def test_on_an_accelerator_only_the_first_pass_may_hand_on(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it did is told later, so nothing is kept for others: then those are not known."""
+    pretend(monkeypatch)
+    torch.manual_seed(0)
+    body, head, beside = nn.Linear(6, 8), nn.Linear(8, 10), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters(), *beside.parameters()], lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                hidden, labels = body(torch.randn(TOKENS, 6)), torch.randint(10, (TOKENS,))
+                cut = hidden.detach().requires_grad_()
+                for states, chunk in zip(cut.chunk(NUM_CHUNKS), labels.chunk(NUM_CHUNKS), strict=True):
+                    (summed(head(states), chunk) / (2 * TOKENS)).backward()
+                if first != "nothing":
+                    beside(torch.randn(4, 8)).backward(torch.randn(4, 8))
+                hidden.backward(cut.grad)
+            optimizer.step()
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings) == ("clean" if first == "nothing" else "undetermined", [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_found_wherever_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handed_on, "BLOCK", 64)  # sixteen rows of four at a time
+    rows = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[10:20] = 0
+    rows[5] = 2 * rows[45]  # points the same way
+    mask = handed_on._has_one(rows)
+    some, there = handed_on._evenly(mask)
+    assert some.tolist() == [0, 29, 49] and there
+    left = Arrived(0, 0, rows[some].double(), there)
+    none = Arrived(0, 1, torch.zeros(3, 4, dtype=torch.float64), torch.tensor(False))
+    assert float(handed_on.multiple_of([left, none], rows * 0.5)) == 0.5  # type: ignore[arg-type]
+    rows[29] += 1
+    assert math.isnan(handed_on.multiple_of([left], rows))  # type: ignore[arg-type]
+    assert handed_on._evenly(mask[10:13])[1].item() is False
+    assert handed_on._evenly(mask[19:21])[0].tolist() == [1, 1, 1]

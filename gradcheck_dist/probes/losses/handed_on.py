@@ -3,12 +3,14 @@
 A loss in chunks detaches the hidden states, differentiates the head's loss chunk by chunk, and hands what arrived at
 the hidden states on to the body, in a pass that no loss begins (torchtitan's ChunkedLossWrapper, GradCache). A few rows
 of what arrived at each cut are kept; where they are found again in what the body's pass begins with, times one number,
-the tokens of those passes are this one's too.
+the tokens of those passes are this one's too. On an accelerator that number is read later, so that what is kept is gone
+with the first pass that may hand it on; where that did not, nothing is said of the step's later ones.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,25 +22,28 @@ from gradcheck_dist.events import HandedOn
 from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.backward.graph_leaves import leaves_in_front
 from gradcheck_dist.probes.backward.roots import Root
-from gradcheck_dist.probes.losses.closed_form import evenly
 from gradcheck_dist.probes.losses.loss_graph import FACTORS, MAX_FACTORS, name_of, operands_of
-from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
 from gradcheck_dist.probes.recording.backward_pass import BackwardPass
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 
-NUM_ROWS, MAX_ELEMENTS = 3, 1 << 24
+NUM_ROWS, MAX_ELEMENTS, MAX_ELSEWHERE = 3, 1 << 24, 1 << 28
+"""Rows that are kept of what a pass left; elements of a gradient on the host, and on an accelerator."""
+BLOCK = 1 << 22
+"""Elements that are looked at as float64 at a time."""
 FITS = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Relative difference within which a row is a multiple of another one; of other types ROUNDED."""
 ROUNDED = 2e-2
 
 
 class Arrived(NamedTuple):
-    """Rows of what a pass left at a cut."""
+    """Rows of what a pass left at a cut, float64 [NUM_ROWS, width], and whether it left any, a bool."""
 
     accumulation_step: int
     microbatch: int
     rows: Tensor
+    there: Tensor
 
 
 class Cuts:
@@ -50,12 +55,13 @@ class Cuts:
         self.met: list[Tensor] = []  # in the pass that is under way
         self.seen: dict[tuple[int, int], Tensor] = {}  # by (id, address): which rows have a gradient already
         self.arrived: list[Arrived] = []
+        self.lost: Tensor | None = None  # on an accelerator: whether some that was kept is, and was not handed on
         self.step = 0
 
     def of_step(self, step: int) -> None:
         """What an earlier step left (an adversary's input) is handed on by nobody."""
         if self.step != step:
-            self.step, self.seen, self.arrived = step, {}, []
+            self.step, self.seen, self.arrived, self.lost = step, {}, [], None
 
     def clear(self) -> None:
         self.made = False
@@ -102,26 +108,44 @@ def ends(recorder: Recorder, cuts: Cuts, current: BackwardPass) -> None:
     if not (met and recorder.sampling and current.arrived):
         return
     for tensor in met:
-        grad = _local(tensor.grad) if tensor.grad is not None else None
-        if grad is None or grad.dim() < 2 or grad.numel() > MAX_ELEMENTS or not is_plain(grad):
+        grad = _local(tensor.grad).detach() if tensor.grad is not None else None
+        if grad is None or grad.dim() < 2 or not grad.numel() or _too_large(grad) or not is_plain(grad):
             continue
-        rows = grad.detach().reshape(-1, grad.shape[-1])
-        has_one, place = (rows != 0).any(1), (id(tensor), _local(tensor).data_ptr())
+        rows = grad.reshape(-1, grad.shape[-1])
+        has_one, place = _has_one(rows), (id(tensor), _local(tensor).data_ptr())
         before = cuts.seen.get(place)
         known = before is not None and before.shape == has_one.shape
-        new = (has_one & ~before if known and before is not None else has_one).nonzero().squeeze(1)
+        new = has_one & ~before if known and before is not None else has_one
         cuts.seen[place] = has_one
-        if len(new):
-            some = evenly(new, NUM_ROWS)
-            cuts.arrived.append(Arrived(recorder.accumulation_step, current.microbatch, rows[some].double()))
+        some, there = _evenly(new)
+        if not is_host(grad) or there:
+            cuts.arrived.append(Arrived(recorder.accumulation_step, current.microbatch, rows[some].double(), there))
+
+
+def _too_large(grad: Tensor) -> bool:
+    return grad.numel() > (MAX_ELEMENTS if is_host(grad) else MAX_ELSEWHERE)
+
+
+def _has_one(rows: Tensor) -> Tensor:
+    """Which rows have a gradient."""
+    return torch.linalg.vector_norm(rows, torch.inf, dim=1) != 0
+
+
+def _evenly(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """NUM_ROWS places where a mask holds, evenly spread, the first and the last among them; whether there is one.
+    Some come more than once where it holds at fewer; nothing is waited for."""
+    counts = mask.cumsum(0)
+    most = counts[-1]
+    numbers = torch.arange(NUM_ROWS, device=mask.device) * (most - 1) // (NUM_ROWS - 1) + 1
+    return torch.searchsorted(counts, numbers).clamp(max=len(mask) - 1), most > 0
 
 
 def _cut_off(recorder: Recorder, root: Root) -> list[Tensor]:
-    """Leaves behind a root that are no parameters, on the CPU."""
+    """Leaves behind a root that are no parameters."""
     return [
         leaf
         for leaf in leaves_in_front(root, through_functions=True)
-        if not isinstance(leaf, Parameter) and _local(leaf).is_cpu and recorder.registry.find(leaf) is None
+        if not isinstance(leaf, Parameter) and recorder.registry.find(leaf) is None
     ]
 
 
@@ -161,17 +185,34 @@ def came(recorder: Recorder, cuts: Cuts, current: BackwardPass, gradient: Tensor
     if gradient is None or not cuts.arrived or recorder.current is not current:
         return
     local = _local(gradient).detach()
-    multiple = multiple_of(cuts.arrived, local) if local.is_cpu and local.dim() > 1 else None
-    if multiple is not None:
-        recorder.emit(
-            HandedOn,
-            site=current.site,
-            accumulation_step=recorder.accumulation_step,
-            microbatch=current.microbatch,
-            multiple=multiple,
-            passes=tuple(dict.fromkeys((one.accumulation_step, one.microbatch) for one in cuts.arrived)),
-        )
-        cuts.clear()
+    if local.dim() < 2 or not is_plain(local) or not local.is_floating_point():
+        return
+    multiple = multiple_of(cuts.arrived, local)
+    if multiple is None:
+        return
+    here = is_host(local)
+    if here and multiple.isnan():
+        return
+    if not here:
+        if cuts.lost is not None:
+            multiple = torch.where(cuts.lost, torch.nan, multiple)
+        cuts.lost = multiple.isnan() & torch.stack([one.there for one in cuts.arrived]).any()
+    recorder.emit(
+        _told,
+        site=current.site,
+        accumulation_step=recorder.accumulation_step,
+        microbatch=current.microbatch,
+        multiple=multiple,
+        passes=tuple(dict.fromkeys((one.accumulation_step, one.microbatch) for one in cuts.arrived)),
+    )
+    cuts.clear()
+    cuts.made = not here
+
+
+def _told(*, multiple: float, passes: tuple[tuple[int, int], ...], **fields: Any) -> HandedOn:
+    """The event; without passes where it turns out that nothing is handed on."""
+    known = not math.isnan(multiple)
+    return HandedOn(multiple=multiple if known else 0.0, passes=passes if known else (), **fields)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -180,21 +221,34 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-def multiple_of(arrived: Sequence[Arrived], gradient: Tensor) -> float | None:
-    """The number that rows which arrived are multiplied by in a gradient; None where one of them is not in it, or they
-    are multiplied by different ones."""
+def multiple_of(arrived: Sequence[Arrived], gradient: Tensor) -> Tensor | None:
+    """The number that rows which arrived are multiplied by in a gradient, float64; NaN where one of them is not in it,
+    or they are multiplied by different ones. None where they cannot be compared."""
     rows = gradient.reshape(-1, gradient.shape[-1])
-    if rows.numel() > MAX_ELEMENTS or any(one.rows.shape[1] != rows.shape[1] for one in arrived):
+    wanted = [one.rows for one in arrived]
+    if not rows.numel() or _too_large(rows) or any(one.shape[1] != rows.shape[1] for one in wanted):
         return None
-    rows = rows[(rows != 0).any(1)].double()
-    if not len(rows):
+    if any(one.device != rows.device for one in wanted):
         return None
-    fits, wanted = FITS.get(gradient.dtype, ROUNDED), torch.cat([one.rows for one in arrived])
-    products = wanted @ rows.T
-    sizes, norms = wanted.square().sum(1).sqrt(), rows.square().sum(1).sqrt()
-    found = (products.abs() / norms).argmax(1)
-    multiples = products.gather(1, found[:, None]).squeeze(1) / sizes.square()
-    apart = (rows[found] - multiples[:, None] * wanted).square().sum(1).sqrt()
-    if (apart > fits * norms[found]).any() or (multiples - multiples[0]).abs().max() > fits * multiples[0].abs():
-        return None
-    return float(multiples.median())
+    fits, sought = FITS.get(gradient.dtype, ROUNDED), torch.cat(wanted)
+    there = torch.stack([one.there for one in arrived]).repeat_interleave(NUM_ROWS)
+    found = rows[_nearest(sought, rows)].double()
+    norms = found.square().sum(1).sqrt()
+    multiples = (found * sought).sum(1) / sought.square().sum(1)
+    apart = (found - multiples[:, None] * sought).square().sum(1).sqrt()
+    one = multiples[there.to(torch.int8).argmax()]
+    fit = (apart <= fits * norms) & (norms > 0) & ((multiples - one).abs() <= fits * one.abs())
+    median = torch.where(there, multiples, one).median()
+    return torch.where((fit | ~there).all() & there.any(), median, torch.nan)
+
+
+def _nearest(sought: Tensor, rows: Tensor) -> Tensor:
+    """For each row that is sought the number of the one that points most nearly its way, or the other."""
+    best = torch.full((len(sought),), -1.0, dtype=torch.float64, device=rows.device)
+    place = torch.zeros(len(sought), dtype=torch.int64, device=rows.device)
+    for begin in range(0, len(rows), step := max(1, BLOCK // rows.shape[1])):
+        part = rows[begin : begin + step].double()
+        norms = part.square().sum(1).sqrt()
+        most, at = torch.where(norms > 0, (sought @ part.T).abs() / norms, -1.0).max(1)
+        place, best = torch.where(most > best, at + begin, place), torch.maximum(best, most)
+    return place
