@@ -2,8 +2,9 @@
 
 One program reads one chunk of one tensor and writes its five partial results into a row of its own: no atomics, the
 same bits in every run. Each lane keeps its own sums until the chunk ends, so that a block costs no exchange between
-threads. Squares and inner products are float64, where no float32 over- or underflows; devices that compute it at a
-small fraction of their float32 rate still wait for memory. Behind the chunks, programs gather the sampled positions.
+threads. Squares and inner products are float64, where no float32 over- or underflows. As few operations an element as
+can be keep 16-bit types at the speed of memory: that not all are finite shows in the sums, and only then the chunk is
+read a second time, to leave those out. Behind the chunks, programs gather the sampled positions.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+BLOCK = 1024
 """Elements that one program holds at a time."""
-CHUNK = 16 * BLOCK
-"""Elements of one program. A lane counts in 16 bits, so no more than 65535 blocks."""
-NUM_WARPS = 8
+CHUNK = 64 * BLOCK
+"""Elements of one program."""
+NUM_WARPS = 4
 NUM_PARTIALS = 5
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 TABLE_FIELDS = 5
@@ -57,29 +58,66 @@ def _block(
     dtype: tl.tensor,
     squares: tl.tensor,
     largest: tl.tensor,
-    counts: tl.tensor,
+    nonfinite: tl.tensor,
+    zeros: tl.tensor,
     dot: tl.tensor,
     full: tl.constexpr,
+    careful: tl.constexpr,
     aligned: tl.constexpr,
     with_dot: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
-    """What each lane has so far, with one more block in it. `counts`: zeros, and 65536 for each that is not finite."""
+    """What each lane has so far, with one more block in it. `careful`: without what is not finite."""
     values = _load(address, offsets, mask, dtype, full, aligned)
-    magnitude_bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    finite = magnitude_bits < 0x7F800000
-    is_zero = magnitude_bits == 0
+    is_zero = values == 0.0
     if not full:
         is_zero = is_zero & mask
-    used = tl.where(finite, values, 0.0).to(tl.float64)
-    squares += used * used
-    # Non-negative floats are ordered as their bits are.
-    largest = tl.maximum(largest, tl.where(finite, magnitude_bits, 0))
-    counts += tl.where(finite, is_zero.to(tl.int32), 65536)
+    zeros += is_zero.to(tl.int32)
+    if careful:
+        finite = tl.abs(values) < float("inf")
+        nonfinite += (~finite).to(tl.int32)
+        values = tl.where(finite, values, 0.0)
+    wide = values.to(tl.float64)
+    squares += wide * wide
+    largest = tl.maximum(largest, tl.abs(values))
     if with_dot:
         other = _load(other_address, offsets, mask, dtype, full, aligned)
-        other_bits = other.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        dot += used * tl.where(other_bits < 0x7F800000, other, 0.0).to(tl.float64)
-    return squares, largest, counts, dot
+        if careful:
+            other = tl.where(tl.abs(other) < float("inf"), other, 0.0)
+        dot += wide * other.to(tl.float64)
+    return squares, largest, nonfinite, zeros, dot
+
+
+@triton.jit
+def _chunk(
+    address: tl.tensor,
+    other_address: tl.tensor,
+    count: tl.tensor,
+    dtype: tl.tensor,
+    careful: tl.constexpr,
+    aligned: tl.constexpr,
+    with_dot: tl.constexpr,
+    block_size: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Sum of squares, largest magnitude, number of those not finite, of zeros, inner product."""
+    offsets = tl.arange(0, block_size)
+    squares = tl.zeros((block_size,), tl.float64)
+    largest = tl.zeros((block_size,), tl.float32)
+    nonfinite = tl.zeros((block_size if careful else 1,), tl.int32)
+    zeros = tl.zeros((block_size,), tl.int32)
+    dot = tl.zeros((block_size if with_dot else 1,), tl.float64)
+    whole = count // block_size
+    for block in range(whole):
+        squares, largest, nonfinite, zeros, dot = _block(
+            address, other_address, block * block_size + offsets, None, dtype,
+            squares, largest, nonfinite, zeros, dot, True, careful, aligned, with_dot,
+        )  # fmt: skip
+    if whole * block_size < count:
+        tail = whole * block_size + offsets
+        squares, largest, nonfinite, zeros, dot = _block(
+            address, other_address, tail, tail < count, dtype,
+            squares, largest, nonfinite, zeros, dot, False, careful, aligned, with_dot,
+        )  # fmt: skip
+    return tl.sum(squares), tl.max(largest), tl.sum(nonfinite), tl.sum(zeros), tl.sum(dot)
 
 
 @triton.jit
@@ -106,29 +144,19 @@ def stats_kernel(
     if program < num_chunks:
         address += begin
         other_address = tl.load(of_tensor + num_tensors) + begin
-        offsets = tl.arange(0, block_size)
-        squares = tl.zeros((block_size,), tl.float64)
-        largest = tl.zeros((block_size,), tl.int32)
-        counts = tl.zeros((block_size,), tl.int32)
-        dot = tl.zeros((block_size if with_dot else 1,), tl.float64)
-        whole = count // block_size
-        for block in range(whole):
-            squares, largest, counts, dot = _block(
-                address, other_address, block * block_size + offsets, None, dtype,
-                squares, largest, counts, dot, True, aligned, with_dot,
-            )  # fmt: skip
-        if whole * block_size < count:
-            tail = whole * block_size + offsets
-            squares, largest, counts, dot = _block(
-                address, other_address, tail, tail < count, dtype,
-                squares, largest, counts, dot, False, aligned, with_dot,
-            )  # fmt: skip
+        squares, largest, nonfinite, zeros, dot = _chunk(
+            address, other_address, count, dtype, False, aligned, with_dot, block_size
+        )
+        if not (squares + tl.abs(dot) < float("inf")):
+            squares, largest, nonfinite, zeros, dot = _chunk(
+                address, other_address, count, dtype, True, aligned, with_dot, block_size
+            )
         out = partials + program * 5
-        tl.store(out, tl.sum(squares, axis=0))
-        tl.store(out + 1, tl.max(largest, axis=0).to(tl.float32, bitcast=True).to(tl.float64))
-        tl.store(out + 2, tl.sum(counts >> 16, axis=0).to(tl.float64))
-        tl.store(out + 3, tl.sum(counts & 0xFFFF, axis=0).to(tl.float64))
-        tl.store(out + 4, tl.sum(dot, axis=0))
+        tl.store(out, squares)
+        tl.store(out + 1, largest.to(tl.float64))
+        tl.store(out + 2, nonfinite.to(tl.float64))
+        tl.store(out + 3, zeros.to(tl.float64))
+        tl.store(out + 4, dot)
     else:
         lanes = tl.arange(0, gather_size)
         inside = lanes < count
