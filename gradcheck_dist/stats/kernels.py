@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+BLOCK = 512
 """Elements that one program holds at a time."""
-CHUNK = 64 * BLOCK
+CHUNK = 128 * BLOCK
 """Elements of one program."""
 NUM_WARPS = 4
 NUM_PARTIALS = 5
