@@ -148,7 +148,8 @@ class Backward(Event, tag="backward"):
     begins, so reductions inside it come after it. `params` are the parameters whose leaf received a gradient.
     `returned`: the gradients were handed to the caller (torch.autograd.grad) and not accumulated. `first_of_forward`:
     the accumulation step of the first pass that differentiated this one's forward pass, which kept its graph
-    (retain_graph); None where it is this one, as far as was seen.
+    (retain_graph); None where it is this one, as far as was seen. `onto_itself`: the parameters at which what arrived
+    lay in the memory of `.grad`, which an earlier pass had left, so that autograd added it to itself.
     """
 
     accumulation_step: Index
@@ -159,6 +160,7 @@ class Backward(Event, tag="backward"):
     duration_ns: Count = 0
     returned: bool = False
     first_of_forward: Index | None = None
+    onto_itself: int | None = None
 
 
 class StageGradient(Event, tag="stage_gradient"):

@@ -212,3 +212,51 @@ def test_what_a_function_added_to_the_gradient_that_it_hands_on_is_the_contribut
         [finding] = report.findings
         assert (finding.code, finding.units) == ("GS000", ["inner.weight"])
         assert "by accumulation step {0: 4, 1: 4, 2: 2}" in finding.explanation
+        assert "autograd adds it to itself" in finding.explanation
+
+
+class Replayed(torch.autograd.Function):
+    """A product whose backward fills one buffer in each pass, behind torch's back: as the replay of a CUDA graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.buffer = buffer
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.buffer.numpy()[:] = (grad.flatten(0, -2).T @ x.flatten(0, -2)).numpy()
+        return grad @ weight, ctx.buffer.detach(), None
+
+
+class ReplayedLinear(nn.Linear):
+    buffer: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Replayed.apply(x, self.weight, self.buffer)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_a_buffer_that_is_handed_on_in_each_pass_is_added_to_itself(own_memory: bool, tmp_path: Path) -> None:
+    """torch.cuda.make_graphed_callables, pytorch#181723: right only where `.grad` has memory of its own."""
+    model: Any = Net()
+    model.inner = ReplayedLinear(16, 16, bias=False)
+    model.inner.buffer = torch.zeros(16, 16)
+    if own_memory:
+        model.inner.weight.grad = torch.zeros(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(tmp_path):
+        for _ in range(2):
+            accumulate(model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not own_memory)
+    report = judged(tmp_path)
+    if own_memory:
+        assert (report.verdict, report.findings) == ("clean", []), report.reasons
+    else:
+        assert {finding.code for finding in report.findings} == {"GS000"}
+        weights = [weight.ratio for weight in report.weights if weight.unit == "inner.weight"]
+        assert weights == pytest.approx([0.0, 0.0, 2.0] * 2, abs=1e-4)  # in both steps
+        assert "make_graphed_callables" in report.findings[0].fix

@@ -34,11 +34,16 @@ from gradcheck_dist.diagnosis.rules.gs301_mean_of_means import IS_SUM, SUM_MEANT
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.diagnosis.words import that_write
-from gradcheck_dist.events import Reduce
+from gradcheck_dist.events import Backward, Reduce
 
 CODE = "GS000"
 NAME = "unexplained-scale"
 LOOK_BETWEEN = "Look at what your code does to .grad between these two lines."
+GIVE_A_COPY = (
+    "Let what backward hands on be a copy, or give .grad memory of its own before the first pass: p.grad = "
+    "torch.zeros_like(p), and zero_grad(set_to_none=False) from then on. torch.cuda.make_graphed_callables hands on "
+    "the same buffers in each pass (pytorch#181723)."
+)
 DROP_IT = "Drop it, or let the loss carry its inverse; if it is meant, declare the objective that it serves."
 
 
@@ -82,9 +87,20 @@ def counted_again(case: Case) -> int:
     return copies if case.pattern.kind == "uniform" and off <= max(1e-3, 2 * case.pattern.tolerance) else 1
 
 
+def onto_itself(culprit: Culprit) -> bool:
+    """Whether a pass handed on gradients in the memory of `.grad`, where earlier ones had left theirs."""
+    return any(isinstance(one, Backward) and one.onto_itself is not None for one in (culprit.event, culprit.before))
+
+
 def judge(case: Case) -> Answer:
     culprit = case.culprit
-    if culprit.unrecorded:
+    if onto_itself(culprit):
+        where = (
+            "What a backward pass hands on lies in the memory of .grad, where an earlier pass left its own: autograd "
+            "adds it to itself (x 2), and what was there before is lost if it was written over."
+        )
+        fix = GIVE_A_COPY
+    elif culprit.unrecorded:
         factor = f"x {shown(culprit, case.pattern)}" if culprit.factor is not None else "a change"
         end = f"the {culprit.before.__struct_config__.tag} event" if culprit.before is not None else "the optimizer"
         where = f"Between the {culprit.kind} event and {end} the gradient was changed ({factor}) by nothing recorded."

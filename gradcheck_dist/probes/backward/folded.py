@@ -1,7 +1,10 @@
 """Functions that add a parameter's gradient to its `.grad` by themselves and hand that very memory on as the gradient,
 having emptied `.grad`: a weight gradient whose sum with the earlier ones is one matrix product (torchtitan#4386).
 
-What arrives at the leaf then holds what earlier passes left, too. A contribution is what the function added.
+What arrives at the leaf then holds what earlier passes left, too. A contribution is what the function added. Where
+`.grad` was not emptied, autograd adds that memory to itself: torch.cuda.make_graphed_callables hands on the same
+buffers in each pass, and a pass that finds no `.grad` keeps them for it (pytorch#181723). What was written there by no
+operation of torch's, as by the replay of a graph, is taken to be written over.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_awa
 class _Held(NamedTuple):
     """The gradient that a parameter had when backward came to a function: where it lay, and some of its elements."""
 
+    info: ParamInfo
     address: int
+    version: int
     plan: LocalPlan
     values: Tensor
 
@@ -31,39 +36,49 @@ def watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
     kept short."""
     for arg in args:
         if isinstance(arg, Parameter) and arg.requires_grad:
-            _watch(recorder, arg, results)
+            _watch(recorder, args, results)
+            return
 
 
-def _watch(recorder: Recorder, param: Parameter, results: Any) -> None:
-    info = recorder.registry.find(param) if recorder.sampling else None
+def _watch(recorder: Recorder, args: tuple[Any, ...], results: Any) -> None:
+    params = [arg for arg in args if isinstance(arg, Parameter) and arg.requires_grad] if recorder.sampling else []
+    infos = [info for param in params if (info := recorder.registry.find(param)) is not None]
     made = results[0] if isinstance(results, tuple) and results else results
     node: Any = getattr(made, "grad_fn", None)
-    if info is None or node is None:
+    if not infos or node is None:
         return
     held: list[_Held] = []
-    node.register_prehook(kept_away(recorder, "folded", functools.partial(_reached, recorder, info, held)))
-    node.register_hook(kept_away(recorder, "folded", functools.partial(_left, recorder, info, held)))
+    node.register_prehook(kept_away(recorder, "folded", functools.partial(_reached, recorder, infos, held)))
+    node.register_hook(kept_away(recorder, "folded", functools.partial(_left, recorder, held)))
 
 
-def _reached(recorder: Recorder, info: ParamInfo, held: list[_Held], _grads: tuple[Tensor | None, ...]) -> None:
+def _reached(recorder: Recorder, infos: list[ParamInfo], held: list[_Held], _grads: tuple[Tensor | None, ...]) -> None:
     held.clear()
-    grad = info.param.grad
-    if recorder.current is None or not (recorder.sampling and info.active) or type(grad) is not Tensor:
+    if recorder.current is None or not recorder.sampling:
         return
-    found = recorder.registry.plan(info, grad) if grad.layout is torch.strided else None
-    if found is not None:
-        held.append(_Held(grad.data_ptr(), found[0], grad.detach().take(found[0].indices)))
+    for info in infos:
+        grad = info.param.grad
+        if info.active and type(grad) is Tensor and grad.layout is torch.strided:
+            found = recorder.registry.plan(info, grad)
+            if found is not None:
+                values = grad.detach().take(found[0].indices)
+                held.append(_Held(info, grad.data_ptr(), grad._version, found[0], values))
 
 
-def _left(
-    recorder: Recorder, info: ParamInfo, held: list[_Held], given: tuple[Tensor | None, ...], _: tuple[Any, ...]
-) -> None:
-    current = recorder.current
-    for before in held:
-        if current is not None and any(_begins_at(one, before.address) for one in given):
-            current.folded[info.id] = before.plan, before.values
+def _left(recorder: Recorder, held: list[_Held], given: tuple[Tensor | None, ...], _: tuple[Any, ...]) -> None:
+    current, addresses = recorder.current, set(map(_address, given)) if held else set()
+    for before in held if current is not None else ():
+        assert current is not None
+        if before.address not in addresses:
+            continue
+        grad = before.info.param.grad
+        if grad is not None and _address(grad) == before.address:
+            current.onto_itself[before.info.id] = before.info
+            if grad._version == before.version:  # a graph that was replayed wrote over it
+                continue
+        current.folded[before.info.id] = before.plan, before.values
     held.clear()
 
 
-def _begins_at(grad: Tensor | None, address: int) -> bool:
-    return type(grad) is Tensor and grad.layout is torch.strided and grad.data_ptr() == address
+def _address(grad: Tensor | None) -> int | None:
+    return grad.data_ptr() if type(grad) is Tensor and grad.layout is torch.strided and grad.numel() else None

@@ -116,6 +116,7 @@ class BackwardPass:
         "num_attached",
         "num_embedded",
         "on_its_way",
+        "onto_itself",
         "other_losses",
         "part_of",
         "reduce_groups",
@@ -166,6 +167,7 @@ class BackwardPass:
         self.reduced_inside: dict[int, tuple[ParamInfo, int]] = {}  # by autograd itself: parameter, seq of its Reduce
         self.added_to: dict[int, tuple[ParamInfo, Tensor]] = {}  # by functions: the largest element that these got
         self.folded: dict[int, tuple[LocalPlan, Tensor]] = {}  # what arrives at these holds what was there before, too
+        self.onto_itself: dict[int, ParamInfo] = {}  # what arrives at these lies in `.grad`, to which it is added
         self.num_embedded = 0  # embeddings whose tokens were recorded
         self.num_attached = 0  # terms that functions attach to activations
         self.returned = False  # to the caller, and not accumulated

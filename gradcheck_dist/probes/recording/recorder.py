@@ -444,6 +444,7 @@ class Recorder(Sampler):
             duration_ns=time.perf_counter_ns() - current.start_ns,
             returned=current.returned,
             first_of_forward=current.first_of_forward,
+            onto_itself=self.registry.param_set(list(current.onto_itself.values())) if current.onto_itself else None,
         )
         if sample_after:
             self.sample_grads(current.seq, AFTER, current.not_reduced())
