@@ -26,7 +26,7 @@ class Pending:
             for host, device in zip(self._on_host, on_device, strict=True):
                 host.copy_(device, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(on_device[0].device))
         else:
             self._on_host = [tensor.cpu() for tensor in on_device]
 

@@ -22,6 +22,7 @@ from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.parameters.regions import buffer_of
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import ADDED_FLAG, BackwardPass, Recorder, guarded, kept_away
 
@@ -123,5 +124,5 @@ def _tell(recorder: Recorder, current: BackwardPass, added: set[int]) -> None:
     if not found:
         return
     params = recorder.registry.param_set([info for _, (info, _) in found])
-    sizes = torch.stack([size for _, (_, size) in found])
+    sizes = stacked([size for _, (_, size) in found])
     recorder.emit_values(AddedByFunction, sizes, current.microbatch, params=params)

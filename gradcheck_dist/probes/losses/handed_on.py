@@ -231,7 +231,7 @@ def multiple_of(arrived: Sequence[Arrived], gradient: Tensor) -> Tensor | None:
     if any(one.device != rows.device for one in wanted):
         return None
     fits, sought = FITS.get(gradient.dtype, ROUNDED), torch.cat(wanted)
-    there = torch.stack([one.there for one in arrived]).repeat_interleave(NUM_ROWS)
+    there = torch.stack([one.there for one in arrived])[:, None].expand(-1, NUM_ROWS).reshape(-1)
     found = rows[_nearest(sought, rows)].double()
     norms = found.square().sum(1).sqrt()
     multiples = (found * sought).sum(1) / sought.square().sum(1)

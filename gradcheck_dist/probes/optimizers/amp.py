@@ -17,6 +17,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.params import params_of
 from gradcheck_dist.probes.parameters.registry import ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
+from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site
@@ -52,7 +53,7 @@ class Overflow:
 
 def not_finite(grads: list[Tensor]) -> Tensor:
     """Whether any of these has an element that is not finite."""
-    return torch.stack([torch.isfinite(grad).all() for grad in grads]).all().logical_not()
+    return stacked([torch.isfinite(grad).all() for grad in grads]).all().logical_not()
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -135,7 +136,7 @@ def unscaled(recorder: Recorder, overflow: Overflow, scaler: Any, optimizer: Any
         return
     infos = params_of(recorder, (param for group in optimizer.param_groups for param in group["params"]))
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    found_inf = torch.stack([value.detach().reshape(()) > 0 for value in found.values()]).any()
+    found_inf = stacked([value.detach().reshape(()) > 0 for value in found.values()]).any()
     recorder.emit(
         AmpUnscale,
         site=caller_site(),

@@ -35,6 +35,7 @@ from gradcheck_dist.probes.backward import autograd
 from gradcheck_dist.probes.optimizers.norms import record_norms
 from gradcheck_dist.probes.parameters.registry import LocalPlan, ParamInfo
 from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.dynamo import untraced
 from gradcheck_dist.probes.recording.patching import Patches
 from gradcheck_dist.probes.recording.recorder import BackwardPass, Recorder, guarded
@@ -101,7 +102,7 @@ class OwnOptimizer:
             (one != other).any() for one, other in pairs if isinstance(one, Tensor) and isinstance(other, Tensor)
         ]
         if changed:
-            self._recorder.emit(_perhaps_inside, updated=2 * torch.stack(changed).sum() > len(changed))
+            self._recorder.emit(_perhaps_inside, updated=2 * stacked(changed).sum() > len(changed))
         return False
 
     def _called(self, *_: Any) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from gradcheck_dist.events import KEPT_BY_OPTIMIZER, MOVED_NOTHING, MOVES_NOW, ProbeStatus
 from gradcheck_dist.probes.parameters.stand_ins import is_host
+from gradcheck_dist.probes.recording.deferred import stacked
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 
 MAX_PARAMS, MAX_VALUES = 4, 1 << 16
@@ -69,8 +70,8 @@ class Updates:
         looked: bool | Tensor = False
         same: bool | Tensor = False
         if noted and not (moves or counted):
-            tells = torch.stack([is_some for _, _, _, is_some in noted])
-            kept = torch.stack([param.detach().reshape(-1).take(place) == was for param, place, was, _ in noted])
+            tells = stacked([is_some for _, _, _, is_some in noted])
+            kept = stacked([param.detach().reshape(-1).take(place) == was for param, place, was, _ in noted])
             looked, same = tells.any(), tells.any() & (kept | ~tells).all()
             if not is_host(looked):
                 self._asked.add(key)

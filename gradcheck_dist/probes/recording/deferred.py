@@ -55,6 +55,16 @@ def with_later(kind: Callable[..., Event], fields: dict[str, Any]) -> Callable[.
     return make
 
 
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape that may lie on several devices, on one of them, an accelerator's if there is any. Nobody
+    waits."""
+    devices = {value.device for value in values}
+    if len(devices) > 1:
+        device = next((value.device for value in values if not is_host(value)), values[0].device)
+        values = [value.to(device, non_blocking=True) for value in values]
+    return torch.stack(tuple(values))
+
+
 def own_number(value: Tensor) -> Tensor:
     """A tensor of one element that can be copied to the host later; of a DTensor, this rank's, as `.item()` gives it.
 

@@ -208,24 +208,29 @@ class Recorder(Sampler):
     def end_step(self) -> None:
         """Called after an optimizer step."""
         self.between_passes = False
-        if self.recording:
-            duration_ns = time.perf_counter_ns() - self._step_start_ns
-            if self.writes is not None:
-                self.writes.tell()
-            if self.group_names is not None:
-                self.group_names.tell()
-            if self.gathered is not None:
-                self.gathered.tell(self)
-            if self.threads.at_once and self.sampling:
-                self.status(THREADS, False, TRAIN_AT_ONCE)
-            self.flush_samples()
-            told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
-                    "num_passes": self.passes.begun, "num_before": self.num_before}  # fmt: skip
-            self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=(self.probe_ns - self._probe_ns_before) / 1e9,
-                      **(told if self.sampling else {}))  # fmt: skip
-            if self.sampling:
-                self.writer.flush()
-        self._stepped = True
+        try:
+            if self.recording:
+                self._tell_end()
+        finally:  # whatever fails, this rank's steps keep the numbers of the others'
+            self._stepped = True
+
+    def _tell_end(self) -> None:
+        duration_ns = time.perf_counter_ns() - self._step_start_ns
+        if self.writes is not None:
+            self.writes.tell()
+        if self.group_names is not None:
+            self.group_names.tell()
+        if self.gathered is not None:
+            self.gathered.tell(self)
+        if self.threads.at_once and self.sampling:
+            self.status(THREADS, False, TRAIN_AT_ONCE)
+        self.flush_samples()
+        told = {"num_events": self.num_events + 1, "num_rows": self.num_rows, "num_norms": self.num_norms,
+                "num_passes": self.passes.begun, "num_before": self.num_before}  # fmt: skip
+        self.emit(StepEnd, duration_s=duration_ns / 1e9, probe_s=(self.probe_ns - self._probe_ns_before) / 1e9,
+                  **(told if self.sampling else {}))  # fmt: skip
+        if self.sampling:
+            self.writer.flush()
 
     def abandon_evaluation(self) -> None:
         """An optimizer that evaluates its closure more than once (LBFGS) empties the gradients in between: what came
@@ -308,7 +313,14 @@ class Recorder(Sampler):
     # ---- samples
 
     def flush_samples(self) -> None:
-        """Hand the rows to the writer, one record a dtype; on an accelerator this is the one copy to the host."""
+        """Hand the rows to the writer, one record a dtype and device; on an accelerator this is the one copy to the
+        host. What fails (no memory is left there) is told, and keeps no step from its end."""
+        try:
+            self._flush_samples()
+        except Exception as error:
+            self.failed("samples", error)
+
+    def _flush_samples(self) -> None:
         self._flushed_ns = time.perf_counter_ns()
         if self.current is not None:  # an optimizer that steps inside backward
             self.keep_leaves(self.current.seq, self.current.leaves)
@@ -324,8 +336,7 @@ class Recorder(Sampler):
         if self._deferred and self.sampling:
             deferred, self._deferred = self._deferred, []
             self.streams.join(missing(deferred))
-            numbers = numbers_of(deferred)
-            self.copies.bring(torch.stack(numbers), functools.partial(self._write_deferred, deferred))
+            self.copies.bring_together(numbers_of(deferred), functools.partial(self._write_deferred, deferred))
         self.streams.clear()
         self.copies.poll()
 

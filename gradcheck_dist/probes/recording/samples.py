@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,25 @@ class HostCopies:
         else:
             self._waiting.append((event, host, arrived))
 
+    def bring_together(self, values: Sequence[Tensor], arrived: Callable[[Tensor], None]) -> None:
+        """The same of tensors of one shape and type that may lie on several devices: they arrive as one, stacked."""
+        places: dict[torch.device, list[int]] = {}
+        for index, value in enumerate(values):
+            places.setdefault(value.device, []).append(index)
+        if len(places) == 1:
+            self.bring(torch.stack(tuple(values)), arrived)
+            return
+        whole = torch.empty((len(values), *values[0].shape), dtype=values[0].dtype, device="cpu")
+
+        def came(of_device: list[int], is_last: bool, host: Tensor) -> None:
+            whole[of_device] = host
+            if is_last:
+                arrived(whole)
+
+        for number, of_device in enumerate(places.values(), 1):
+            mine = torch.stack([values[index] for index in of_device])
+            self.bring(mine, functools.partial(came, of_device, number == len(places)))
+
     def expect(self, pending: Any, arrived: Callable[[], None]) -> None:
         """Call arrived() when `pending` (with query() and synchronize()) is done; in order with the copies."""
         if pending.query() and not self._waiting:
@@ -56,8 +76,9 @@ class HostCopies:
             return None, tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
         host.copy_(tensor, non_blocking=True)
-        event = torch.get_device_module(tensor.device).Event()
-        event.record()
+        module = torch.get_device_module(tensor.device)
+        event, current_stream = module.Event(), getattr(module, "current_stream", None)
+        event.record(*(() if current_stream is None else (current_stream(tensor.device),)))
         return event, host
 
     def poll(self, *, wait: bool = False) -> None:
@@ -169,14 +190,15 @@ def row_table(plans: Sequence[LocalPlan]) -> np.ndarray:
 
 
 class Sampler:
-    """Keeps sampled elements of gradients, apart by type, until they are written."""
+    """Keeps sampled elements of gradients, apart by type and device, until they are written: FSDP's gradients may go to
+    the host, and one process may train on several accelerators."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
         self.streams = SideStreams()
         self.sampling = True  # False: events are recorded and no samples are taken
-        self._rows: dict[torch.dtype, array[int]] = {}
-        self._values: dict[torch.dtype, list[Tensor]] = {}
+        self._rows: dict[tuple[torch.dtype, torch.device], array[int]] = {}
+        self._values: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._on_host: dict[torch.dtype, tuple[list[bytes], list[bytes]]] = {}  # rows and values
         self._bundles: dict[tuple[int, ...], Bundle | None] = {}  # None: not together
         self._arrivals: dict[tuple[int, ...], Arrivals] = {}
@@ -317,13 +339,13 @@ class Sampler:
         """Keep one row. Of complex numbers the real part: weights are real, so it tells them as well."""
         if values.is_complex():
             values = values.real
-        dtype = values.dtype
-        rows = self._rows.get(dtype)
+        kind = values.dtype, values.device
+        rows = self._rows.get(kind)
         if rows is None:
-            rows = self._rows[dtype] = array("i")
-            self._values[dtype] = []
+            rows = self._rows[kind] = array("i")
+            self._values[kind] = []
         rows.extend((seq, role, plan.param_id, plan.id))
-        self._values[dtype].append(values)
+        self._values[kind].append(values)
         self.streams.note(values)
 
     def drain_host(self) -> list[tuple[str, bytes, bytes]]:
@@ -336,7 +358,7 @@ class Sampler:
         rows, values = self._rows, self._values
         self._rows, self._values = {}, {}
         self.streams.join([value for of_type in values.values() for value in of_type])
-        return [(_name(dtype), rows[dtype].tobytes(), torch.cat(values[dtype]).view(torch.uint8)) for dtype in rows]
+        return [(_name(kind[0]), rows[kind].tobytes(), torch.cat(values[kind]).view(torch.uint8)) for kind in rows]
 
 
 def elements(tensor: Tensor, indices: Tensor) -> Tensor | None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from gradcheck_dist.events import AnyEvent, AnyRecord, Event
@@ -42,9 +41,8 @@ class UnsampledSteps:
         if not (self._events or deferred):
             return
         events, self._events = self._events, []
-        numbers = numbers_of(deferred)
-        on_the_way = torch.stack(numbers) if numbers else NOTHING
-        self._copies.bring(on_the_way, functools.partial(self._come, step, events, deferred))
+        numbers = numbers_of(deferred) or [NOTHING]
+        self._copies.bring_together(numbers, functools.partial(self._come, step, events, deferred))
         self._copies.poll()
 
     def _come(self, step: int, events: list[Event], deferred: Deferred, host: Tensor) -> None:

@@ -29,6 +29,8 @@ from gradcheck_dist.probes.reductions.collectives import op_name
 
 _PACKAGE = "torch.distributed.fsdp._fully_shard"
 _HOOK = "all_reduce_hook"
+_ON_THE_WAY = "_gradcheck_on_the_way"
+"""Set on an FSDPParam: reductions whose result is being copied to the host."""
 
 
 def install(recorder: Recorder, patches: Patches) -> None:
@@ -38,6 +40,7 @@ def install(recorder: Recorder, patches: Patches) -> None:
     def on_group(module: ModuleType) -> None:
         patches.replace(module, "foreach_reduce", lambda original: _watch_reduce(recorder, module, original))
         patches.replace(module.FSDPParamGroup, "post_backward", lambda original: _watch_post(recorder, original))
+        patches.replace(module.FSDPParamGroup, "finalize_backward", lambda original: _watch_final(recorder, original))
         recorder.status("fsdp", True)
 
     for name, apply in (("_fsdp_param", on_param), ("_fsdp_param_group", on_group)):
@@ -71,6 +74,24 @@ def _watch_post(recorder: Recorder, original: Callable[..., None]) -> Callable[.
         original(self, *unused)
 
     return post_backward
+
+
+def _watch_final(recorder: Recorder, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def finalize_backward(self: Any, *unused: Any) -> None:
+        original(self, *unused)
+        come_to_host(recorder, self)
+
+    return finalize_backward
+
+
+@guarded("fsdp")
+def come_to_host(recorder: Recorder, group: Any) -> None:
+    """What a group's gradients are behind a reduction, where they were on their way to the host (CPUOffloadPolicy)."""
+    for fsdp_param in group.fsdp_params:
+        for seq, info in fsdp_param.__dict__.pop(_ON_THE_WAY, ()):
+            if fsdp_param.sharded_param.grad is not None:
+                recorder.sample(seq, AFTER, info, fsdp_param.sharded_param.grad)
 
 
 def _watch_reduce(recorder: Recorder, module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +234,11 @@ def after(recorder: Recorder, result: Any, seq: int, known: list[tuple[ParamInfo
     stream = result[2] if isinstance(result, tuple) and len(result) > 2 else None
     with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else contextlib.nullcontext():
         for info, fsdp_param in known:
-            if info.id in left and fsdp_param.sharded_param.grad is not None:
+            if info.id not in left or fsdp_param.sharded_param.grad is None:
+                continue
+            if getattr(fsdp_param, "grad_offload_event", None) is not None:  # it is there when FSDP has waited for it
+                fsdp_param.__dict__.setdefault(_ON_THE_WAY, []).append((seq, info))
+            else:
                 recorder.sample(seq, AFTER, info, fsdp_param.sharded_param.grad)
 
 
