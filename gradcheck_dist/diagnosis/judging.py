@@ -123,8 +123,10 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
 
     verdict = read(Reading())
     if hands_on(verdict.data) and not verdict.comes_out_right:
-        verdict = read(Reading(handed=False))
-        verdict.reasons += changed_on_the_way(verdict.data)
+        changed, own_losses = changed_on_the_way(verdict.data), read(Reading(handed=False))
+        if changed or not _one_fault(verdict, own_losses):
+            verdict = own_losses
+            verdict.reasons += changed
     apart = adds_up_apart(verdict.spreads)
     terms = several_terms(verdict.data) if apart or verdict.findings else None
     if terms is not None and not verdict.context.of_samples:
@@ -144,6 +146,16 @@ def _judge_as(run: Run, step: int, objective: str, objective_from: str, assumed:
             if written.comes_out_right and not written.findings:
                 return written
     return verdict
+
+
+def _one_fault(handed: StepVerdict, own_losses: StepVerdict) -> bool:
+    """Whether what is wrong with the passes that have losses is all that is wrong with those which hand on what these
+    left, too."""
+
+    def told(verdict: StepVerdict) -> list[tuple[str, str | None]]:
+        return [(one.code, one.factor.exact if one.factor is not None else None) for one in verdict.findings]
+
+    return len(told(own_losses)) == 1 and told(handed) == told(own_losses)
 
 
 def _judged(

@@ -32,9 +32,14 @@ def changed_on_the_way(data: StepData) -> list[str]:
         "lies behind it, unless that is made up for"
         for of_rank in data.events.values()
         for event in of_rank
-        if isinstance(event, HandedOn) and event.passes and abs(event.multiple - 1) > CHANGED
+        if isinstance(event, HandedOn) and event.passes and is_changed(event)
     }
     return sorted(found)
+
+
+def is_changed(event: HandedOn) -> bool:
+    """Whether a pass hands on another gradient than what was left."""
+    return abs(event.multiple - 1) > CHANGED
 
 
 def _line(event: Event) -> str:
@@ -97,11 +102,14 @@ def _loss(event: HandedOn, pairs: list[tuple[LossGradient, Loss | None]]) -> lis
         if value is not None
     ]
     known = [str(one).encode() for one in hashes if one is not None]
-    here: dict[str, Any] = {name: getattr(event, name) for name in ("seq", "t_ns", "step", "site")}
+    here: dict[str, Any] = {name: getattr(event, name) for name in ("seq", "t_ns", "step")}
     here["loss_id"] = -event.seq
+    # What is wrong with the weights is wrong where these losses are computed, unless it is changed on its way.
+    lies_at = (event, event) if is_changed(event) else (counted[0][2], counted[0][0])
     return [
         Loss(
             **here,
+            site=lies_at[0].site,
             op=counted[0][2].op,
             reduction="none",
             num_tokens=num_tokens,
@@ -109,6 +117,7 @@ def _loss(event: HandedOn, pairs: list[tuple[LossGradient, Loss | None]]) -> lis
         ),
         LossGradient(
             **here,
+            site=lies_at[1].site,
             accumulation_step=event.accumulation_step,
             microbatch=event.microbatch,
             weight=event.multiple * sum(gradient.weight * count for gradient, count, _ in counted) / num_tokens,

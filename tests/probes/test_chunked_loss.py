@@ -127,8 +127,16 @@ def test_tied_weights_are_not_counted_twice(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_at_the_losses_that_count_is_found_all_the_same(tmp_path: Path) -> None:
-    (finding,) = trained(tmp_path, head_divided_by=NUM_CHUNKS).findings
-    assert finding.code == "GS303"
+    report = trained(tmp_path, head_divided_by=NUM_CHUNKS)
+    (finding,) = report.findings  # of the body, too, which is handed what these losses left
+    assert (finding.code, finding.units, report.coverage.parameters_observed) == ("GS303", ["all parameters"], 4)
+
+
+def test_what_is_wrong_with_the_body_alone_is_no_fault_of_the_losses(tmp_path: Path) -> None:
+    report = trained(tmp_path, head_divided_by=NUM_CHUNKS, body_divided_by=2)
+    (finding,) = report.findings
+    assert (finding.code, report.coverage.parameters_observed) == ("GS303", 2)
+    assert any("hands on x 0.5" in reason for reason in report.reasons)
 
 
 def test_a_cut_holds_nothing_behind_the_pass(tmp_path: Path) -> None:
