@@ -97,9 +97,14 @@ def run_agent(sender: Connection, payload: bytes, nproc: int, timeout_s: float, 
     log = os.open(Path(folder) / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from gradcheck_dist.trainer import elastic
+    try:
+        from gradcheck_dist.trainer import elastic
 
-    sender.send(elastic.run(run_rank, (payload, folder, timeout_s), nproc, timeout_s, Path(folder)))
+        outcome = elastic.run(run_rank, (payload, folder, timeout_s), nproc, timeout_s, Path(folder))
+    except Exception as error:  # of a torch that is not supported, say
+        traceback.print_exc()
+        outcome = f"{type(error).__name__}: {error}"
+    sender.send(outcome)
 
 
 def run_rank(payload: bytes, folder: str, timeout_s: float, started: Barrier) -> bytes:

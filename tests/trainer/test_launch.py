@@ -204,3 +204,23 @@ def test_a_port_that_somebody_took_meanwhile_is_tried_again(monkeypatch: pytest.
 
 def test_a_rank_reads_no_probe_of_its_own(tmp_path: Path) -> None:
     assert launch("trainer_workers:read_by_attaching", (str(tmp_path / "run"),), 2) == [[], []]
+
+
+def test_a_launcher_that_fails_says_why(tmp_path: Path) -> None:
+    """With a torch whose launcher is another one, say."""
+    program = (
+        "import multiprocessing, sys\n"
+        "from gradcheck_dist.trainer import elastic, worker\n"
+        "def run(*args): raise AttributeError('LaunchConfig has no such field')\n"
+        "elastic.run = run\n"
+        "receiver, sender = multiprocessing.Pipe(duplex=False)\n"
+        "worker.run_agent(sender, b'', 1, 1.0, sys.argv[1])\n"
+        "print('sent', receiver.recv())\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60, env=os.environ | {"PYTHONPATH": path}
+    )
+    log = (tmp_path / "agent.log").read_text()
+    assert "sent AttributeError: LaunchConfig has no such field" in log
+    assert "Traceback" in log
