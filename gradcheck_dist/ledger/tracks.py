@@ -146,9 +146,9 @@ def skipped_steps(run: Run) -> list[int]:
 
 
 def _that_may_update(events: Iterable[Event]) -> Iterator[OptimizerStep]:
-    """Steps of optimizers, but for fused ones that were told of an overflow."""
+    """Steps of optimizers, but for fused ones that were told of an overflow. An accelerator tells of that late."""
     told: AmpUnscale | None = None
-    for event in events:
+    for event in sorted((e for e in events if isinstance(e, AmpUnscale | OptimizerStep)), key=lambda e: e.seq):
         if isinstance(event, AmpUnscale) and event.in_step and event.found_inf:
             told = event
         elif isinstance(event, OptimizerStep) and (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from probe_workers import Net, batch, token_sum
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.report.next_step import next_step
 from gradcheck_dist.probes import attach
 from gradcheck_dist.stream.diagnose import diagnose_run
 from gradcheck_dist.trace.run import read_run
@@ -270,6 +272,10 @@ def test_what_multiplies_behind_a_clip_shows_beside_its_line(
     report = diagnose(read_run(tmp_path))
     if found != "GS000":
         assert (report.verdict, report.findings) == (found, [])
+        alone = [reason for reason in report.reasons if "scaled by hand to norm 1" in reason]
+        assert len(alone) == (found == "undetermined")
+        if alone:
+            assert next_step(msgspec.structs.replace(report, reasons=alone)).startswith("Record a step whose gradients")
         return
     (finding,) = report.findings
     assert (finding.code, finding.factor.observed) == (found, pytest.approx(behind, rel=1e-5))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from elsewhere import pretend
 from one_process import accumulate, events_of, healthy, judged, record
 from probe_workers import Net, batch, token_sum
 from torch import Tensor, nn
@@ -159,7 +160,12 @@ def test_a_fused_optimizer_divides_by_the_loss_scale_as_it_reads(fault: str, cod
         assert report.findings[0].factor.observed == pytest.approx(2)
 
 
-def test_a_fused_step_that_overflowed_updates_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_fused_step_that_overflowed_updates_nothing(
+    elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if elsewhere:  # what the scaler found comes behind the optimizer's step
+        pretend(monkeypatch)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)

@@ -338,7 +338,7 @@ def _unit_or_clip(norm: float, last: float) -> str:
     return (
         f"gradients were scaled by hand to norm 1 and then by {last:.4g}, which leaves norm {norm:.4g}: unit length "
         "times the norm that is meant, or a clip to norm 1 with a number of ranks or passes behind it that is one too "
-        "many. A step whose gradients are shorter than 1 tells: record one, or clip at a larger norm"
+        "many. A step whose gradients are shorter than the clip's norm tells: record one, or clip at a larger one"
     )
 
 
