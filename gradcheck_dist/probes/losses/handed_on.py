@@ -194,9 +194,11 @@ def came(recorder: Recorder, cuts: Cuts, current: BackwardPass, gradient: Tensor
     if here and multiple.isnan():
         return
     if not here:
+        lost = multiple.isnan() & torch.stack([one.there for one in cuts.arrived]).any()
         if cuts.lost is not None:
-            multiple = torch.where(cuts.lost, torch.nan, multiple)
-        cuts.lost = multiple.isnan() & torch.stack([one.there for one in cuts.arrived]).any()
+            before = cuts.lost.to(multiple.device, non_blocking=True)
+            multiple, lost = torch.where(before, torch.nan, multiple), before | lost
+        cuts.lost = lost
     recorder.emit(
         _told,
         site=current.site,
