@@ -47,14 +47,15 @@ def test_numbers_of_several_devices_arrive_in_their_order(monkeypatch: pytest.Mo
     copies.bring_together(numbers, lambda host: arrived.append(host.tolist()))
     copies.poll()
     assert arrived == []
-    copies.poll()
+    copies.poll(wait=True)
     assert arrived == [[1, 7, 3]]
     copies.bring_together(numbers[::2], lambda host: arrived.append(host.tolist()))
+    copies.poll(wait=True)
     assert arrived[1:] == [[1, 3]]
 
 
 def test_what_is_compared_meets_on_an_accelerator() -> None:
-    assert stacked([torch.ones(()), torch.ones((), device="meta")]).device.type == "meta"
+    assert stacked([torch.ones((), device="meta"), torch.ones(())]).device.type == "meta"
     assert stacked([torch.ones(()), torch.zeros(())]).tolist() == [1.0, 0.0]
 
 

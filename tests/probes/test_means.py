@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,7 @@ def test_distances_from_one_number_on_several_kinds_of_data_accuse_nobody(tmp_pa
             optimizer.zero_grad()
     run = read_run(tmp_path)
     weights = [event.mean_weight for event in run.ranks[0].events if isinstance(event, LossGradient)]
-    assert weights == [None] * 6
+    assert len(weights) == 6
+    assert all(weight is None or math.isnan(weight) for weight in weights)  # an accelerator tells late that it is none
     report = diagnose(run)
     assert (report.verdict, report.findings) == ("undetermined", [])
