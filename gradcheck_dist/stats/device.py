@@ -53,18 +53,18 @@ class _Layout:
         )
         of_gathers[:, 4] = (np.cumsum(counts) - counts)[gathered] + part * kernels.GATHER
         self.table = _sent(table, device)
-        self._sent: torch.cuda.Event | None = None
+        self._on_its_way: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._sent = torch.cuda.Event()
-            self._sent.record(torch.cuda.current_stream(device))
+            self._on_its_way = torch.cuda.Event()
+            self._on_its_way.record(torch.cuda.current_stream(device))
 
     def wait(self, device: torch.device) -> None:
         """Let the current stream go on when the table has come, which another stream may have fetched."""
-        if self._sent is not None:
-            if self._sent.query():
-                self._sent = None
+        if self._on_its_way is not None:
+            if self._on_its_way.query():
+                self._on_its_way = None
             else:
-                torch.cuda.current_stream(device).wait_event(self._sent)
+                torch.cuda.current_stream(device).wait_event(self._on_its_way)
 
 
 def _sent(array: np.ndarray, device: torch.device) -> Tensor:
@@ -142,7 +142,7 @@ class DeviceStats:
                     with_dot=other is not None,
                     block_size=kernels.BLOCK,
                     gather_size=kernels.GATHER,
-                    num_warps=kernels.NUM_WARPS,
+                    num_warps=kernels.NUM_THREADS // _warp_size(device),
                 )
 
         def finish(on_host: list[Tensor]) -> GradientStats:
@@ -159,6 +159,11 @@ class DeviceStats:
     ) -> GradientStats:
         """The statistics, waiting for them."""
         return self.start(tensors, references=references, positions=positions).result()
+
+
+def _warp_size(device: torch.device) -> int:
+    """Threads of a warp: 32, or 64 on some cards of AMD's; of triton's interpreter it does not matter."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def _check(tensors: list[Tensor], others: list[Tensor] | None, positions: list[Tensor | None]) -> None:

@@ -2,9 +2,9 @@
 
 One program reads one chunk of one tensor and writes its five partial results into a row of its own: no atomics, the
 same bits in every run. Each lane keeps its own sums until the chunk ends, so that a block costs no exchange between
-threads. Squares and inner products are float64, where no float32 over- or underflows. As few operations an element as
-can be keep 16-bit types at the speed of memory: that not all are finite shows in the sums, and only then the chunk is
-read a second time, to leave those out. Behind the chunks, programs gather the sampled positions.
+threads. Squares and inner products are float64, where no float32 over- or underflows. That not all elements are finite
+shows in these sums, and only then the chunk is read a second time, to leave those out. Behind the chunks, programs
+gather the sampled positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BLOCK = 512
 """Elements that one program holds at a time."""
 CHUNK = 128 * BLOCK
 """Elements of one program."""
-NUM_WARPS = 4
+NUM_THREADS = 128
+"""Of one program: each holds four elements of a block, which it loads at once (16 bytes of float32)."""
 NUM_PARTIALS = 5
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 TABLE_FIELDS = 5

@@ -75,7 +75,9 @@ def compile_ahead() -> None:
             }
             signature = {**SIGNATURE, **dict.fromkeys(constants, "constexpr")}
             source = ASTSource(fn=kernels.stats_kernel, signature=signature, constexprs=constants)
-            compiled = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
+            compiled = triton.compile(
+                source, target=target, options={"num_warps": kernels.NUM_THREADS // target.warp_size}
+            )
             text, wide = (
                 (compiled.asm["ptx"], "ld.global.v4.b32")
                 if target.backend == "cuda"
