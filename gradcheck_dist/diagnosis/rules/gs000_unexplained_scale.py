@@ -89,10 +89,10 @@ def counted_again(case: Case) -> int:
 
 def onto_itself(culprit: Culprit) -> bool:
     """Whether a pass that handed on gradients in the memory of `.grad` doubled these, or lost what was there."""
-    left = 0.0 if culprit.unrecorded else 2.0
-    event = culprit.before if culprit.unrecorded else culprit.event
-    found = isinstance(event, Backward) and event.onto_itself is not None and culprit.factor is not None
-    return found and not culprit.absent and abs((culprit.factor or 0.0) - left) <= 1e-2
+    event, leaves = (culprit.before, 0.0) if culprit.unrecorded else (culprit.event, 2.0)
+    if culprit.factor is None or culprit.absent or abs(culprit.factor - leaves) > 1e-2:
+        return False
+    return isinstance(event, Backward) and event.onto_itself is not None
 
 
 def judge(case: Case) -> Answer:

@@ -66,9 +66,12 @@ def _reached(recorder: Recorder, infos: list[ParamInfo], held: list[_Held], _gra
 
 
 def _left(recorder: Recorder, held: list[_Held], given: tuple[Tensor | None, ...], _: tuple[Any, ...]) -> None:
-    current, addresses = recorder.current, set(map(_address, given)) if held else set()
-    for before in held if current is not None else ():
-        assert current is not None
+    current, was_held = recorder.current, held.copy()
+    held.clear()
+    if current is None or not was_held:
+        return
+    addresses = set(map(_address, given))
+    for before in was_held:
         if before.address not in addresses:
             continue
         grad = before.info.param.grad
@@ -77,7 +80,6 @@ def _left(recorder: Recorder, held: list[_Held], given: tuple[Tensor | None, ...
             if grad._version == before.version:  # a graph that was replayed wrote over it
                 continue
         current.folded[before.info.id] = before.plan, before.values
-    held.clear()
 
 
 def _address(grad: Tensor | None) -> int | None:

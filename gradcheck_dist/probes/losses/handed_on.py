@@ -208,7 +208,7 @@ def came(recorder: Recorder, cuts: Cuts, current: BackwardPass, gradient: Tensor
         passes=tuple(dict.fromkeys((one.accumulation_step, one.microbatch) for one in cuts.arrived)),
     )
     cuts.clear()
-    cuts.made = not here
+    cuts.made = not here  # elsewhere what was cut off before may get its gradient yet
 
 
 def _told(*, multiple: float, passes: tuple[tuple[int, int], ...], **fields: Any) -> HandedOn:
