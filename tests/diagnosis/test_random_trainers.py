@@ -100,6 +100,13 @@ def test_a_reduction_that_was_not_recorded_leaves_a_bracket_and_not_the_name_of_
     assert findings[0].factor.observed == pytest.approx(1 / case.trainer.data_ranks, rel=0.02)
 
 
+def test_the_opposite_of_the_mean_of_means_is_not_called_that() -> None:
+    """bfloat16, 83 and 84 tokens: within the tolerance of both, and each rank's loss is divided by the other's."""
+    case = make_case("tokens-of-the-next-rank", 424206)
+    (finding,) = diagnose(World(case.trainer, 424206).run()).findings
+    assert (finding.code, culprit_of(finding).kind) == ("GS000", "loss")
+
+
 @pytest.mark.parametrize("seed", [130000, 130028, 130033])
 def test_a_factor_by_parameter_beside_an_unrecorded_average_accuses_no_loss(seed: int) -> None:
     case = make_case("by-the-size-of-a-parameter", seed)

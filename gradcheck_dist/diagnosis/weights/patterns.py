@@ -112,6 +112,13 @@ def _constant(values: np.ndarray, tolerances: np.ndarray) -> float | None:
     return None
 
 
+def _spread(values: np.ndarray, tolerances: np.ndarray) -> float:
+    """Sum of squares of what the best common value leaves, in tolerances."""
+    weights = 1.0 / np.maximum(tolerances * np.abs(values), 1e-12) ** 2
+    middle = float(np.average(values, weights=weights))
+    return float((weights * (values - middle) ** 2).sum())
+
+
 def _arrays(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([s.ratio for s in samples]), np.array([s.tolerance for s in samples])
 
@@ -172,7 +179,8 @@ def _powers(samples: list[Sample], powers: list[int]) -> tuple[float, float, flo
 
 
 def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
-    """The weights of another objective, times a factor."""
+    """The weights of another objective, times a factor: nearer to the ratios than one factor alone is, since within
+    wide tolerances many objectives fit, and those of token counts that differ by little nearly agree."""
     tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
     declared = expected_weights(context.objective, tokens)
     best: Pattern | None = None
@@ -189,7 +197,7 @@ def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
             continue
         ratios, tolerances = _arrays(samples)
         factor = _constant(ratios / predicted, tolerances)
-        if factor is None:
+        if factor is None or 2 * _spread(ratios / predicted, tolerances) > _spread(ratios, tolerances):
             continue
         low, high = float(ratios.min()), float(ratios.max())
         text = f"the weights of {name} instead of {context.objective}: x {low:.4g} to x {high:.4g}"
