@@ -33,7 +33,7 @@ def slim(verdict: StepVerdict) -> StepVerdict:
         verdict,
         data=StepData(data.step, {}, {}, {}, data.complete),
         contributions=contributions,
-        context=replace(verdict.context, contributions=contributions),
+        context=replace(verdict.context, contributions=contributions, models=()),
         held=[_slim_held(held) for held in verdict.held],
         without_lost=slim(verdict.without_lost) if verdict.without_lost is not None else None,
         alone=slim(verdict.alone) if verdict.alone is not None else None,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gradcheck_dist.diagnosis.audits.verified import left_out, not_summed, not_verified, nothing_verified, verified
 from gradcheck_dist.diagnosis.losses import samples
 from gradcheck_dist.diagnosis.losses.aim import Aim
-from gradcheck_dist.diagnosis.losses.aims import aim
+from gradcheck_dist.diagnosis.losses.aims import aim, independent
 from gradcheck_dist.diagnosis.losses.several_losses import OwnMeans, loss_by_loss
 from gradcheck_dist.diagnosis.losses.tasks import task_by_task
 from gradcheck_dist.diagnosis.losses.weighted_tokens import spreads_of_losses
@@ -229,6 +229,7 @@ def weigh(
     means = task_by_task(*told) or loss_by_loss(*told)
     target = means.aim
     context.judged_on(target.contributions)
+    context.models = independent(data, target.contributions)
     context.counts_forwards(means.forwards)
     verdict.contributions = target.contributions
     context.relative, context.of_means, context.as_written = target.relative, target.of_means, target.as_written

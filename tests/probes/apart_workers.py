@@ -18,6 +18,7 @@ def train(
     of_all: bool = False,
     empties: bool = True,
     equal: bool = False,
+    by_pass: bool = False,
 ) -> int:
     """Train some steps; returns a checksum of the parameters.
 
@@ -30,6 +31,7 @@ def train(
         of_all: losses are divided by the mean over ranks of their tokens.
         empties: gradients are emptied behind each step.
         equal: two ranks have equally many tokens.
+        by_pass: losses are means over their own tokens, divided by the number of passes.
     """
     from gradcheck_dist.probes import attach
 
@@ -45,7 +47,8 @@ def train(
         num_tokens = sum(counts) / world if of_all else counts[rank]
         for step in range(STEPS):
             for k in passes[rank]:
-                (factor * token_sum(model, batch(rank, k)) / num_tokens).backward()
+                divisor = 2 * int((batch(rank, k)[1] >= 0).sum()) if by_pass else num_tokens
+                (factor * token_sum(model, batch(rank, k)) / divisor).backward()
             optimizer.step()
             if empties:
                 model.zero_grad()

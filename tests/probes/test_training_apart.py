@@ -29,8 +29,9 @@ def train(
     of_all: bool = False,
     empties: bool = True,
     equal: bool = False,
+    by_pass: bool = False,
 ) -> Path:
-    run, options = folder / "run", (of_all, empties, equal)
+    run, options = folder / "run", (of_all, empties, equal, by_pass)
     recorded = launch("apart_workers:train", (how, every, factor, str(run), *options), 2, timeout_s=60)
     assert recorded == launch("apart_workers:train", (how, every, factor, None, *options), 2, timeout_s=60)
     return run
@@ -63,6 +64,15 @@ def test_a_factor_beside_averaged_parameters_is_found(tmp_path: Path, factor: fl
     """Also as many times as there are ranks with equally many tokens, which is no mean over a rank's own."""
     report = diagnose(read_run(train(tmp_path, "parameters", 2, factor, equal=equal)))
     assert [(finding.code, finding.factor.exact) for finding in report.findings] == [("GS303", exact)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_means_of_means_are_told_of_each_rank_that_averages_parameters(tmp_path: Path, factor: float) -> None:
+    run = train(tmp_path, "parameters", 2, factor, by_pass=True)
+    (finding,) = diagnose(read_run(run)).findings
+    assert finding.code == "GS301"
+    assert ("accumulation_steps" in (finding.factor.expression or "")) == (factor != 1)
+    assert build(diagnose_run(run)) == build(diagnose(read_run(run)))
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (0.5, ["GS000"])])

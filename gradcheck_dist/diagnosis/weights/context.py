@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -34,7 +34,8 @@ class StepContext:
     tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
     differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage.
     `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
-    `apart`: ranks are judged on tokens of their own each."""
+    `apart`: ranks are judged on tokens of their own each. `models`: the contributions of each model, where several
+    train that have no parameter in common, each with an objective of its own."""
 
     step: int
     world_size: int
@@ -55,6 +56,7 @@ class StepContext:
     num_handed_over: int = 0
     again: Mapping[ContributionKey, ContributionKey] = field(default_factory=dict)
     apart: bool = False
+    models: Sequence[Set[ContributionKey]] = ()
     quantities: dict[str, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     scenario: str | None = None
