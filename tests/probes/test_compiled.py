@@ -167,6 +167,28 @@ def test_a_compiled_loss_function_is_judged(tmp_path: Path) -> None:
     assert (report.verdict, report.findings) == ("clean", [])
 
 
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_a_loss_function_that_is_given_the_ignored_label_is_judged(tmp_path: Path, ignored: int) -> None:
+    """As cut_cross_entropy's: where shapes are dynamic, the argument is a number of the graph's own."""
+    model = nn.Linear(4, VOCABULARY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="aot_eager", dynamic=True)
+    def loss_fn(x: Tensor, y: Tensor, *, ignore_index: int) -> Tensor:
+        return F.cross_entropy(x.float(), y, ignore_index=ignore_index, reduction="sum")
+
+    with gradcheck_dist.attach(tmp_path / "run"):
+        for _ in range(2):
+            for size in (5, 6, 9):
+                labels = torch.randint(VOCABULARY, (size,)).where(torch.arange(size) < 3, ignored)
+                labels[:3] = torch.tensor([1, 4, 0])
+                (loss_fn(model(torch.randn(size, 4)), labels, ignore_index=ignored) / 9).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = diagnose(read_run(tmp_path / "run"))
+    assert (report.verdict, report.coverage.problems) == ("clean", []), report.reasons
+
+
 def test_what_was_compiled_in_one_session_is_seen_in_the_next(tmp_path: Path) -> None:
     """As two cells of a notebook that call the same compiled model."""
     model = nn.Linear(4, VOCABULARY)

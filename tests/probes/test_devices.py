@@ -13,6 +13,7 @@ from elsewhere import Late, pretend
 from offload_workers import WRONG
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.probes import attach
@@ -111,6 +112,27 @@ def test_training_on_tensors_without_values_is_none(tmp_path: Path) -> None:
     report = diagnose(read_run(tmp_path))
     assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], [])
     assert report.run.steps == [0, 1, 2]
+
+
+def test_what_make_fx_writes_down_is_no_training_and_holds_nothing_of_the_probes(tmp_path: Path) -> None:
+    """flex_attention without torch.compile traces its own backward so, while the trainer's backward runs."""
+
+    def written_down(model: nn.Module) -> list[str]:
+        def gradient(rows: Tensor) -> Tensor:
+            loss = nn.functional.cross_entropy(model(rows), torch.zeros(3, dtype=torch.int64))
+            return torch.autograd.grad(loss, rows)[0]
+
+        graph = make_fx(gradient)(torch.ones(3, 4, requires_grad=True)).graph
+        return [str(node.target) for node in graph.nodes]
+
+    traced: list[list[str]] = []
+    other = nn.Linear(4, 4)
+    plain = written_down(other)
+    with attach(tmp_path):
+        train(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), lambda: traced.append(written_down(other)))
+    assert traced and all(one == plain for one in traced)
+    report = diagnose(read_run(tmp_path))
+    assert (report.verdict, report.findings, report.coverage.problems) == ("clean", [], [])
 
 
 @pytest.mark.slow

@@ -131,10 +131,9 @@ def _stand_in(
     if any(one.shape != results[way.index].shape for way, one in zip(ways, behind, strict=True)):
         return
     weight = values[loss.weight] if loss.weight is not None else None
+    ignored = loss.ignore_index if isinstance(loss.ignore_index, int) else int(values[loss.ignore_index])
     site = site_in(loss.stack_trace)
-    evaluated(
-        recorder, stand_in, target, loss.op, loss.ignore_index, loss.reduction, weight, site=site, is_stand_in=True
-    )
+    evaluated(recorder, stand_in, target, loss.op, ignored, loss.reduction, weight, site=site, is_stand_in=True)
     recorded = recorder.losses.get(stand_in)
     if recorded is None:
         return

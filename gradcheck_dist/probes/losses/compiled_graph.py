@@ -44,7 +44,7 @@ class CompiledLoss:
     op: str
     target: Node
     weight: Node | None
-    ignore_index: int
+    ignore_index: int | Node
     reduction: str
     call: Node
     before: list[Node]
@@ -101,8 +101,9 @@ class _Reader:
             target, weight = given["target"], given.get("weight")
             if not isinstance(target, Node) or not isinstance(weight, Node | None):
                 return None
-            for node in (target, weight):
-                if node is not None:
+            ignore_index = given.get("ignore_index", -100)  # a number of the graph's own where shapes are dynamic
+            for node in (target, weight, ignore_index):
+                if isinstance(node, Node):
                     self._need(node)
             ways = [self._way(result, index) for index, result in enumerate(results) if self._comes_from(result)]
         except _NotKnownError:
@@ -113,7 +114,7 @@ class _Reader:
             op=self._call.target.__name__,  # type: ignore[union-attr]
             target=target,
             weight=weight,
-            ignore_index=int(given.get("ignore_index", -100)),
+            ignore_index=ignore_index if isinstance(ignore_index, Node) else int(ignore_index),
             reduction=str(given.get("reduction", "mean")),
             call=self._call,
             before=[node for node in self._nodes if node in self._needed],

@@ -16,21 +16,23 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _is_tracing = torch._C._is_tracing  # what torch.jit.is_tracing asks
-_num_modes, _mode, _FAKE = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode, _TorchDispatchModeKey.FAKE
+_num_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_FAKE, _PROXY = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY
 
 
 def guarded(probe: str) -> Callable[[F], F]:
     """Decorator for probe code `f(recorder, ...)`: an error is recorded and swallowed, the time is counted. In the
     capture of a CUDA graph it does not run, and neither under torch.jit.trace, which would take it for the model's, nor
     where torch.compile traces it: a graph break of ours would end a training that allows none. What runs on tensors
-    without values is no training either (FakeTensorMode, in which inductor sets up its patterns on CUDA)."""
+    without values is no training either (FakeTensorMode, in which inductor sets up its patterns on CUDA), nor what
+    make_fx writes down (flex_attention without torch.compile), into which our operations would go."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def wrapper(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or recorder.captures.under_way or _is_tracing():
                 return None
-            if _num_modes() and _mode(_FAKE) is not None:
+            if _num_modes() and (_mode(_FAKE) is not None or _mode(_PROXY) is not None):
                 return None
             start, before = time.perf_counter_ns(), recorder.probe_ns
             try:
