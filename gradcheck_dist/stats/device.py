@@ -39,6 +39,7 @@ class _Layout:
         part = np.arange(len(gathered)) - (np.cumsum(gathers) - gathers)[gathered]
         self.num_samples = sum(counts)
         kinds = np.array(types, dtype=np.int64)
+        self.kind = types[0] if len(set(types)) == 1 else kernels.MIXED
         table = np.zeros((self.num_chunks + len(gathered), kernels.TABLE_FIELDS), dtype=np.int64)
         table[:, 0] = np.concatenate([self.tensor, gathered])
         table[:, 3] = kinds[table[:, 0]]
@@ -138,6 +139,7 @@ class DeviceStats:
                     samples,
                     layout.num_chunks,
                     len(own),
+                    kind=layout.kind,
                     aligned=not (addresses[:2] % 16).any(),
                     with_dot=other is not None,
                     block_size=kernels.BLOCK,

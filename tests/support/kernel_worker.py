@@ -66,8 +66,11 @@ def compile_ahead() -> None:
         GPUTarget("hip", "gfx942", 64),
     )
     for target in targets:
-        for aligned, with_dot in ((True, False), (True, True), (False, False)):
+        variants = [(kernels.MIXED, True, False), (kernels.MIXED, True, True), (kernels.MIXED, False, False)]
+        variants += [(kind, True, False) for kind in (kernels.FLOAT32, kernels.BFLOAT16, kernels.FLOAT16)]
+        for kind, aligned, with_dot in variants:
             constants = {
+                "kind": kind,
                 "aligned": aligned,
                 "with_dot": with_dot,
                 "block_size": kernels.BLOCK,
@@ -78,13 +81,14 @@ def compile_ahead() -> None:
             compiled = triton.compile(
                 source, target=target, options={"num_warps": kernels.NUM_THREADS // target.warp_size}
             )
+            words = 4 if kind in (kernels.FLOAT32, kernels.MIXED) else 2
             text, wide = (
-                (compiled.asm["ptx"], "ld.global.v4.b32")
+                (compiled.asm["ptx"], f"ld.global.v{words}.b32")
                 if target.backend == "cuda"
-                else (compiled.asm["amdgcn"], "global_load_dwordx4")
+                else (compiled.asm["amdgcn"], f"global_load_dwordx{words}")
             )
             assert compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
-            assert not aligned or wide in text, f"{target}: no 16-byte loads"
+            assert not aligned or wide in text, f"{target}: no loads of {4 * words} bytes"
             assert "atom." not in text and "global_atomic" not in text
         print(f"compiled for {target.arch}")
 
