@@ -31,7 +31,7 @@ class Case:
     `shifted`: by how much its gradient takes other labels. `loop`: what the loop multiplies the loss by beside 1 /
     tokens of the step; `masked`: it leaves out every third label by a weight. `for_weight`: what the weight's gradient
     is multiplied by beside that; None: it passes by what arrives. `spoils`: backward uses the memory of the hidden
-    states for something else.
+    states for something else. `autocast`: it runs below autocast to bfloat16, on what is of another type.
     """
 
     fused: bool = False
@@ -47,6 +47,7 @@ class Case:
     one: bool = False
     for_weight: float | None = 1.0
     spoils: bool = False
+    autocast: bool = False
 
 
 class Losses(Function):
@@ -135,7 +136,10 @@ def judged(
                 labels[:2] = IGNORED
             num_tokens = sum(int(((labels != IGNORED) & (kept(case, labels) > 0)).sum()) for _, labels in batches)
             for words, labels in batches:
-                loss_of(case, model["body"](words), model["head"], labels, num_tokens).backward()
+                hidden = model["body"](words)
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    loss = loss_of(case, hidden, model["head"], labels, num_tokens)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     assert not [event for event in read_run(folder / "run").ranks[0].events if isinstance(event, ProbeError)]
@@ -160,4 +164,7 @@ RIGHT = {
     "over a number that it is given": Case(fused=True, over="number"),
     "bfloat16": Case(fused=True, over="labels", dtype=torch.bfloat16),
     "one a label, logits written over": Case(in_place=True),
+    "fused, one a label, autocast": Case(fused=True, autocast=True),
+    "fused sum, autocast": Case(fused=True, over="nothing", autocast=True),
+    "fused mean, autocast": Case(fused=True, over="labels", autocast=True),
 }

@@ -62,6 +62,7 @@ def test_a_right_backward_is_clean_and_its_tokens_are_counted(tmp_path: Path, na
         (Case(fused=True, over="labels", times=0.25), 0.25),
         (Case(fused=True, over="number", times=3.0, dtype=torch.bfloat16), 3.0),
         (Case(in_place=True, times=2.0), 2.0),
+        (Case(fused=True, over="number", times=3.0, autocast=True), 3.0),
     ],
 )
 def test_a_factor_in_backward_is_found(tmp_path: Path, case: Case, factor: float) -> None:

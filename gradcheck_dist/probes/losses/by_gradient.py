@@ -25,7 +25,7 @@ from torch.utils.hooks import unserializable_hook
 from gradcheck_dist.events import FUNCTION, Site
 from gradcheck_dist.probes.backward.roots import Root
 from gradcheck_dist.probes.losses import log_probs
-from gradcheck_dist.probes.losses.closed_form import Given, Looked, divisors, evenly, nearest, row, valid_in
+from gradcheck_dist.probes.losses.closed_form import Given, Looked, coarsest, divisors, evenly, nearest, row, valid_in
 from gradcheck_dist.probes.losses.loss import tell_loss, tell_whole
 from gradcheck_dist.probes.losses.loss_graph import name_of, operands_of
 from gradcheck_dist.probes.parameters.stand_ins import is_host, is_plain
@@ -135,8 +135,9 @@ def watch_fused(recorder: Recorder, cls: type[Function], looked: Looked, output:
         current = recorder.current
         if current is None or not recorder.sampling or recorder.loss_seen_in == current.seq:
             return
-        weight = _weight_of(row(found, looked.index).double(), derivative, valid, FITS.get(found.dtype, ROUNDED))
-        weight = _exact(weight, arrived[0] if arrived else weight * torch.nan, numbers, found.dtype in FITS)
+        rounded = coarsest(found.dtype, looked.dtype)
+        weight = _weight_of(row(found, looked.index).double(), derivative, valid, FITS.get(rounded, ROUNDED))
+        weight = _exact(weight, arrived[0] if arrived else weight * torch.nan, numbers, rounded in FITS)
         known = weight.isfinite()
         if is_host(known) and not known:
             return

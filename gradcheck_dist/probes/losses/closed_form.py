@@ -73,12 +73,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Looked:
-    """Some labels of an application: `index` into all of them, flattened, `labels` (n,) and `logits` (n, classes)."""
+    """Some labels of an application: `index` into all of them, flattened, `labels` (n,) and `logits` (n, classes).
+    `dtype`: the coarsest type that the function computes in, as far as it is known."""
 
     given: Given
     index: Tensor
     labels: Tensor
     logits: Tensor
+    dtype: torch.dtype
 
 
 def row(tensor: Tensor, index: Tensor) -> Tensor:
@@ -118,7 +120,21 @@ def look(given: Given) -> Looked | None:
     count = min(NUM_ROWS, max(MIN_ROWS, MAX_LOGITS // given.num_classes), flat.numel())
     spread = torch.arange(count, device=flat.device) * (flat >= 0).sum().clamp_min(count) // count
     index = order[spread]
-    return Looked(given, index, flat[index], given.logits(index, torch.float64))
+    return Looked(given, index, flat[index], given.logits(index, torch.float64), _computes_in(given))
+
+
+def _computes_in(given: Given) -> torch.dtype:
+    """The type of what a function is given; below autocast a product with a weight is of autocast's, whatever the type
+    of both (hidden states of float32 behind a sum of residuals)."""
+    device = given.rows.device.type
+    if given.weight is None or not torch.is_autocast_enabled(device):
+        return given.rows.dtype
+    return coarsest(given.rows.dtype, torch.get_autocast_dtype(device))
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The type that rounds most."""
+    return max(dtypes, key=lambda one: torch.finfo(one).eps)
 
 
 class Sum(NamedTuple):
@@ -144,7 +160,7 @@ def sum_of(looked: Looked, output: Tensor, args: Sequence[Any]) -> Sum | None:
         return None
     with torch.autocast(flat.device.type, enabled=False):
         losses = torch.cat(list(_losses(given, flat.clamp(0, given.num_classes - 1))))
-    fits = FITS.get(given.rows.dtype, ROUNDED)
+    fits = FITS.get(looked.dtype, ROUNDED)
     label = looked.labels.clamp(0, given.num_classes - 1)[:, None]
     before = looked.logits.logsumexp(1) - looked.logits.gather(1, label).squeeze(1)
     as_before = torch.isclose(losses[looked.index], before, rtol=fits, atol=fits).all()  # else they were written over

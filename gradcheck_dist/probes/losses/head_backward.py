@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from gradcheck_dist.events import HeadBackward
 from gradcheck_dist.probes.activations.activation_hooks import communicates
 from gradcheck_dist.probes.backward.graph_leaves import LEAF_NODE
-from gradcheck_dist.probes.losses.closed_form import Looked, row
+from gradcheck_dist.probes.losses.closed_form import Looked, coarsest, row
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
@@ -66,8 +66,8 @@ def held(
         same = (row(rows, looked.index) == before).all()
         sums = [*_product(of_rows, rows), *_product(of_weight, weight.detach())]
         values = torch.stack([arrived.double(), *(torch.where(same, one, torch.nan) for one in sums)]).float()
-        coarsest = max(of_rows.dtype, of_weight.dtype, key=lambda one: torch.finfo(one).eps)
-        recorder.emit_values(event, values, current.microbatch, dtype=str(coarsest).removeprefix("torch."))
+        rounded = coarsest(of_rows.dtype, of_weight.dtype, looked.dtype)
+        recorder.emit_values(event, values, current.microbatch, dtype=str(rounded).removeprefix("torch."))
 
     return functools.partial(came, recorder)
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import unserializable_hook
 
 from gradcheck_dist.events import LossBackward
 from gradcheck_dist.probes.losses import head_backward
-from gradcheck_dist.probes.losses.closed_form import Looked, row
+from gradcheck_dist.probes.losses.closed_form import Looked, coarsest, row
 from gradcheck_dist.probes.parameters.stand_ins import is_plain
 from gradcheck_dist.probes.recording.recorder import Recorder, guarded, kept_away
 from gradcheck_dist.probes.recording.sites import caller_site, defined_at
@@ -105,7 +105,7 @@ def watch(
         group=tuple(group),
     )
     node: Any = output.grad_fn
-    dtype = output.dtype
+    dtype = coarsest(output.dtype, looked.dtype)
     number, place, shape, index = output.output_nr, looked.given.place, looked.given.rows.shape, looked.index
     of_head = head_backward.held(recorder, cls, looked) if head and not group else None
 
@@ -148,10 +148,10 @@ def came(
     current = recorder.current
     if current is None or not recorder.sampling:
         return
-    coarsest = max(dtype, got.dtype, key=lambda one: torch.finfo(one).eps)
+    rounded = coarsest(dtype, got.dtype)
     got = got.double()
     weight = (got * derivative).sum(1) / (derivative * derivative).sum(1)
     size = got.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)
     rest = ((got - weight[:, None] * derivative).square().sum(1) / size).sqrt()
     values = torch.stack([arrived, weight, rest, *told], 1).float()
-    recorder.emit_values(event, values, current.microbatch, dtype=str(coarsest).removeprefix("torch."))
+    recorder.emit_values(event, values, current.microbatch, dtype=str(rounded).removeprefix("torch."))
