@@ -223,6 +223,22 @@ def test_shards_of_norms_are_known_by_their_place_between_others() -> None:
     assert 1 not in Finder().find(others, params)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_of_constants_alone_is_the_same_part_as_the_group_before_it(rank: int) -> None:
+    """ZeRO keeps each group of an optimizer flat: matrices, and norms without weight decay, which are all ones."""
+    first, second = info(0, torch.arange(2.0, 12.0)), info(2, torch.arange(20.0, 30.0))
+    norms = [info(1, torch.ones(6)), info(3, torch.ones(5))]
+    params = [first, norms[0], second, norms[1]]
+    finder, matrices = Finder(), [first.param.clone(), second.param.clone()]
+    shard = [torch.ones(6), torch.cat([torch.ones(5), torch.zeros(1)])][rank]
+    assert finder.find([shard], params) == {}  # whose it is nothing tells
+    assert finder.find([matrices[rank]], params).keys() == {0}
+    assert finder.find([shard], params) == {0: [Region(norms[rank], 0, 0, len(norms[rank].param))]}
+    assert finder.find([shard, shard.clone()], params) == {}
+    assert finder.find([torch.ones(3)], params) == {}  # of four ranks, where matrices are of two
+    assert finder.find([torch.zeros(6)], params) == {}
+
+
 def test_a_view_is_known_by_its_place_in_memory_and_not_by_its_values() -> None:
     buffer = torch.zeros(12)
     known = [Region(info(0, buffer[2:6]), 0, 0, 4)]

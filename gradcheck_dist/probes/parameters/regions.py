@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -107,6 +107,7 @@ class Finder:
     def __init__(self) -> None:
         self._scanned = 0
         self._copied: set[int] = set()
+        self._told: list[tuple[list[Region], int]] = []  # of copies whose values tell: what is in them, and their size
 
     def find(
         self,
@@ -142,7 +143,9 @@ class Finder:
                 )
                 if regions:
                     found[index] = regions
-        return found | self._between(flat, found, plain)
+        self._told += [(regions, flat[index].numel()) for index, regions in found.items() if _varied(flat[index])]
+        found |= self._between(flat, found, plain)
+        return found | self._left_over(flat, found, plain)
 
     def _between(
         self, flat: dict[int, Tensor], found: dict[int, list[Region]], infos: Sequence[ParamInfo]
@@ -164,6 +167,34 @@ class Finder:
                 if exact and _same(info.param, flat[index], -region.start):
                     more[index] = [region]
         return more
+
+    def _left_over(
+        self, flat: dict[int, Tensor], found: dict[int, list[Region]], infos: Sequence[ParamInfo]
+    ) -> dict[int, list[Region]]:
+        """The one tensor that is left, where constants (norms' ones, biases' zeros) are all that no other one holds: a
+        group of an optimizer's without weight decay, of which ZeRO keeps the same part as of the groups before it."""
+        left = [index for index in flat if index not in found]
+        claimed = {region.info.id for regions, _ in self._told for region in regions}
+        constants = [info for info in infos if info.id not in claimed and not _varied(info.param)]
+        total = sum(info.param.numel() for info in constants)
+        self._scanned += total
+        if len(left) != 1 or not constants or self._scanned > MAX_SCANNED:
+            return {}
+        values, held = flat[left[0]], []
+        others = [info for info in infos if info.id in claimed or _varied(info.param)]
+        parts = {_part_number(regions, others, size) for regions, size in self._told}
+        number, count = next(iter(parts)) or (0, 0) if len(parts) == 1 else (0, 0)
+        if -(-total // values.numel()) != count:
+            return {}
+        offset = -number * values.numel()
+        for info in constants:
+            region = Region(info, 0, offset, info.param.numel())
+            held += [part] if (part := region.part(0, values.numel())) is not None else []
+            offset += info.param.numel()
+        wanted = [info.param.detach().reshape(-1)[start : start + length] for info, start, _, length in held]
+        expected = torch.cat(wanted) if wanted else values[:0]
+        same = torch.equal(values[: len(expected)].to(expected.dtype), expected)
+        return {left[0]: held} if same and held and not values[len(expected) :].any() else {}
 
     def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
         found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
@@ -275,6 +306,15 @@ def _part_of(region: Region) -> tuple[Fraction, Fraction]:
     """Where a region begins in its parameter and how much of it it is."""
     size = region.info.param.numel()
     return Fraction(region.start, size), Fraction(region.length, size)
+
+
+def _part_number(regions: Sequence[Region], infos: Sequence[ParamInfo], length: int) -> tuple[int, int] | None:
+    """Which of how many equal parts of some parameters, one after the other, these regions are; None where they are
+    none of them."""
+    before = sum(info.param.numel() for info in takewhile(lambda info: info is not regions[0].info, infos))
+    begin = before + regions[0].start - regions[0].offset
+    total = sum(info.param.numel() for info in infos)
+    return None if begin < 0 or begin % length else (begin // length, -(-total // length))
 
 
 def whole(info: ParamInfo) -> Region:
