@@ -16,6 +16,7 @@ from pathlib import Path
 from gradcheck_dist.diagnosis.engine import conclude, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.alternatives import training_apart
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, recorded_norms
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps
@@ -49,7 +50,8 @@ DUTY = 8.0
 
 @dataclass(frozen=True)
 class Judged:
-    """What the last judgement came to. `recorded` are the steps known then, `judged` those that the report covers."""
+    """What the last judgement came to. `recorded` are the steps known then, `judged` those that the report covers.
+    `apart`: each rank is judged on tokens of its own, since ranks average parameters."""
 
     report: Report | None = None
     document: Document | None = None
@@ -59,6 +61,7 @@ class Judged:
     grid: WeightGrid | None = None
     problem: str = ""
     norms: dict[int, float] = field(default_factory=dict)
+    apart: bool = False
 
 
 class Judge:
@@ -160,7 +163,9 @@ class Judge:
         self._views.clear()
         if sweep is not None and sweep.report is not None:
             covered = recorded if sweep.done else self.now.judged
-            judged = Judged(sweep.report, build(sweep.report), recorded, covered, norms=self.now.norms)
+            judged = Judged(
+                sweep.report, build(sweep.report), recorded, covered, norms=self.now.norms, apart=self.now.apart
+            )
             self.now = self._with_step(judged, self._choose(wanted, judged))
             return
         faulty = before.findings[0].step if before is not None and before.findings else None
@@ -168,7 +173,7 @@ class Judge:
         run = self._run.run(chosen)
         if not run.ranks:
             return
-        report, verdicts = _measure(run, chosen, self._run.blind_steps())
+        report, verdicts, apart = _measure(run, chosen, self._run.blind_steps())
         in_columns = self._run.columns.result(run)
         if in_columns is not None:
             add_to(report, in_columns, run, sampled=bool(chosen))
@@ -176,7 +181,8 @@ class Judge:
         if compared is not None:
             add_to(report, without_measured(compared, verdicts), run, sampled=bool(chosen), plain=True)
         covered = recorded if compared is not None else tuple(sorted({*chosen, *columns}))
-        judged = Judged(report, build(report), recorded, covered, norms=self.now.norms | recorded_norms(verdicts))
+        norms = self.now.norms | recorded_norms(verdicts)
+        judged = Judged(report, build(report), recorded, covered, norms=norms, apart=apart)
         if recorded:
             self._keep_shown(verdicts, self._choose(wanted, judged), report)
             judged = self._with_step(judged, self._choose(wanted, judged))
@@ -213,7 +219,8 @@ class Judge:
                 run, meant = self._run.run([step], lanes), Meant(info.objective, info.objective_from)
                 self._views[step] = documented_view(run, lanes, step, findings, meant, accuracy)
             else:
-                self._keep(judge_step(self._run.run([step]), step, info.objective, info.objective_from), accuracy)
+                verdict = judge_step(self._run.run([step]), step, info.objective, info.objective_from)
+                self._keep(verdict.alone if judged.apart and verdict.alone is not None else verdict, accuracy)
             while len(self._views) > 4:
                 self._views.pop(next(iter(self._views)))
         view, grid = self._views[step]
@@ -226,12 +233,14 @@ class Judge:
         self._views[verdict.context.step] = StepView(verdict, accuracy), grid
 
 
-def _measure(run: Run, steps: Sequence[int], blind: Sequence[int]) -> tuple[Report, list[StepVerdict]]:
-    """The report over these steps, and the verdicts that it was made of."""
+def _measure(run: Run, steps: Sequence[int], blind: Sequence[int]) -> tuple[Report, list[StepVerdict], bool]:
+    """The report over these steps, the verdicts that it was made of, and whether these see each rank apart."""
     objective, objective_from = objective_of(run, None)
     skipped = skipped_steps(run)
-    verdicts = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
-    return conclude(run, list(verdicts), skipped, objective, objective_from, blind), verdicts
+    together = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
+    verdicts = training_apart(run, together)
+    report = conclude(run, list(verdicts), skipped, objective, objective_from, blind)
+    return report, verdicts, verdicts is not together
 
 
 def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watched:
@@ -289,7 +298,8 @@ def read_other(path: str) -> OtherRun:
         if not recorded.ranks:
             raise GradcheckError(f"{path} holds no readable trace. {' '.join(recorded.problems[:3])}", code="E754")
         blind = run.blind_steps()
-        report, verdicts = (diagnose_run(run.path), []) if run.columns.steps else _measure(recorded, steps, blind)
+        in_columns = bool(run.columns.steps)
+        report, verdicts, _ = (diagnose_run(run.path), [], False) if in_columns else _measure(recorded, steps, blind)
         document = build(report)
         step, grid = shown_step(report), None
         shown = next((verdict for verdict in verdicts if verdict.context.step == step), None)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from apart_workers import RECORDED
+from still_source import first_snapshot
 
 from gradcheck_dist.diagnosis.engine import diagnose
 from gradcheck_dist.events import Replica
@@ -73,6 +74,15 @@ def test_means_of_means_are_told_of_each_rank_that_averages_parameters(tmp_path:
     assert finding.code == "GS301"
     assert ("accumulation_steps" in (finding.factor.expression or "")) == (factor != 1)
     assert build(diagnose_run(run)) == build(diagnose(read_run(run)))
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_screens_show_each_rank_beside_its_own_tokens(tmp_path: Path, step: int) -> None:
+    """As the report does, where the weight map showed others' tokens as lost."""
+    view = first_snapshot(train(tmp_path, "parameters", 1), step=step).step
+    assert view is not None and view.step == step
+    ratios = [weight.ratio for weight in view.verdict.weights]
+    assert ratios and ratios == pytest.approx([1.0] * len(ratios), rel=1e-4)
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (0.5, ["GS000"])])
