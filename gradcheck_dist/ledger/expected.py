@@ -12,7 +12,7 @@ coordinate d:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
 
 from gradcheck_dist.ledger.contributions import ContributionKey
@@ -61,3 +61,12 @@ def expected_weights(objective: str, tokens: Tokens) -> Weights:
     """
     counted = {key: count for key, count in tokens.items() if count > 0}
     return OBJECTIVES[check_objective(objective)](counted) if counted else {}
+
+
+def expected_apart(objective: str, tokens: Tokens, models: Iterable[Collection[ContributionKey]]) -> Weights:
+    """The same where several models train that have no parameter in common: each one's contributions have an objective
+    of their own."""
+    found: Weights = {}
+    for model in models:
+        found |= expected_weights(objective, {key: count for key, count in tokens.items() if key in model})
+    return found

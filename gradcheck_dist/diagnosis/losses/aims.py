@@ -32,7 +32,7 @@ from gradcheck_dist.diagnosis.weights.cells import MAX_SPREAD, SIGMAS, Held, jud
 from gradcheck_dist.events import SCALED, GradWrite
 from gradcheck_dist.ledger.contributions import Contribution, ContributionKey, Contributions
 from gradcheck_dist.ledger.discarded import discarded, emptied_at, evaluated_again, tell_batches, without
-from gradcheck_dist.ledger.expected import expected_weights
+from gradcheck_dist.ledger.expected import expected_apart
 from gradcheck_dist.ledger.tracks import ParamKey, StepData
 from gradcheck_dist.wording import plural
 
@@ -145,7 +145,7 @@ def _of_losses(
         return counted
     if weighted is not None:
         sums = {key: c.num_tokens or 0 for key, c in weighted.by_key.items()}
-        other = Aim(weighted, _expected(objective, sums, groups), sums)
+        other = Aim(weighted, expected_apart(objective, sums, groups), sums)
         if not _wrong(other, measured):
             return other
         if tells(weighted) and not tells(contributions):
@@ -176,7 +176,7 @@ def _without_coefficient(readings: list[tuple[Written, Aim]], measured: list[Hel
 
 def _counted(objective: str, contributions: Contributions, groups: list[set[ContributionKey]]) -> Aim:
     tokens = {key: c.num_tokens for key, c in contributions.by_key.items() if c.num_tokens is not None}
-    return Aim(contributions, _expected(objective, tokens, groups), tokens)
+    return Aim(contributions, expected_apart(objective, tokens, groups), tokens)
 
 
 def _of_samples(
@@ -196,7 +196,7 @@ def _by_elements(
     objective: str, data: StepData, contributions: Contributions, measured: list[Held], words: str = ""
 ) -> Aim | None:
     """Losses by what their one mean or sum goes over, where that tells."""
-    asked = partial(_expected, groups=independent(data, contributions))
+    asked = partial(expected_apart, models=independent(data, contributions))
     counted_by = by_elements(objective, contributions, measured, judge, asked)
     if counted_by is not None and not marked_aside(data):
         return _of_elements(counted_by, words or "is one mean or sum")
@@ -222,7 +222,7 @@ def _functions_of_data(
 ) -> Aim:
     """Losses whose own weights are not judged, and what these come to as means over elements. `told`: contributions
     as they tell of elements, where these are others."""
-    asked = partial(_expected, groups=independent(data, contributions))
+    asked = partial(expected_apart, models=independent(data, contributions))
     times = in_words(contributions if told is None else told, measured, judge, asked)
     if not times and (samples := by_samples(contributions, objective)) is not None:
         times = in_means(samples.contributions, measured, judge, asked)
@@ -243,15 +243,6 @@ def _in_parts(objective: str, counted: Aim, groups: list[list[ContributionKey]],
         return counted
     once.remarks.append(f"{same}: they are taken for parts of one loss over one batch, whose samples count once")
     return once
-
-
-def _expected(
-    objective: str, tokens: Mapping[ContributionKey, int], groups: list[set[ContributionKey]]
-) -> dict[ContributionKey, Fraction]:
-    expected: dict[ContributionKey, Fraction] = {}
-    for group in groups:
-        expected |= expected_weights(objective, {key: count for key, count in tokens.items() if key in group})
-    return expected
 
 
 def independent(data: StepData, contributions: Contributions) -> list[set[ContributionKey]]:

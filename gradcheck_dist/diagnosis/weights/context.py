@@ -34,8 +34,8 @@ class StepContext:
     tokens; `of_weighted`: tokens that weights of their own multiply; `of_tasks`: the losses of each forward pass are
     differentiated one by one. `num_handed_over`: ranks whose gradients were seen to leave another pipeline stage.
     `again`: passes that bring no tokens, since their loss is differentiated again, and where these entered.
-    `apart`: ranks are judged on tokens of their own each. `models`: the contributions of each model, where several
-    train that have no parameter in common, each with an objective of its own."""
+    `apart`: ranks are judged on tokens of their own each. `models`: the contributions of each model, all of them
+    where they have a parameter in common; none where that is not known."""
 
     step: int
     world_size: int

@@ -17,7 +17,7 @@ from gradcheck_dist.diagnosis.weights.factors import SPAN, SURE, name_number
 from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.diagnosis.weights.written import VAGUE, is_written
 from gradcheck_dist.ledger.contributions import ContributionKey
-from gradcheck_dist.ledger.expected import OBJECTIVES, Tokens, Weights, expected_weights
+from gradcheck_dist.ledger.expected import OBJECTIVES, expected_apart
 from gradcheck_dist.wording import numbered
 
 
@@ -182,14 +182,15 @@ def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
     """The weights of another objective, times a factor: nearer to the ratios than one factor alone is, since within
     wide tolerances many objectives fit, and those of token counts that differ by little nearly agree."""
     tokens = {key: c.num_tokens for key, c in context.contributions.by_key.items() if c.num_tokens}
-    declared = _of_models(context.objective, tokens, context)
+    models = context.models or [tokens.keys()]
+    declared = expected_apart(context.objective, tokens, models)
     best: Pattern | None = None
     if any(sample.gone for sample in samples):
         return None
     for name in OBJECTIVES:
         if name in (context.objective, "sum", "sequence-mean"):
             continue
-        other = _of_models(name, tokens, context)
+        other = expected_apart(name, tokens, models)
         if any(sample.key not in other for sample in samples):
             continue
         predicted = np.array([float(other[sample.key] / declared[sample.key]) for sample in samples])
@@ -205,14 +206,6 @@ def _objective(samples: list[Sample], context: StepContext) -> Pattern | None:
         if best is None or abs(factor - 1) < abs(best.factor - 1) - 1e-6:
             best = pattern
     return best
-
-
-def _of_models(objective: str, tokens: Tokens, context: StepContext) -> Weights:
-    """The weights that each model's contributions have by an objective of its own."""
-    found: Weights = {}
-    for model in context.models or [tokens.keys()]:
-        found |= expected_weights(objective, {key: count for key, count in tokens.items() if key in model})
-    return found
 
 
 def _own_rank_only(samples: list[Sample], context: StepContext) -> Pattern | None:
