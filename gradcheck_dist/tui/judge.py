@@ -16,7 +16,7 @@ from pathlib import Path
 from gradcheck_dist.diagnosis.engine import conclude, objective_of
 from gradcheck_dist.diagnosis.finding import Report
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.diagnosis.steps.alternatives import training_apart
+from gradcheck_dist.diagnosis.steps.alternatives import trained_apart
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, recorded_norms
 from gradcheck_dist.errors import GradcheckError
 from gradcheck_dist.ledger.tracks import skipped_steps
@@ -220,7 +220,7 @@ class Judge:
                 self._views[step] = documented_view(run, lanes, step, findings, meant, accuracy)
             else:
                 verdict = judge_step(self._run.run([step]), step, info.objective, info.objective_from)
-                self._keep(verdict.alone if judged.apart and verdict.alone is not None else verdict, accuracy)
+                self._keep(_seen(verdict, judged.apart), accuracy)
             while len(self._views) > 4:
                 self._views.pop(next(iter(self._views)))
         view, grid = self._views[step]
@@ -237,10 +237,15 @@ def _measure(run: Run, steps: Sequence[int], blind: Sequence[int]) -> tuple[Repo
     """The report over these steps, the verdicts that it was made of, and whether these see each rank apart."""
     objective, objective_from = objective_of(run, None)
     skipped = skipped_steps(run)
-    together = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
-    verdicts = training_apart(run, together)
+    verdicts = [judge_step(run, step, objective, objective_from) for step in steps if step not in skipped]
+    apart = trained_apart(run, verdicts) is not None
     report = conclude(run, list(verdicts), skipped, objective, objective_from, blind)
-    return report, verdicts, verdicts is not together
+    return report, [_seen(verdict, apart) for verdict in verdicts], apart
+
+
+def _seen(verdict: StepVerdict, apart: bool) -> StepVerdict:
+    """The verdict that the report takes where ranks train apart, or do not."""
+    return verdict.alone if apart and verdict.alone is not None else verdict
 
 
 def without_measured(watched: Watched, verdicts: Sequence[StepVerdict]) -> Watched:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
-from gradcheck_dist.ledger.apart import averaged
+from gradcheck_dist.ledger.apart import Averaged, averaged
 from gradcheck_dist.ledger.expected import TOTALS
 from gradcheck_dist.trace.run import Run
 from gradcheck_dist.wording import numbered
@@ -81,12 +83,19 @@ def _were_counted(verdicts: list[StepVerdict], without_first: list[StepVerdict])
     return alone and any(finding.code not in later for finding in without_first[0].findings)
 
 
+def trained_apart(run: Run, verdicts: Sequence[StepVerdict]) -> Averaged | None:
+    """What tells that ranks train apart, so that their steps are judged by `alone`; None where they do not."""
+    if all(verdict.alone is None for verdict in verdicts) or any(verdict.shares_updates for verdict in verdicts):
+        return None
+    return averaged(run)
+
+
 def training_apart(run: Run, verdicts: list[StepVerdict]) -> list[StepVerdict]:
     """Ranks that never reduce gradients and whose parameters are averaged instead train apart on purpose (local SGD,
     DiLoCo): each is judged on its own tokens. The verdict stays open, since nobody follows the average. Where ranks
     divide the updates among them (ZeRO), what makes parameters alike again is the one rank's that stepped them."""
-    found = averaged(run) if any(verdict.alone is not None for verdict in verdicts) else None
-    if found is None or any(verdict.shares_updates for verdict in verdicts):
+    found = trained_apart(run, verdicts)
+    if found is None:
         return verdicts
     chosen = [verdict if verdict.alone is None else verdict.alone for verdict in verdicts]
     chosen[0].reasons.append(
