@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -174,27 +174,30 @@ class Finder:
         """The one tensor that is left, where constants (norms' ones, biases' zeros) are all that no other one holds: a
         group of an optimizer's without weight decay, of which ZeRO keeps the same part as of the groups before it."""
         left = [index for index in flat if index not in found]
-        claimed = {region.info.id for regions, _ in self._told for region in regions}
-        constants = [info for info in infos if info.id not in claimed and not _varied(info.param)]
-        total = sum(info.param.numel() for info in constants)
-        self._scanned += total
-        if len(left) != 1 or not constants or self._scanned > MAX_SCANNED:
+        if len(left) != 1 or not self._told:
             return {}
-        values, held = flat[left[0]], []
-        others = [info for info in infos if info.id in claimed or _varied(info.param)]
-        parts = {_part_number(regions, others, size) for regions, size in self._told}
-        number, count = next(iter(parts)) or (0, 0) if len(parts) == 1 else (0, 0)
+        held_by = [*found.values(), *(regions for regions, _ in self._told)]
+        claimed = self._copied | {region.info.id for regions in held_by for region in regions}
+        constants = {info.id: info for info in infos if info.id not in claimed and not _varied(info.param)}
+        total, values = sum(info.param.numel() for info in constants.values()), flat[left[0]]
+        self._scanned += total
+        parts = _part_numbers(self._told, [info for info in infos if info.id not in constants])
+        if self._scanned > MAX_SCANNED or len(parts) != 1 or (part := parts.pop()) is None:
+            return {}
+        number, count = part
         if -(-total // values.numel()) != count:
             return {}
-        offset = -number * values.numel()
-        for info in constants:
-            region = Region(info, 0, offset, info.param.numel())
-            held += [part] if (part := region.part(0, values.numel())) is not None else []
+        offset, held = -number * values.numel(), []
+        for info in constants.values():
+            mine = Region(info, 0, offset, info.param.numel()).part(0, values.numel())
+            held += [mine] if mine is not None else []
             offset += info.param.numel()
+        if not held:
+            return {}
         wanted = [info.param.detach().reshape(-1)[start : start + length] for info, start, _, length in held]
-        expected = torch.cat(wanted) if wanted else values[:0]
+        expected = torch.cat(wanted).to(values.device)
         same = torch.equal(values[: len(expected)].to(expected.dtype), expected)
-        return {left[0]: held} if same and held and not values[len(expected) :].any() else {}
+        return {left[0]: held} if same and not values[len(expected) :].any() else {}
 
     def _of(self, flat: Tensor, infos: list[ParamInfo], sources: _Sources) -> list[Region]:
         found = in_memory(flat, [([whole(info)], info.param.detach()) for info in sources.beside(flat)])
@@ -308,13 +311,18 @@ def _part_of(region: Region) -> tuple[Fraction, Fraction]:
     return Fraction(region.start, size), Fraction(region.length, size)
 
 
-def _part_number(regions: Sequence[Region], infos: Sequence[ParamInfo], length: int) -> tuple[int, int] | None:
-    """Which of how many equal parts of some parameters, one after the other, these regions are; None where they are
-    none of them."""
-    before = sum(info.param.numel() for info in takewhile(lambda info: info is not regions[0].info, infos))
-    begin = before + regions[0].start - regions[0].offset
-    total = sum(info.param.numel() for info in infos)
-    return None if begin < 0 or begin % length else (begin // length, -(-total // length))
+def _part_numbers(
+    copies: Iterable[tuple[Sequence[Region], int]], infos: Sequence[ParamInfo]
+) -> set[tuple[int, int] | None]:
+    """Which of how many equal parts of some parameters, one after the other, copies of these sizes are; None for one
+    that is none of them."""
+    sizes = [info.param.numel() for info in infos]
+    begins = dict(zip((info.id for info in infos), accumulate(sizes, initial=0), strict=False))
+    found: set[tuple[int, int] | None] = set()
+    for (first, *_), length in copies:
+        begin = begins.get(first.info.id, -1) + first.start - first.offset
+        found.add(None if begin < 0 or begin % length else (begin // length, -(-sum(sizes) // length)))
+    return found
 
 
 def whole(info: ParamInfo) -> Region:
