@@ -39,7 +39,7 @@ def _load_as(
     full: tl.constexpr,
     aligned: tl.constexpr,
 ) -> tl.tensor:
-    """Elements as float32. 16 bytes at a time where the address allows, which only a constant can say."""
+    """Elements as float32, a lane's four at a time where the address allows, which only a constant can say."""
     if kind == 0:
         pointer = address.to(tl.pointer_type(tl.float32))
     elif kind == 1:
