@@ -7,7 +7,7 @@ once instead of again and again, leave every weight right. Where no hand helps, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log, prod
 
@@ -31,6 +31,7 @@ from gradcheck_dist.diagnosis.causes.places import caller_of
 from gradcheck_dist.diagnosis.causes.reweighed import laid_together, off_alike
 from gradcheck_dist.diagnosis.causes.routes import SAME
 from gradcheck_dist.diagnosis.causes.spared import give_spared
+from gradcheck_dist.diagnosis.causes.token_lines import lay_tokens_to_losses, token_line
 from gradcheck_dist.diagnosis.weights.cells import SIGMAS, Cell, Held
 from gradcheck_dist.diagnosis.weights.written import is_exactly_written
 from gradcheck_dist.events import Clip, GradientNorm, OptimizerStep
@@ -56,10 +57,8 @@ class Blame:
         return list({id(held): held for held, _ in self.cells}.values())
 
 
-def blame(
-    data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]
-) -> list[Blame]:
-    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
+def accounted(data: StepData, contributions: Contributions, judged: Sequence[Held]) -> list[Judged]:
+    """Each weight with its account."""
     accounts: dict[tuple[object, ...], Account] = {}
     ways: dict[tuple[object, ...], int] = {}  # a signature names every weight: it is hashed once, not for each of them
     every: list[Judged] = []
@@ -74,6 +73,16 @@ def blame(
             rounding = EPSILON.get(loss.dtype if loss is not None else "bfloat16", EPSILON["float32"])
             every.append(Judged(held, cell, accounts[key], largest=min(largest, 1.0), rounding=rounding))
     join_lines(every)
+    return every
+
+
+def blame(
+    data: StepData, contributions: Contributions, judged: list[Held], quantities: Mapping[str, float]
+) -> list[Blame]:
+    """Group the wrong cells by culprit. `quantities` are degrees and counts that a deliberate factor is made of."""
+    every = accounted(data, contributions, judged)
+    if any(not one.cell.right for one in every) and (line := token_line(every, contributions)) is not None:
+        lay_tokens_to_losses(every, contributions, line)
     if off_alike(judged):
         laid_together(every)
     wrong = [one for one in every if not one.cell.right]

@@ -28,7 +28,7 @@ def off_alike(matrix: Sequence[Held]) -> bool:
 
 def laid_together(every: Sequence[Judged]) -> bool:
     """Lay what losses weigh contributions apart by to the one unrecorded change that undoes it, where there is one."""
-    changes = [_by_place(one.account.gaps) for one in every]
+    changes = [by_place(one.account.gaps) for one in every]
     common = [place for place in changes[0] if all(place in gaps for gaps in changes)] if changes else []
     low, high = (bound((one.account.root for one in every), default=0.0) for bound in (min, max))
     tolerance = max((one.tolerance for one in every), default=0.0)
@@ -51,7 +51,7 @@ def laid_together(every: Sequence[Judged]) -> bool:
     return False
 
 
-def _by_place(gaps: Iterable[Gap]) -> dict[Start | None, list[Gap]]:
+def by_place(gaps: Iterable[Gap]) -> dict[Start | None, list[Gap]]:
     """By the line behind which they lie: what comes next may differ by pass, and a communication hook of the rank's own
     is inside of an event where another rank's is not."""
     found: dict[Start | None, list[Gap]] = {}

@@ -77,8 +77,20 @@ def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, flo
 
 
 def _follow_counts(verdicts: Sequence[StepVerdict], steps: Sequence[Values]) -> bool:
-    """Whether one power of its tokens makes each number of a step: few counts make few numbers, too."""
-    counts = [{key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()} for verdict in verdicts]
+    """Whether one power of its tokens, or of those of its rank, makes each number of a step: few counts make few
+    numbers, too."""
+    own = [{key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()} for verdict in verdicts]
+    return any(_powers_make(counts, steps) for counts in (own, [_of_rank(of_step) for of_step in own]))
+
+
+def _of_rank(counts: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:
+    of_rank: dict[int, int] = defaultdict(int)
+    for key, count in counts.items():
+        of_rank[key[0]] += count
+    return {key: of_rank[key[0]] for key in counts}
+
+
+def _powers_make(counts: Sequence[Mapping[ContributionKey, int]], steps: Sequence[Values]) -> bool:
     if not all(all(of_step.values()) for of_step in counts):
         return False
     if len({count for of_step in counts for count in of_step.values()}) < LEAST_COUNTS:

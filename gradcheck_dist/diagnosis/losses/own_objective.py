@@ -39,16 +39,22 @@ def own_objective(
     contributions: Contributions,
     target: Aim,
     right: Collection[ContributionKey] = (),
+    times: Mapping[ContributionKey, int] | None = None,
 ) -> OwnObjective | None:
     """What the losses themselves were out for, when that is not (a multiple of) what is expected.
 
     None when the weights at the losses are proportional to the expected ones. Otherwise the weights of the objective
     that they are proportional to; failing that, the weights at the losses, so scaled that those of them are as
     expected that came out right in the end (`right`), or else those that most losses have, or else their total.
+
+    Args:
+        times: by what a line that has one aim with the losses multiplies their gradients.
     """
     tokens = target.tokens
     expected = {key: weight for key, weight in target.expected.items() if tokens.get(key)}
     roots = {key: contributions.by_key[key].weight for key in expected}
+    if times is not None:
+        roots = {key: root and root * times[key] for key, root in roots.items()}
     if not roots or any(not root for root in roots.values()):
         return None
     measured = np.array([roots[key] for key in expected], dtype=float)

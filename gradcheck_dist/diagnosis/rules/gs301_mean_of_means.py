@@ -32,6 +32,8 @@ If a mean over microbatches is what you want, declare it: `--objective microbatc
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from statistics import median
 
 from gradcheck_dist.diagnosis.answer import Answer
@@ -40,6 +42,7 @@ from gradcheck_dist.diagnosis.finding import Severity
 from gradcheck_dist.diagnosis.rules.gs104_wrong_divisor import summed_means, undivided_means
 from gradcheck_dist.diagnosis.weights.context import StepContext
 from gradcheck_dist.ledger.expected import TOTALS
+from gradcheck_dist.objectives import DEFAULT_OBJECTIVE
 
 CODE = "GS301"
 NAME = "mean-of-means"
@@ -54,7 +57,15 @@ def triggered(context: StepContext) -> bool:
 
 def judge(case: Case) -> Answer | None:
     pattern = case.pattern
-    if case.culprit.kind != "loss" or case.culprit.unrecorded or pattern.kind != "objective":
+    if case.culprit.kind != "loss" or case.culprit.unrecorded:
+        return None
+    if pattern.kind == "other" and (ranks := _means_of_ranks(case)):
+        return Answer(
+            explanation=f"The weights are those of a mean of per-microbatch means on each rank, and {ranks}. The loss "
+            f"divides each microbatch by its own tokens. {spread(case)}",
+            fix="Divide the token-sum loss by the tokens of all microbatches of the step.",
+        )
+    if pattern.kind != "objective":
         return None
     if pattern.objective != OBJECTIVE:
         return None
@@ -68,6 +79,30 @@ def judge(case: Case) -> Answer | None:
         "averages), or declare --objective microbatch-mean if this is meant."
         + (f" For that mean: {divide[0].lower()}{divide[1:]}" if divide else ""),
     )
+
+
+def _means_of_ranks(case: Case) -> str:
+    """How ranks weigh whose gradients are means of their microbatches' means; "" where they are not."""
+    by_key = case.context.contributions.by_key
+    tokens, passes = defaultdict[int, int](int), Counter(key[0] for key in by_key)
+    for key, one in by_key.items():
+        tokens[key[0]] += one.num_tokens or 0
+    if case.context.objective != DEFAULT_OBJECTIVE or not all(one.num_tokens for one in by_key.values()):
+        return ""
+    alike = sum(tokens.values()) / len(passes)
+
+    def holds(of_rank: Mapping[int, float]) -> bool:
+        return all(
+            abs(cell.ratio * passes[cell.key[0]] * (by_key[cell.key].num_tokens or 0) / of_rank[cell.key[0]] - 1)
+            <= 2 * cell.margin / max(abs(cell.ratio), 1e-12)
+            for _, cell in case.cells
+        )
+
+    if holds(tokens):
+        return "what follows the losses weighs ranks by their tokens"
+    if len(set(passes.values())) > 1 and holds(dict.fromkeys(passes, alike)):
+        return "all ranks weigh as much, whatever tokens and however many microbatches they have"
+    return ""
 
 
 def is_another_objective(case: Case) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from gradcheck_dist.diagnosis.causes.alone import without_divisions_alone
-from gradcheck_dist.diagnosis.causes.blame import Blame, blame
+from gradcheck_dist.diagnosis.causes.blame import Blame, accounted, blame
 from gradcheck_dist.diagnosis.causes.case import Case, common_factor, is_common_factor, join_alike, name_case
 from gradcheck_dist.diagnosis.causes.culprit import Culprit, blame_loss, order
 from gradcheck_dist.diagnosis.causes.own_lines import (
@@ -20,6 +20,7 @@ from gradcheck_dist.diagnosis.causes.own_lines import (
 from gradcheck_dist.diagnosis.causes.reweighed import off_alike
 from gradcheck_dist.diagnosis.causes.skipped import without_skipped
 from gradcheck_dist.diagnosis.causes.summed_means import summing
+from gradcheck_dist.diagnosis.causes.token_lines import token_line
 from gradcheck_dist.diagnosis.losses.aim import Aim
 from gradcheck_dist.diagnosis.losses.own_objective import own_division, own_objective
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -52,6 +53,9 @@ def cases_of(
     wrong = {cell.key for held in matrix for cell in held.cells if not cell.right}
     right = {cell.key for held in matrix for cell in held.cells} - wrong
     found = own_objective(verdict.contributions, target, right)
+    if found is not None and held_alone:
+        line = token_line(accounted(verdict.data, verdict.contributions, matrix), verdict.contributions)
+        found = found if line is None else own_objective(verdict.contributions, target, right, line.tokens)
     own = found.weights if found is not None else None
     rounded = loss_rounding(verdict.contributions) / 2  # two are put apart by both
     if quiet and not losses_show(together, own, expected, rounded):

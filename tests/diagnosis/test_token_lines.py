@@ -1,0 +1,84 @@
+"""Means over each rank's tokens that a line of the trainer's weighs by these tokens again: what is wrong is told once,
+where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from reduced_steps import all_reduce, ended
+from simulated_step import _backward, _scale
+from simulator import Key, Trainer, World
+
+from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.events import GradWrite
+
+WEIGH_LINE, REDUCE_LINE, DIVIDE_LINE = 31, 32, 33
+Tokens = dict[Key, int]
+
+
+def of_rank(rank: int, tokens: Tokens) -> int:
+    return sum(count for key, count in tokens.items() if key[0] == rank)
+
+
+def last_of_rank(rank: int, tokens: Tokens) -> int:
+    return tokens[rank, 1, 0]
+
+
+def mean_of_rank(key: Key, tokens: Tokens) -> float:
+    return 1 / of_rank(key[0], tokens)
+
+
+def mean_of_means(key: Key, tokens: Tokens) -> float:
+    return 0.5 / tokens[key]
+
+
+def judged(
+    root: Callable[[Key, Tokens], float],
+    weigh: Callable[[int, Tokens], float] = of_rank,
+    divisor: Callable[[Tokens], float] = lambda tokens: sum(tokens.values()),
+) -> Report:
+    """Two ranks of two passes: each rank's gradients are weighed, summed by hand and divided."""
+    world = World(Trainer(root=root, impl="none", data_ranks=2, accumulation=2), 7)
+    for k in range(2):
+        _backward(world, k, 0)
+    for rank in world.ranks:
+        _write(world, rank.rank, weigh(rank.data_rank, world.num_tokens), WEIGH_LINE)
+    all_reduce(world, ((0, 1),), REDUCE_LINE)
+    for rank in world.ranks:
+        _write(world, rank.rank, 1 / divisor(world.num_tokens), DIVIDE_LINE)
+    return ended(world)
+
+
+def _write(world: World, at: int, number: float, line: int) -> None:
+    rank = world.ranks[at]
+    _scale(world, rank, number, list(rank.ids))
+    rank.emit(GradWrite, line=line, params=rank.everything, factor=number)
+
+
+def the_one(report: Report) -> Finding:
+    (finding,) = report.findings
+    return finding
+
+
+def test_ranks_that_are_weighed_by_their_tokens_are_right() -> None:
+    assert judged(mean_of_rank).verdict == "clean"
+
+
+def test_means_of_passes_are_the_losses_fault_and_not_that_of_lines_that_count_right() -> None:
+    finding = the_one(judged(mean_of_means))
+    assert (finding.code, finding.first_event and finding.first_event.kind) == ("GS301", "loss")
+    assert "weighs ranks by their tokens" in finding.explanation
+
+
+def test_a_wrong_total_is_no_fault_of_the_line_that_weighs() -> None:
+    finding = the_one(judged(mean_of_rank, divisor=lambda tokens: sum(tokens.values()) * 1.25))
+    assert finding.factor.observed == pytest.approx(0.8, rel=1e-5)
+    event = finding.first_event
+    assert event is not None and (event.line == DIVIDE_LINE or (event.kind == "loss" and event.before is not None))
+
+
+def test_another_count_in_the_place_of_a_ranks_tokens_is_no_mean_of_rank_means() -> None:
+    report = judged(mean_of_rank, weigh=last_of_rank)
+    assert report.verdict != "clean"
+    assert "GS302" not in {finding.code for finding in report.findings}
