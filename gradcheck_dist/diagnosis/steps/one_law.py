@@ -19,6 +19,7 @@ import msgspec
 from gradcheck_dist.diagnosis.finding import Finding
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
+from gradcheck_dist.diagnosis.steps.told_once import ALIKE, alike, take_over, tell_once, told_as
 from gradcheck_dist.diagnosis.steps.windows import all_off_by
 from gradcheck_dist.diagnosis.weights import shapes
 from gradcheck_dist.diagnosis.weights.factors import Powers
@@ -26,8 +27,6 @@ from gradcheck_dist.diagnosis.weights.partial_counts import partitions
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.ledger.expected import OBJECTIVES, expected_weights
 
-ALIKE = 1e-4
-"""Relative; numbers that are made of other counts lie further apart."""
 APART = 5e-3
 """Relative; so far apart are numbers that are others in each step, and not one with its noise."""
 LEAST_OTHERS = 2
@@ -53,7 +52,7 @@ def tell_one_law(verdicts: Sequence[StepVerdict]) -> None:
     _keep_whole(verdicts)
     _keep_by_pass(verdicts)
     _keep_named(verdicts)
-    _keep_line(verdicts)
+    tell_once(verdicts)
     for seen in _by_place(verdicts):
         _without_degrees(seen, verdicts)
 
@@ -97,7 +96,7 @@ def _keep_whole(verdicts: Sequence[StepVerdict]) -> None:
         if pattern is None or not whole or pattern.kind == "uniform":
             continue
         if all(_gives(pattern, other, errors) for other, errors in others):
-            _take_over(found[0], others)
+            take_over(found[0], others)
             return
 
 
@@ -110,7 +109,7 @@ def _keep_by_pass(verdicts: Sequence[StepVerdict]) -> None:
         if pattern is None or pattern.kind == "uniform" or found[0].num_parameters < len(verdict.units):
             continue
         law = _by_pass(verdict)
-        _take_over(found[0], [(other, errors) for other, errors in accused if _repeats(law, other, errors)])
+        take_over(found[0], [(other, errors) for other, errors in accused if _repeats(law, other, errors)])
 
 
 def _by_pass(verdict: StepVerdict) -> dict[tuple[int, int], list[float]]:
@@ -135,7 +134,7 @@ def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
     """Take all findings of a step for the one finding of another, on all weights, where the degrees and counts that
     make its factor give those of every step, and make other numbers in some; or where no other finding's do."""
     accused = [(verdict, verdict.errors) for verdict in verdicts if verdict.errors]
-    if len({_told_as(one) for _, found in accused for one in found}) == 1:
+    if len({told_as(one) for _, found in accused for one in found}) == 1:
         return
     told = [verdict for verdict in verdicts if verdict.weights and (verdict.errors or not verdict.reasons)]
     by_weights = all(cause(one) in verdict.shapes for verdict, found in accused for one in found)
@@ -145,10 +144,10 @@ def _keep_named(verdicts: Sequence[StepVerdict]) -> None:
             continue
         others = [(other, errors) for other, errors in accused if other is not verdict]
         factors = [_product(powers, other.context.quantities) for other in told]
-        alone = any(not _alike(factor, found[0].factor.observed or 0.0) for factor in factors)
+        alone = any(not alike(factor, found[0].factor.observed or 0.0) for factor in factors)
         alone = alone or all(_refuted(other, errors, verdict, found[0]) for other, errors in others)
         if alone and all(factor > 0 and all_off_by(other, factor) for other, factor in zip(told, factors, strict=True)):
-            _take_over(found[0], others)
+            take_over(found[0], others)
             return
 
 
@@ -156,54 +155,14 @@ def _refuted(verdict: StepVerdict, errors: Sequence[Finding], other: StepVerdict
     """Whether what makes the factor of a step's one finding is another number in another step, if that is told so."""
     (one, *more) = errors
     powers = verdict.made_of.get(cause(one))
-    if more or _told_as(one) == _told_as(found):
+    if more or told_as(one) == told_as(found):
         return not more
-    return powers is not None and not _alike(_product(powers, other.context.quantities), found.factor.observed or 0.0)
-
-
-def _keep_line(verdicts: Sequence[StepVerdict]) -> None:
-    """Take what is between two events in a step for a line that was seen to write a wrong number in another one, where
-    the same line scales gradients and all weights of both steps are off alike: degrees may make its number once."""
-    accused = [(verdict, verdict.errors[0]) for verdict in verdicts if len(verdict.errors) == 1]
-    for verdict, found in accused:
-        event = found.first_event
-        if event is None or event.unrecorded or event.kind != "grad_write" or not _is_whole(verdict, found):
-            continue
-        line = (event.file, event.line)
-        others = [
-            (other, [one])
-            for other, one in accused
-            if one.first_event is not None and one.first_event.unrecorded and one.code == found.code
-            if _is_whole(other, one) and _alike(one.factor.observed or 0.0, found.factor.observed or 0.0)
-            if other.conduct is not None and line in other.conduct.scales_at
-        ]
-        if others:
-            _take_over(found, others)
-            return
-
-
-def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
-    """Whether a finding says of all weights of a step that they are off by one number."""
-    pattern = verdict.shapes.get(cause(found))
-    return pattern is not None and pattern.kind == "uniform" and found.num_parameters == len(verdict.units)
+    return powers is not None and not alike(_product(powers, other.context.quantities), found.factor.observed or 0.0)
 
 
 def _product(powers: Powers, quantities: Mapping[str, float]) -> float:
     """The number that a step's degrees and counts make; 0 where it does not know one of them."""
     return prod(quantities.get(name, 0.0) ** power if quantities.get(name) else 0.0 for name, power in powers)
-
-
-def _take_over(finding: Finding, others: Sequence[tuple[StepVerdict, Sequence[Finding]]]) -> None:
-    """Tell what is wrong in other steps by a finding of this one."""
-    for other, errors in others:
-        for one in errors:
-            if _told_as(one) != _told_as(finding):
-                other.take_away(one)
-        finding.steps = sorted({*finding.steps, other.context.step})
-
-
-def _told_as(finding: Finding) -> tuple[object, ...]:
-    return cause(finding), finding.factor.expression
 
 
 def _gives(pattern: Pattern, verdict: StepVerdict, errors: Sequence[Finding]) -> bool:
@@ -227,12 +186,12 @@ def _holds(law: _Seen, other: _Seen) -> bool:
     if mine.place or theirs.place:
         # On some weights alone: one number that is no count can be compared without knowing which.
         off = other.finding.factor.observed or 0.0
-        return mine.kind == "part" and mine.place == theirs.place and _alike(mine.factor, off)
+        return mine.kind == "part" and mine.place == theirs.place and alike(mine.factor, off)
     predicted, found = _ratios(mine, other.verdict), _ratios(theirs, other.verdict)
     if not predicted or not found or (len(predicted) != len(found) and theirs.kind != "uniform"):
         return False
     found = found if len(predicted) == len(found) else [theirs.factor] * len(predicted)
-    return all(_alike(one, two) for one, two in zip(predicted, found, strict=True))
+    return all(alike(one, two) for one, two in zip(predicted, found, strict=True))
 
 
 def _ratios(pattern: Pattern, verdict: StepVerdict) -> list[float]:
@@ -267,8 +226,8 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
         name, mine = one.finding.factor.expression, one.finding.factor.observed or 0.0
         if name is None or _COUNTED.search(name) or one.pattern.kind != "uniform":
             continue
-        off = [(verdict, factor) for verdict, factor in _factors(one, verdicts) if not _alike(factor, 1.0)]
-        if not any(verdict is one.verdict and _alike(factor, mine) for verdict, factor in off):
+        off = [(verdict, factor) for verdict, factor in _factors(one, verdicts) if not alike(factor, 1.0)]
+        if not any(verdict is one.verdict and alike(factor, mine) for verdict, factor in off):
             continue  # something else is wrong in this step as well
         others = [factor for verdict, factor in off if verdict is not one.verdict]
         apart = max(APART, 8 * (one.finding.factor.tolerance or 0.0))
@@ -289,9 +248,7 @@ def _without_degrees(seen: Sequence[_Seen], verdicts: Sequence[StepVerdict]) -> 
 def _nameless(verdict: StepVerdict, factor: float) -> Finding | None:
     """The one finding of a step, of all that its weights are off by, where nothing known makes that number."""
     errors = verdict.errors
-    whole = (
-        len(errors) == 1 and errors[0].factor.expression is None and _alike(errors[0].factor.observed or 0.0, factor)
-    )
+    whole = len(errors) == 1 and errors[0].factor.expression is None and alike(errors[0].factor.observed or 0.0, factor)
     return errors[0] if whole else None
 
 
@@ -316,7 +273,3 @@ def _factors(seen: _Seen, verdicts: Sequence[StepVerdict]) -> Iterator[tuple[Ste
         known = verdict.conduct if verdict.assumed is None and verdict.scaling is None else None
         if known is not None and (verdict.context.num_accumulation, verdict.context.num_microbatches) == sizes:
             yield verdict, known.losses * known.rest
-
-
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= ALIKE * max(abs(one), abs(other))

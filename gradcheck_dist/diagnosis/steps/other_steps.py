@@ -38,10 +38,11 @@ EXACT, MOST_VAGUE = 1e-5, 1e-3
 @dataclass(frozen=True)
 class Conduct:
     """What all losses of a step weigh, over what they should (`losses`), and by what all that follows them multiplies
-    (`rest`): one number each. `loss` is one of them, `writes` are those of the trainer's own lines that multiply
-    gradients, by file, line and factor."""
+    (`rest`): one number each. `token` is what losses give one token. `loss` is one of them, `writes` are those of the
+    trainer's own lines that multiply gradients, by file, line and factor."""
 
     losses: float
+    token: float
     rest: float
     loss: FirstEvent | None
     writes: Mapping[tuple[str, int, float], FirstEvent]
@@ -66,7 +67,8 @@ def conduct_of(data: StepData, held: Sequence[Held], contributions: Contribution
         for event in of_rank:
             if isinstance(event, GradWrite) and (site := event.site) is not None and event.factor is not None:
                 writes.setdefault((site.file, site.line, event.factor), _write(rank, event, site))
-    return Conduct(pairs[0][0], rest[0], _loss(contributions), writes)
+    expected = next(cell.expected for one in held for cell in one.cells if cell.expected)
+    return Conduct(pairs[0][0], pairs[0][0] * float(expected), rest[0], _loss(contributions), writes)
 
 
 def _write(rank: int, event: GradWrite, site: Site) -> FirstEvent:
@@ -122,7 +124,9 @@ def tell_by_other_steps(verdicts: Sequence[StepVerdict]) -> None:
         factor = mine.losses * mine.rest
         if not _alike(found.factor.observed, factor) or not all(_alike(one.losses * one.rest, 1.0) for _, one in right):
             continue
-        if not at_loss and all(_alike(one.rest, mine.rest) for _, one in right):
+        # Losses that give each token what they give it in steps with other tokens leave it to a line to count these.
+        counts = found.first_event.kind == "grad_write" and all(_alike(one.token, mine.token) for _, one in right)
+        if not at_loss and not counts and all(_alike(one.rest, mine.rest) for _, one in right):
             verdict.findings = [_of_losses(found, mine.loss, factor, right[0][0].context.step)]
         elif all(_alike(one.losses, mine.losses) for _, one in right):
             written = _other_number(right[0][1], mine)
@@ -178,11 +182,12 @@ def leave_schedules_open(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
-    """Name the losses' factor where it is this step's tokens over those of another, a count of another window, or over
-    those of several steps together, of a window in the midst of which the optimizer steps."""
+    """Name the losses' factor, or that of a line behind them, where it is this step's tokens over those of another, a
+    count of another window, or over those of several steps together, of a window in the midst of which the optimizer
+    steps."""
     counts = {verdict.context.step: verdict.contributions.num_tokens for verdict in verdicts}
     off = {
-        verdict.context.step: [one.factor for one in verdict.findings if one.code == LOSS_RULE and one.factor.observed]
+        verdict.context.step: [one.factor for one in verdict.findings if _may_count(one) and one.factor.observed]
         for verdict in verdicts
     }
 
@@ -204,7 +209,7 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
         tokens, step = verdict.contributions.num_tokens, verdict.context.step
         for finding in verdict.findings:
             observed, tolerance = finding.factor.observed, max(finding.factor.tolerance or 0.0, EXACT)
-            if finding.code != LOSS_RULE or not tokens or not observed or finding.factor.expression is not None:
+            if not _may_count(finding) or not tokens or not observed or finding.factor.expression is not None:
                 continue
             near = [
                 (other, count)
@@ -218,6 +223,15 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
                     if all(divides(one, count) for one in counts if first <= one <= last):
                         _name_window(finding, verdict, first, last, count)
                         break
+
+
+def _may_count(finding: Finding) -> bool:
+    """Whether what is wrong may be a count of tokens: at the losses, or on a line of the trainer's behind them."""
+    event = finding.first_event
+    by_hand = event is not None and (event.kind == "grad_write" or event.unrecorded)
+    return finding.code == LOSS_RULE or (
+        finding.code == "GS000" and by_hand and finding.pattern.startswith("every contribution")
+    )
 
 
 def _windows(counts: Mapping[int, int | None], step: int) -> list[tuple[int, int, int]]:

@@ -1,0 +1,89 @@
+"""One fault is one finding, also where a step shows it otherwise: without tokens on a rank, by a count that is a power
+of two, or by the count of another step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reduced_steps import all_reduce
+from simulated_step import _backward, _scale
+from simulator import BEFORE, Key, OptimizerStep, Trainer, World, param_table
+
+from gradcheck_dist.diagnosis.engine import conclude
+from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.judging import judge_step
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.events import GradWrite
+from gradcheck_dist.trace.run import Run
+
+LINE = 41
+Tokens = dict[Key, int]
+
+
+def world_of(step: int, trainer: Trainer, tokens: Sequence[int]) -> World:
+    world = World(trainer, seed=step)
+    world.num_tokens = dict(zip(trainer.keys, tokens, strict=True))
+    world.token_gradients = {(0, name): world._gradients(name, size) for name, size in param_table(trainer)}
+    return world
+
+
+def verdict_on(step: int, run: Run) -> StepVerdict:
+    verdict = judge_step(run, 0, "global-token-mean", "assumed")
+    verdict.context = replace(verdict.context, step=step)
+    for finding in verdict.findings:
+        finding.step, finding.steps = step, [step]
+    return verdict
+
+
+def the_one(verdicts: list[StepVerdict], run: Run) -> Finding:
+    (finding,) = conclude(run, verdicts, [], "global-token-mean", "assumed").findings
+    return finding
+
+
+def of_rank(key: Key, tokens: Tokens) -> float:
+    return 1 / max(sum(count for other, count in tokens.items() if other[0] == key[0]), 1)
+
+
+def of_pass(key: Key, tokens: Tokens) -> float:
+    return 0.5 / max(tokens[key], 1)
+
+
+@pytest.mark.parametrize(("root", "code"), [(of_rank, "GS302"), (of_pass, "GS301")])
+def test_means_are_averaged_over_ranks_without_tokens_too(root: Callable[[Key, Tokens], float], code: str) -> None:
+    trainer = Trainer(root=root, accumulation=2)
+    runs = [world_of(step, trainer, tokens).run() for step, tokens in enumerate([(9, 5, 6, 11), (0, 0, 13, 8)])]
+    verdicts = [verdict_on(step, run) for step, run in enumerate(runs)]
+    assert [one.code for one in verdicts[1].findings] != [code]
+    finding = the_one(verdicts, runs[0])
+    assert (finding.code, finding.steps) == (code, [0, 1])
+
+
+def divided(step: int, tokens: Sequence[int], divisor: float) -> Run:
+    """Bare sums over tokens, which a recorded line divides behind their sum over ranks."""
+    world = world_of(step, Trainer(root=lambda *_: 1.0, impl="none", accumulation=2), tokens)
+    for k in range(2):
+        _backward(world, k, 0)
+    all_reduce(world, ((0, 1),), LINE - 1)
+    for rank in world.ranks:
+        _scale(world, rank, 1 / divisor, list(rank.ids))
+        rank.emit(GradWrite, line=LINE, params=rank.everything, factor=1 / divisor)
+        seq = rank.next_seq()
+        rank.sample_grads(seq, BEFORE, list(rank.ids))
+        rank.emit(OptimizerStep, seq=seq, optimizer="SGD", params=rank.everything)
+        rank.flush()
+    run = Run(Path("simulated"), {"world_size": 2})
+    run.ranks = {rank.rank: rank.trace for rank in world.ranks}
+    return run
+
+
+def test_a_line_that_divides_by_the_tokens_of_the_step_before_is_told_there() -> None:
+    tokens = [(9, 5, 6, 11), (7, 12, 9, 4), (14, 3, 10, 10), (5, 8, 13, 9)]
+    counts = [sum(one) for one in tokens]
+    runs = [divided(step, tokens[step], counts[max(step - 1, 0)]) for step in range(4)]
+    finding = the_one([verdict_on(step, run) for step, run in enumerate(runs)], runs[0])
+    assert finding.steps == [1, 2, 3]
+    assert finding.first_event is not None and finding.first_event.line == LINE
+    assert finding.factor.expression == "num_tokens/num_tokens of step 0"
