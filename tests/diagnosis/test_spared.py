@@ -8,7 +8,8 @@ import pytest
 from random_trainers import global_mean
 from simulator import Hand, Trainer, World
 
-from gradcheck_dist.diagnosis.engine import diagnose
+from gradcheck_dist.diagnosis.engine import conclude, diagnose
+from gradcheck_dist.diagnosis.judging import judge_step
 
 UNSCALED = frozenset({"embed.weight", "norm.weight"})
 SCALED = Trainer(root=global_mean(1024.0), op="sum", hands=(Hand("before_optimizer", 1 / 1024),))
@@ -49,3 +50,18 @@ def test_what_a_loop_that_reduces_and_divides_leaves_out_lacks_both_by_one_cause
     halved = replace(skipping, hands=(*hands, Hand("before_optimizer", 0.5, params=frozenset({"norm.weight"}))))
     codes = {finding.code for finding in diagnose(World(halved).run()).findings}
     assert "GS103" in codes and len(codes) == 2  # a line of their own is another cause
+
+
+def test_a_scale_that_changes_from_step_to_step_is_found_where_one_parameter_keeps_it() -> None:
+    verdicts = []
+    for step, scale in enumerate((1024.0, 1024.0, 2048.0, 4096.0)):
+        hands = (Hand("before_optimizer", 1 / scale, params=UNSCALED),)
+        run = World(Trainer(root=global_mean(scale), op="sum", hands=hands), seed=step).run()
+        verdict = judge_step(run, 0, "global-token-mean", "given")
+        verdict.context = replace(verdict.context, step=step)
+        for finding in (*verdict.findings, *(change.finding for change in verdict.changes)):
+            finding.step, finding.steps = step, [step]
+        verdicts.append(verdict)
+    (finding,) = conclude(run, verdicts, [], "global-token-mean", "given").findings
+    assert (finding.code, finding.num_parameters, finding.steps) == ("GS000", 1, [0, 1, 2, 3])
+    assert "are left as they were" in finding.explanation

@@ -79,7 +79,10 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
     parted = replicas_part(case) or copies_part(case, verdict)
     if parted:
         finding.explanation += " One gradient is scaled by other factors on other ranks: what they hold drifts apart."
-    stands = _stands_written(case)
+    # What is multiplied alike elsewhere, and right so, was to be multiplied here, by whatever number of each step.
+    spared = culprit.spared is not None and case.pattern.kind == "uniform"
+    spared &= all(held.clip_by_hand == 1 for held in case.held)
+    stands = spared or _stands_written(case)
     return Change(
         place=(*culprit.start, before is not None and before.__struct_config__.tag, short_line(before)),
         words=place_in_words(culprit.kind, short_line(event), before),
@@ -96,6 +99,7 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         written=written,
         or_loss=or_loss,
         stands=stands,
+        spared=spared,
     )
 
 
@@ -173,7 +177,7 @@ def _name(case: Case) -> str | None:
 
 
 def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[StepVerdict]) -> bool:
-    if any(change.parted for _, change in members):
+    if any(change.parted for _, change in members) or all(change.spared for _, change in members):
         return True
     if any(change.or_loss and not change.stands and verdict.kept_apart is not None for verdict, change in members):
         return False  # the program puts passes together itself

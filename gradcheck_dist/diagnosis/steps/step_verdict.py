@@ -75,7 +75,7 @@ class Change:
     weights were off before it. `uniform`: all weights of the step were changed alike. `factor`: by what the
     lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
     something to put right. `or_loss`: the loss may have the wrong number in their place. `stands`: this step
-    alone shows numbers that somebody wrote.
+    alone shows numbers that somebody wrote. `spared`: others were multiplied there, and come out right.
     """
 
     place: tuple[object, ...]
@@ -93,6 +93,7 @@ class Change:
     written: bool = False
     or_loss: bool = False
     stands: bool = False
+    spared: bool = False
 
 
 @dataclass
