@@ -110,3 +110,14 @@ def test_a_division_by_the_ranks_or_by_the_accumulation_steps_is_not_told_apart(
     (finding,) = ended(world).findings
     assert finding.code == "GS000"
     assert finding.suggested_experiment
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_parameter_that_an_unrecorded_sum_of_replicas_leaves_out_is_one_finding(factor: float) -> None:
+    """What a recorded reduction brought from the rank beside it is off as its own contributions are."""
+    world = begun(factor=1 / factor)
+    all_reduce(world, CP, CP_LINE)
+    unrecorded_sum(world, DP, factor, but="norm.weight")
+    (finding,) = ended(world).findings
+    assert (finding.code, finding.num_parameters) == ("GS103", 1)
+    assert finding.factor.observed in (0.0, pytest.approx(1 / factor))

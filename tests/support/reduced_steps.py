@@ -34,19 +34,19 @@ def all_reduce(world: World, groups: tuple[tuple[int, ...], ...], line: int, *, 
                       params=rank.everything, accumulation_step=world.trainer.accumulation)  # fmt: skip
 
 
-def unrecorded_sum(world: World, groups: tuple[tuple[int, ...], ...], factor: float = 1.0) -> None:
-    """A sum over ranks made of messages that no probe sees, times a factor."""
+def unrecorded_sum(world: World, groups: tuple[tuple[int, ...], ...], factor: float = 1.0, but: str = "") -> None:
+    """A sum over ranks made of messages that no probe sees, times a factor; not of the parameter named `but`."""
     for group in groups:
         members = [world.ranks[rank] for rank in group]
-        for name in members[0].ids:
+        for name in members[0].ids.keys() - {but}:
             total = _sum(world, [rank.grad[name] for rank in members], factor)
             for rank in members:
                 rank.grad[name] = total
 
 
-def begun(num_ranks: int = 4) -> World:
-    """Ranks behind their backward passes."""
-    world = World(Trainer(root=global_mean(1), impl="none", data_ranks=num_ranks, accumulation=2), 3)
+def begun(num_ranks: int = 4, factor: float = 1.0) -> World:
+    """Ranks behind their backward passes, whose losses are multiplied by a factor."""
+    world = World(Trainer(root=global_mean(factor), impl="none", data_ranks=num_ranks, accumulation=2), 3)
     for k in range(2):
         _backward(world, k, 0)
     return world

@@ -61,6 +61,7 @@ def never_arrived(
     missing |= _with_own_alone(place, every, missing)
     unseen, elsewhere = {one.held.rank: one for one in brought}, {one.held.param for one in brought}
     rest, culprits = [], dict[int, Culprit]()
+    with_holder: dict[Slot, tuple[Judged, Culprit]] = {}
     with_own = {_slot(one) for one in every if place.get(one.held.rank) == one.cell.key[0]}
     for one in wrong:
         # A rank without tokens in a pass has what its group brought there in the place of its own.
@@ -79,7 +80,11 @@ def never_arrived(
             culprit = replace(culprit, absent=False, unrecorded=True, before=_measured_behind(data, one, event))
         one.shares.append((culprit, one.cell.ratio))
         culprits[id(one.held)] = culprit
-    if not (unseen or elsewhere):
+        if own and not one.gone:
+            with_holder[_slot(one)] = one, culprit
+    if unseen or elsewhere:
+        rest = [one for one in rest if not _came_with_own(one, with_holder)]
+    else:
         for one, culprit in _thrown_away(contributions, every, rest):
             missing.add(_slot(one))
             culprits[id(one.held)] = culprit
@@ -93,6 +98,18 @@ def never_arrived(
             one.like = None
     rest += [half.one for half in halves if not half.one.cell.right]
     return _instead(data, rest), halves
+
+
+def _came_with_own(one: Judged, own: Mapping[Slot, tuple[Judged, Culprit]]) -> bool:
+    """Whether what another rank's contribution weighs is what the holder's own does, where those of others are missing:
+    one reduction brought it, and the next one did not come. Then the same is to blame."""
+    if one.gone or _slot(one) not in own:
+        return False
+    other, culprit = own[_slot(one)]
+    if abs(one.cell.ratio - other.cell.ratio) > one.cell.margin + other.cell.margin:
+        return False
+    one.shares.append((culprit, one.cell.ratio))
+    return True
 
 
 def put_together(halves: Sequence[Half]) -> None:

@@ -152,7 +152,9 @@ def judge(case: Case) -> Answer | None:
 
 def _left_out(case: Case) -> Answer | None:
     """Gradients that a reduction which nobody recorded leaves as they were."""
-    if case.pattern.kind != "own-rank-only":
+    gone = [(held, cell) for held, cell in case.cells if abs(cell.ratio) <= max(1e-3, cell.margin)]
+    only_others = bool(gone) and all(_is_foreign(case, held.rank, cell.key[0]) for held, cell in gone)
+    if case.pattern.kind != "own-rank-only" and not (case.pattern.kind == "zeroed" and only_others):
         return None
     end = "the optimizer" if case.culprit.before is None else f"the {kind_of(case.culprit.before)} event"
     return Answer(
