@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+from random_trainers import global_mean
 from reduced_steps import ended
 from simulated_step import _backward, _scale, _schedule_ends
-from simulator import Process, Trainer, World
+from simulator import Hand, Process, Trainer, World
 
+from gradcheck_dist.diagnosis.engine import conclude
 from gradcheck_dist.diagnosis.finding import Report
+from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.events import GradWrite
 
 COUNT_LINE, CLIP_LINE = 31, 35
@@ -52,3 +56,21 @@ def test_a_count_of_each_ranks_own_is_one_fault_of_its_line_with_a_clip_beside_i
     (finding,) = judged(lines).findings
     assert finding.code == "GS305"
     assert finding.first_event is not None and finding.first_event.line == COUNT_LINE
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_a_number_that_the_same_counts_make_in_several_steps_is_no_function_of_the_gradients(num_steps: int) -> None:
+    """Sums over tokens that are divided by passes and ranks: one step alone would show this by chance."""
+    trainer, verdicts = Trainer(root=global_mean(1.0), op="sum", accumulation=3), []
+    for step in range(num_steps):
+        total = sum(World(trainer, step).num_tokens.values())
+        run = World(replace(trainer, hands=(Hand("before_optimizer", total / 6),)), step).run()
+        verdict = judge_step(run, 0, "global-token-mean", "given")
+        verdict.context = replace(verdict.context, step=step)
+        for finding in (*verdict.findings, *(change.finding for change in verdict.changes)):
+            finding.step, finding.steps = step, [step]
+        verdicts.append(verdict)
+    report = conclude(run, verdicts, [], "global-token-mean", "given")
+    assert report.verdict == ("findings" if num_steps > 2 else "undetermined")
+    for finding in report.findings:
+        assert finding.factor.expression == "num_tokens/(accumulation_steps * dp_replicate)"

@@ -4,13 +4,16 @@ where it is."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from reduced_steps import all_reduce, ended
 from simulated_step import _backward, _scale
 from simulator import Key, Trainer, World
 
+from gradcheck_dist.diagnosis.engine import conclude
 from gradcheck_dist.diagnosis.finding import Finding, Report
+from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.events import GradWrite
 
 WEIGH_LINE, REDUCE_LINE, DIVIDE_LINE = 31, 32, 33
@@ -56,6 +59,10 @@ def _write(world: World, at: int, number: float, line: int) -> None:
     rank.emit(GradWrite, line=line, params=rank.everything, factor=number)
 
 
+def weighed_by_last_pass(key: Key, tokens: Tokens) -> float:
+    return 2 * last_of_rank(key[0], tokens) / tokens[key] / sum(tokens.values())
+
+
 def the_one(report: Report) -> Finding:
     (finding,) = report.findings
     return finding
@@ -82,3 +89,16 @@ def test_another_count_in_the_place_of_a_ranks_tokens_is_no_mean_of_rank_means()
     report = judged(mean_of_rank, weigh=last_of_rank)
     assert report.verdict != "clean"
     assert "GS302" not in {finding.code for finding in report.findings}
+
+
+def test_means_that_the_last_pass_of_their_rank_weighs_are_no_coefficients() -> None:
+    verdicts = []
+    for step in range(4):
+        run = World(Trainer(root=weighed_by_last_pass, accumulation=2), step).run()
+        verdict = judge_step(run, 0, "global-token-mean", "given")
+        verdict.context = replace(verdict.context, step=step)
+        for finding in verdict.findings:
+            finding.step, finding.steps = step, [step]
+        verdicts.append(verdict)
+    finding = the_one(conclude(run, verdicts, [], "global-token-mean", "given"))
+    assert finding.first_event is not None and finding.first_event.kind == "loss"

@@ -77,10 +77,16 @@ def _values(verdict: StepVerdict, reading: Reading) -> dict[ContributionKey, flo
 
 
 def _follow_counts(verdicts: Sequence[StepVerdict], steps: Sequence[Values]) -> bool:
-    """Whether one power of its tokens, or of those of its rank, makes each number of a step: few counts make few
-    numbers, too."""
+    """Whether one power of its tokens, of those of its rank, or of those of its rank's last pass, makes each number of
+    a step: few counts make few numbers, too."""
     own = [{key: one.num_tokens or 0 for key, one in verdict.contributions.by_key.items()} for verdict in verdicts]
-    return any(_powers_make(counts, steps) for counts in (own, [_of_rank(of_step) for of_step in own]))
+    readings = (own, [_of_rank(of_step) for of_step in own], [_of_last_pass(of_step) for of_step in own])
+    return any(_powers_make(counts, steps) for counts in readings)
+
+
+def _of_last_pass(counts: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:
+    last = {key[0]: counts[key] for key in sorted(counts)}
+    return {key: last[key[0]] for key in counts}
 
 
 def _of_rank(counts: Mapping[ContributionKey, int]) -> dict[ContributionKey, int]:

@@ -91,6 +91,7 @@ def _change_of(verdict: StepVerdict, case: Case, finding: Finding, effect: Effec
         factors={key: factors[key] for key in kept},
         num_parameters=len({held.param for held in case.held}),
         name=None if or_loss else of_pass(case) or _name(case),
+        counted=None if or_loss or not case.names else case.names[0].expression,
         firm=or_loss or finding.code == scaled_alike.CODE or parted or written or stands,
         parted=parted,
         makes_up=makes_up,
@@ -209,6 +210,8 @@ def _is_constant(members: list[tuple[StepVerdict, Change]], verdicts: Sequence[S
     names = {change.name for _, change in members}
     if len(names) == 1 and None not in names:
         return True
+    if _follows_counts(members):
+        return True
     if all(change.firm for _, change in members) and _in_some_steps(several):
         return True
     return _lasts_beside_others(several)
@@ -220,6 +223,14 @@ def _is_one_number(members: list[tuple[StepVerdict, Change]]) -> bool:
     numbers = [(factor, tolerance) for factor, tolerance in known if factor and tolerance <= VAGUE]
     steps = {verdict.context.step for verdict, _ in members}
     return len(steps) > 1 and len(numbers) == len(members) and len(distinct(numbers)) == 1
+
+
+def _follows_counts(members: list[tuple[StepVerdict, Change]]) -> bool:
+    """Whether all weights are off by what the same counts and degrees make, in several steps in which that is another
+    number each: chance makes one of them, and nothing that is computed from gradients makes them all."""
+    counted = {change.counted for _, change in members}
+    values = distinct([(change.finding.factor.observed or 0.0, VAGUE) for _, change in members])
+    return len(counted) == 1 and None not in counted and len(values) >= OFTEN and all(one.uniform for _, one in members)
 
 
 def _series(

@@ -76,6 +76,7 @@ class Change:
     lines multiply. `written`: their number was read from the call, is none that is computed from gradients, and had
     something to put right. `or_loss`: the loss may have the wrong number in their place. `stands`: this step
     alone shows numbers that somebody wrote. `spared`: others were multiplied there, and come out right.
+    `counted` is what the factor could be made of, though in one step by chance.
     """
 
     place: tuple[object, ...]
@@ -94,6 +95,7 @@ class Change:
     or_loss: bool = False
     stands: bool = False
     spared: bool = False
+    counted: str | None = None
 
 
 @dataclass
