@@ -31,7 +31,7 @@ from gradcheck_dist.diagnosis.steps.open_steps import (
     weighed_apart,
     why_not,
 )
-from gradcheck_dist.diagnosis.steps.other_steps import conduct_of
+from gradcheck_dist.diagnosis.steps.other_steps import conduct_of, writes_of
 from gradcheck_dist.diagnosis.steps.own_divisors import own_divisors
 from gradcheck_dist.diagnosis.steps.reads import reads_of
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
@@ -249,6 +249,7 @@ def weigh(
     verdict.units = unit_of(verdict.held)
     verdict.apart = sets_apart(verdict.held)
     verdict.shares_updates = share_updates(verdict.data)
+    verdict.writes = writes_of(data)
     verdict.conduct = conduct_of(data, verdict.held, target.contributions)
     verdict.own_divisors = own_divisors(target.contributions, data)
     return Weighed(measured, means, on_the_way, is_freed)

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from reduced_steps import all_reduce
 from simulated_step import _backward, _scale
 from simulator import BEFORE, Key, OptimizerStep, Trainer, World, param_table
 
 from gradcheck_dist.diagnosis.engine import conclude
-from gradcheck_dist.diagnosis.finding import Finding
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent
 from gradcheck_dist.diagnosis.judging import judge_step
-from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict
+from gradcheck_dist.diagnosis.steps.one_law import tell_one_law
+from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause, merged
 from gradcheck_dist.events import GradWrite
 from gradcheck_dist.trace.run import Run
 
@@ -87,3 +89,53 @@ def test_a_line_that_divides_by_the_tokens_of_the_step_before_is_told_there() ->
     assert finding.steps == [1, 2, 3]
     assert finding.first_event is not None and finding.first_event.line == LINE
     assert finding.factor.expression == "num_tokens/num_tokens of step 0"
+
+
+def told_otherwise(verdict: StepVerdict, **changes: object) -> StepVerdict:
+    """The same verdict, whose one finding reads otherwise."""
+    (found,) = verdict.findings
+    other = msgspec.structs.replace(found, **changes)
+    verdict.shapes[cause(other)] = verdict.shapes[cause(found)]
+    verdict.findings = [other]
+    return verdict
+
+
+@pytest.mark.parametrize(("of_line", "line"), [(1, None), (3, LINE)])
+def test_a_line_and_what_is_between_two_events_around_it_are_told_as_in_most_steps(
+    of_line: int, line: int | None
+) -> None:
+    around = FirstEvent(rank=0, seq=0, kind="loss", unrecorded=True, before={"kind": "norm", "seq": 10**6})
+    tokens = [(9, 5, 6, 11), (7, 12, 9, 5), (14, 3, 10, 10), (5, 8, 13, 9), (6, 6, 14, 8)]
+    verdicts = [verdict_on(step, divided(step, one, sum(one) - one[0])) for step, one in enumerate(tokens)]
+    for verdict in verdicts[of_line:]:
+        told_otherwise(verdict, first_event=around)
+    (finding,) = told(verdicts)
+    assert (finding.steps, finding.first_event and finding.first_event.line) == ([0, 1, 2, 3, 4], line)
+
+
+def test_a_line_whose_number_has_a_name_in_some_steps_has_it_in_all() -> None:
+    tokens = [(9, 5, 6, 11), (7, 12, 9, 5), (14, 3, 10, 10)]
+    verdicts = [verdict_on(step, divided(step, one, 2 * sum(one))) for step, one in enumerate(tokens)]
+    for verdict in verdicts[1:]:
+        told_otherwise(verdict, code="GS101", name="double-averaging")
+    (finding,) = told(verdicts)
+    assert (finding.code, finding.steps) == ("GS101", [0, 1, 2])
+
+
+def test_what_nobody_recorded_in_the_first_step_is_what_is_recorded_in_the_others() -> None:
+    def twice_as_much(key: Key, tokens: Tokens) -> float:
+        return 2.0 ** (3 - key[1]) / sum(tokens.values())
+
+    trainer = Trainer(root=twice_as_much, accumulation=3)
+    verdicts = [verdict_on(step, World(trainer, step).run()) for step in range(3)]
+    between = FirstEvent(rank=0, seq=0, kind="backward", unrecorded=True, before={"kind": "step", "seq": 10**6})
+    told_otherwise(verdicts[0], first_event=between)
+    for verdict in verdicts[1:]:
+        told_otherwise(verdict, code="GS102", name="repeated-reduction")
+    (finding,) = told(verdicts)
+    assert (finding.code, finding.steps) == ("GS102", [0, 1, 2])
+
+
+def told(verdicts: list[StepVerdict]) -> list[Finding]:
+    tell_one_law(verdicts)
+    return merged(verdicts)

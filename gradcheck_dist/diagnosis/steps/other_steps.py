@@ -62,13 +62,18 @@ def conduct_of(data: StepData, held: Sequence[Held], contributions: Contribution
     rest = [ratio / root for root, ratio in pairs]
     if min(rest) <= 0 or max(rest) > min(rest) * (1 + ALIKE):
         return None
+    expected = next(cell.expected for one in held for cell in one.cells if cell.expected)
+    return Conduct(pairs[0][0], pairs[0][0] * float(expected), rest[0], _loss(contributions), writes_of(data))
+
+
+def writes_of(data: StepData) -> dict[tuple[str, int, float], FirstEvent]:
+    """The trainer's own lines that multiply gradients in a step, by file, line and factor."""
     writes: dict[tuple[str, int, float], FirstEvent] = {}
     for rank, of_rank in data.events.items():
         for event in of_rank:
             if isinstance(event, GradWrite) and (site := event.site) is not None and event.factor is not None:
                 writes.setdefault((site.file, site.line, event.factor), _write(rank, event, site))
-    expected = next(cell.expected for one in held for cell in one.cells if cell.expected)
-    return Conduct(pairs[0][0], pairs[0][0] * float(expected), rest[0], _loss(contributions), writes)
+    return writes
 
 
 def _write(rank: int, event: GradWrite, site: Site) -> FirstEvent:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradcheck_dist.diagnosis.finding import Finding, Unverified, Weight
+from gradcheck_dist.diagnosis.finding import Finding, FirstEvent, Unverified, Weight
 from gradcheck_dist.diagnosis.losses.terms_apart import TermWeights
 from gradcheck_dist.diagnosis.norms.assumed import Assumed, Place
 from gradcheck_dist.diagnosis.norms.consequence import consequence
@@ -110,6 +110,7 @@ class StepVerdict:
     parameters got unequal gradients on different ranks. `shares_updates`: ranks step another part of these each.
     `unread`: what waits for an optimizer that steps later, `reads`: what optimizers read of some parameters.
     `summed`: ranks of one batch were taken to train on the sum of their losses, though few copies say so.
+    `writes` are the trainer's own lines that multiply gradients, by file, line and factor.
     `shapes` are those of the weights that findings concern, `made_of` what the names of their factors are made of.
     `grad_norm` is that of the whole model before any clip, where it is known exactly."""
 
@@ -137,6 +138,7 @@ class StepVerdict:
     changes: list[Change] = field(default_factory=list)
     unmade: list[str] = field(default_factory=list)
     conduct: Conduct | None = None
+    writes: Mapping[tuple[str, int, float], FirstEvent] = field(default_factory=dict)
     own_divisors: OwnDivisors | None = None
     term_weights: list[TermWeights] = field(default_factory=list)
     effects: dict[Cause, Effect] = field(default_factory=dict)

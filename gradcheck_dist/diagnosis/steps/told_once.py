@@ -124,34 +124,38 @@ def _keep_line(verdicts: Sequence[StepVerdict]) -> None:
 
 
 def _keep_bracket(verdicts: Sequence[StepVerdict]) -> None:
-    """Take the line that has a wrong number in one step for what is between two events around it in more of the others,
-    where all weights are off by one number in each: a number that follows counts is written or a power of two by
-    chance, which is what told the line from the loss in front of it."""
+    """Take the line that has a wrong number in some steps and what is between two events around it in others for one
+    fault, told as in most steps, where all weights are off by one number in each: a number that follows counts is
+    written or a power of two by chance, which is what tells the line from the loss in front of it."""
     accused = [(verdict, verdict.errors[0]) for verdict in verdicts if len(verdict.errors) == 1]
+    whole = [(verdict, one) for verdict, one in accused if one.code == unexplained.CODE and _is_whole(verdict, one)]
     brackets: dict[object, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
-    for verdict, found in accused:
-        if found.code == unexplained.CODE and _is_unrecorded(found) and _is_whole(verdict, found):
+    for verdict, found in whole:
+        if _is_unrecorded(found):
             brackets[cause(found)].append((verdict, found))
     for members in brackets.values():
-        others = [
-            (other, [one])
-            for other, one in accused
-            if one.code == unexplained.CODE and not _is_unrecorded(one) and _is_whole(other, one)
-            if all(_encloses(verdict, found, one) for verdict, found in members)
-        ]
-        if 0 < len(others) < len(members):
-            take_over(members[0][1], others)
+        lines: dict[object, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
+        for verdict, one in whole:
+            if not _is_unrecorded(one) and all(_encloses(around, found, one) for around, found in members):
+                lines[cause(one)].append((verdict, one))
+        if not lines:
+            continue
+        others = max(lines.values(), key=len)
+        told, rest = (others, members) if len(others) > len(members) else (members, others)
+        take_over(told[0][1], [(verdict, [one]) for verdict, one in rest])
 
 
 def _encloses(verdict: StepVerdict, found: Finding, one: Finding) -> bool:
     """Whether the line of a finding scales gradients in another step between the events that enclose what is wrong
     there."""
     line, event = one.first_event, found.first_event
-    if line is None or line.kind != "grad_write" or event is None or event.before is None or verdict.conduct is None:
+    if line is None or line.kind != "grad_write" or event is None or event.before is None:
         return False
-    writes = [write for (_, _, factor), write in verdict.conduct.writes.items() if factor != 1]
-    return any((write.file, write.line) == (line.file, line.line) and event.seq < write.seq < event.before["seq"]
-               for write in writes)  # fmt: skip
+    writes = [write for (_, _, factor), write in verdict.writes.items() if factor != 1]
+    return any(
+        (write.file, write.line) == (line.file, line.line) and event.seq < write.seq < event.before["seq"]
+        for write in writes
+    )
 
 
 def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
