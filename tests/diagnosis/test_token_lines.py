@@ -16,7 +16,7 @@ from gradcheck_dist.diagnosis.finding import Finding, Report
 from gradcheck_dist.diagnosis.judging import judge_step
 from gradcheck_dist.events import GradWrite
 
-WEIGH_LINE, REDUCE_LINE, DIVIDE_LINE = 31, 32, 33
+WEIGH_LINE, REDUCE_LINE, DIVIDE_LINE, HALVE_LINE = 31, 32, 33, 34
 Tokens = dict[Key, int]
 
 
@@ -40,23 +40,34 @@ def judged(
     root: Callable[[Key, Tokens], float],
     weigh: Callable[[int, Tokens], float] = of_rank,
     divisor: Callable[[Tokens], float] = lambda tokens: sum(tokens.values()),
+    spared: str = "",
+    halved: str = "",
 ) -> Report:
-    """Two ranks of two passes: each rank's gradients are weighed, summed by hand and divided."""
+    """Two ranks of two passes: each rank's gradients are weighed, but for one that is spared, summed by hand and
+    divided; one may be halved besides."""
     world = World(Trainer(root=root, impl="none", data_ranks=2, accumulation=2), 7)
     for k in range(2):
         _backward(world, k, 0)
     for rank in world.ranks:
-        _write(world, rank.rank, weigh(rank.data_rank, world.num_tokens), WEIGH_LINE)
+        _write(
+            world,
+            rank.rank,
+            weigh(rank.data_rank, world.num_tokens),
+            WEIGH_LINE,
+            [name for name in rank.ids if name != spared],
+        )
     all_reduce(world, ((0, 1),), REDUCE_LINE)
     for rank in world.ranks:
-        _write(world, rank.rank, 1 / divisor(world.num_tokens), DIVIDE_LINE)
+        _write(world, rank.rank, 1 / divisor(world.num_tokens), DIVIDE_LINE, list(rank.ids))
+        if halved:
+            _write(world, rank.rank, 0.5, HALVE_LINE, [halved])
     return ended(world)
 
 
-def _write(world: World, at: int, number: float, line: int) -> None:
+def _write(world: World, at: int, number: float, line: int, names: list[str]) -> None:
     rank = world.ranks[at]
-    _scale(world, rank, number, list(rank.ids))
-    rank.emit(GradWrite, line=line, params=rank.everything, factor=number)
+    _scale(world, rank, number, names)
+    rank.emit(GradWrite, line=line, params=rank.param_set(names), factor=number)
 
 
 def weighed_by_last_pass(key: Key, tokens: Tokens) -> float:
@@ -102,3 +113,13 @@ def test_means_that_the_last_pass_of_their_rank_weighs_are_no_coefficients() -> 
         verdicts.append(verdict)
     finding = the_one(conclude(run, verdicts, [], "global-token-mean", "given"))
     assert finding.first_event is not None and finding.first_event.kind == "loss"
+
+
+def test_one_parameter_that_is_not_weighed_is_one_fault_and_another_one_that_is_halved_too() -> None:
+    finding = the_one(judged(mean_of_rank, spared="norm.weight"))
+    assert (finding.num_parameters, finding.code) == (1, "GS000")
+    finding = the_one(judged(mean_of_rank, halved="embed.weight"))
+    assert (finding.num_parameters, finding.factor.observed) == (1, pytest.approx(0.5))
+    halves = judged(mean_of_means, halved="embed.weight").findings
+    assert {finding.code for finding in halves} == {"GS301", "GS000"}
+    assert {finding.first_event and finding.first_event.line for finding in halves} == {12, HALVE_LINE}

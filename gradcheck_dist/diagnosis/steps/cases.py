@@ -77,7 +77,10 @@ def cases_of(
             if _num_right(alone) > _num_right(judged):
                 own, judged = found.apart, alone
         rest = _cases(verdict, judged if held_alone else pool(judged))
-    everywhere = [case for case in rest if len(rest) == 1 or case.everywhere]
+    everyone = {held.param for held in matrix if held.cells}
+    everywhere = [
+        case for case in rest if case.everywhere or (len(rest) == 1 and {held.param for held in case.held} == everyone)
+    ]
     common = [case for case in everywhere if is_common_factor(case) or _may_be_the_loss(case)]
     if not found.anchored and all(case.pattern.kind == "uniform" for case in everywhere):
         common = everywhere
