@@ -74,3 +74,16 @@ def test_a_number_that_the_same_counts_make_in_several_steps_is_no_function_of_t
     assert report.verdict == ("findings" if num_steps > 2 else "undetermined")
     for finding in report.findings:
         assert finding.factor.expression == "num_tokens/(accumulation_steps * dp_replicate)"
+
+
+def test_the_number_by_which_weights_come_right_is_that_of_the_wrong_gradients() -> None:
+    """One line, by a right number for some parameters and by a third of it for others."""
+
+    def by_group(world: World, rank: Process, name: str) -> float:
+        return 2 / sum(world.num_tokens.values()) / (3 if name == "norm.weight" else 1)
+
+    (finding,) = judged([(COUNT_LINE, by_group)]).findings
+    assert (finding.num_parameters, finding.first_event and finding.first_event.line) == (2, COUNT_LINE)
+    assert finding.first_event is not None and finding.first_event.nominal_factor is not None
+    right = finding.first_event.nominal_factor * 3
+    assert f"multiply by {right:.6g}" in finding.fix and f"where x {right:.6g} would make" in finding.explanation

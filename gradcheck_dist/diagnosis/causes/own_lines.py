@@ -91,7 +91,8 @@ def line_that_differs(
     data: StepData, culprit: Culprit, cells: Sequence[tuple[Held, Cell]], tolerance: float
 ) -> GradWrite | None:
     """The line that multiplied gradients apart, in an unrecorded change that differs between them: its numbers differ
-    between parameters and ranks as the weights do, up to one factor which all share. None where not just one does.
+    between parameters and ranks as the weights do, up to one factor which all share. Where it wrote to a gradient that
+    is wrong, if it did to any. None where not just one does.
 
     Args:
         cells: the weights that the change left, with the gradients that they stand in.
@@ -113,7 +114,18 @@ def line_that_differs(
             if event.site is not None and event.params is not None:
                 lines.setdefault((event.site.file, event.site.line), {}).setdefault(rank, []).append(event)
     found = [of_rank for of_rank in lines.values() if _differs_so(data, of_rank, list(ratios.values()), tolerance)]
-    return next(write for writes in found[0].values() for write in writes) if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    (of_rank,) = found
+    at_wrong = (write for held, cell in cells if not cell.right for write in _of_held(data, of_rank, held))
+    return next(at_wrong, None) or next(write for writes in of_rank.values() for write in writes)
+
+
+def _of_held(data: StepData, of_rank: Mapping[int, Sequence[GradWrite]], held: Held) -> list[GradWrite]:
+    """The writes to one gradient."""
+    track = data.tracks[held.param].get(held.rank)
+    return [one for one in of_rank.get(held.rank, ())
+            if track is not None and track.param.id in data.params_of(held.rank, one.params)]  # fmt: skip
 
 
 def _differs_so(
@@ -121,9 +133,7 @@ def _differs_so(
 ) -> bool:
     shared = []
     for held, ratio in ratios:
-        track = data.tracks[held.param].get(held.rank)
-        mine = [one for one in of_rank.get(held.rank, ())
-                if track is not None and track.param.id in data.params_of(held.rank, one.params)]  # fmt: skip
+        mine = _of_held(data, of_rank, held)
         if any(not one.factor for one in mine):
             return False
         shared.append(ratio / prod(one.factor or 1.0 for one in mine))
