@@ -136,6 +136,16 @@ def test_what_nobody_recorded_in_the_first_step_is_what_is_recorded_in_the_other
     assert (finding.code, finding.steps) == ("GS102", [0, 1, 2])
 
 
+def test_a_clip_in_front_of_a_division_by_a_power_of_two_tokens_is_early_as_in_other_steps() -> None:
+    clip = FirstEvent(rank=0, seq=9, kind="clip", file="train.py", line=LINE)
+    tokens = [(9, 5, 6, 11), (9, 6, 6, 11), (14, 3, 10, 10)]
+    verdicts = [verdict_on(step, divided(step, one, 2 * sum(one))) for step, one in enumerate(tokens)]
+    for verdict, code in zip(verdicts, ("GS605", "GS604", "GS605"), strict=True):
+        told_otherwise(verdict, code=code, first_event=clip)
+    (finding,) = told(verdicts)
+    assert (finding.code, finding.steps) == ("GS605", [0, 1, 2])
+
+
 def told(verdicts: list[StepVerdict]) -> list[Finding]:
     tell_one_law(verdicts)
     return merged(verdicts)

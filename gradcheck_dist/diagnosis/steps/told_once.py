@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from gradcheck_dist.diagnosis.finding import Finding, Weight
 from gradcheck_dist.diagnosis.rules import gs000_unexplained_scale as unexplained
+from gradcheck_dist.diagnosis.rules import gs604_clip_before_unscale as gs604
+from gradcheck_dist.diagnosis.rules import gs605_early_clip as gs605
 from gradcheck_dist.diagnosis.steps.step_verdict import StepVerdict, cause
 from gradcheck_dist.diagnosis.weights.patterns import Pattern
 from gradcheck_dist.ledger.contributions import ContributionKey
@@ -26,6 +28,7 @@ def tell_once(verdicts: Sequence[StepVerdict]) -> None:
     _keep_recorded(verdicts)
     _keep_line(verdicts)
     _keep_bracket(verdicts)
+    _keep_clip(verdicts)
 
 
 def _keep_empty(verdicts: Sequence[StepVerdict]) -> None:
@@ -156,6 +159,21 @@ def _encloses(verdict: StepVerdict, found: Finding, one: Finding) -> bool:
         (write.file, write.line) == (line.file, line.line) and event.seq < write.seq < event.before["seq"]
         for write in writes
     )
+
+
+def _keep_clip(verdicts: Sequence[StepVerdict]) -> None:
+    """Take a clip that seems to be of scaled gradients in few steps for the early one that it is in most: what divides
+    behind it, tokens, is a power of two there."""
+    clips: dict[object, list[tuple[StepVerdict, Finding]]] = defaultdict(list)
+    for verdict in verdicts:
+        for found in verdict.errors:
+            if found.code in (gs604.CODE, gs605.CODE) and (event := found.first_event) is not None:
+                clips[event.kind, event.file, event.line].append((verdict, found))
+    for members in clips.values():
+        early = [found for _, found in members if found.code == gs605.CODE]
+        scaled = [(verdict, [found]) for verdict, found in members if found.code == gs604.CODE]
+        if len(early) > len(scaled):
+            take_over(early[0], scaled)
 
 
 def _is_whole(verdict: StepVerdict, found: Finding) -> bool:
