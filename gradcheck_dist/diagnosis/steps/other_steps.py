@@ -210,6 +210,11 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
         same = [one for one in wrong if one != other]
         return all(divides(one, counts[two]) for one, two in behind) or all(divides(one, counts[other]) for one in same)
 
+    def is_late(step: int, other: int) -> bool:
+        """Whether the count comes from so many steps before in several steps: a number of a line has many causes."""
+        behind = [one for one, factors in off.items() if factors and one + other - step in counts]
+        return other < step and len(behind) > 1
+
     for verdict in verdicts:
         tokens, step = verdict.contributions.num_tokens, verdict.context.step
         for finding in verdict.findings:
@@ -220,10 +225,11 @@ def tell_other_counts(verdicts: Sequence[StepVerdict]) -> None:
                 (other, count)
                 for other, count in counts.items()
                 if count and other != step and abs(observed * count / tokens - 1) <= tolerance and of_other(step, other)
+                if finding.code == LOSS_RULE or is_late(step, other)
             ]
             if len({count for _, count in near}) == 1 and tolerance <= MOST_VAGUE:
                 _name_count(finding, tokens, *min(near, key=lambda one: (one[0] > step, abs(one[0] - step))))
-            elif not near and tolerance <= MOST_VAGUE:
+            elif not near and tolerance <= MOST_VAGUE and finding.code == LOSS_RULE:
                 for first, last, count in _windows(counts, step):
                     if all(divides(one, count) for one in counts if first <= one <= last):
                         _name_window(finding, verdict, first, last, count)
